@@ -1,0 +1,41 @@
+# Everything a newcomer needs: `make train` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+RECIPE ?= recipes/nano_chain_sum.yaml
+
+.PHONY: train test test-slow lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+# torch first and with its dependencies; sglang last and without, because on a CPU its CUDA packages are dead weight.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"evenkeel needs Python 3.11 or 3.12 (found {v.major}.{v.minor}): make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (a few minutes; about 3 GB with the CPU build of torch)"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps sglang
+	@touch $@
+
+train: .venv/installed  ## set up .venv, make the nano model, train it by async RL, write a report
+	$(BIN)/evenkeel init-model models/nano --if-missing
+	$(BIN)/evenkeel train $(RECIPE)
+
+test: .venv/installed  ## set up .venv, run the test suite (under 20 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+test-slow: .venv/installed  ## the tests that the fast suite leaves out
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/installed  ## ruff and mypy (strict on correction/)
+	$(BIN)/ruff check .
+	$(BIN)/mypy correction rollout learner actors
+
+bench: .venv/installed  ## the benchmarks, as ratios measured in one run
+	$(BIN)/python benchmarks/async_vs_sync.py
+	$(BIN)/python benchmarks/decode_attention.py
+
+clean:  ## remove .venv, models and caches; runs/ stays
+	rm -rf .venv models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

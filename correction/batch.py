@@ -1,0 +1,147 @@
+"""The packed batch: what rollouts hand over, what the correction annotates, what the learner trains on.
+
+Sequences lie end to end in flat tensors: N tokens in all, S sequences, sequence i is [offsets[i], offsets[i + 1]).
+A per-token value belongs to the token at its own index: behavior_logprobs[j] is log mu(token j | tokens before j).
+Nothing is changed in place after hand-over; `replace` and `select` make new batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from correction.errors import DataError
+
+_PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """S sequences of prompt and response, N tokens in all."""
+
+    token_ids: Tensor
+    """[N] int64."""
+    offsets: Tensor
+    """[S + 1] int64, first 0, last N, not decreasing."""
+    loss_mask: Tensor
+    """[N] bool: tokens that the policy produced and that are trained; prompt and tool tokens are False."""
+    behavior_logprobs: Tensor
+    """[N] float32, nats, under the sampling temperature; any value where loss_mask is False."""
+    advantages: Tensor
+    """[N] float32, constant over a sequence unless the estimator says otherwise."""
+    weight_versions: Tensor
+    """[N] int32: version of the weights that sampled the token; -1 where none did."""
+    group_ids: Tensor
+    """[S] int64: sequences of one prompt share an id."""
+    learner_version: int = 0
+    """Version of the weights from which the update starts."""
+    temperature: float = 1.0
+    """Sampling temperature; the learner divides its logits by it."""
+    proximal_logprobs: Tensor | None = None
+    """[N] float32: log pi_prox, recomputed by the learner; None before that, or when bypassed."""
+    reference_logprobs: Tensor | None = None
+    """[N] float32: log pi_ref, for a KL penalty."""
+    turn_ids: Tensor | None = None
+    """[N] int32: index of the model turn inside its trajectory; None: one turn."""
+    topk_ids: Tensor | None = None
+    """[N, K] int64: the sampler's K most likely tokens."""
+    topk_logprobs: Tensor | None = None
+    """[N, K] float32: their logprobs under the behaviour policy."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.offsets.shape[0]) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] int64: tokens of each sequence."""
+        return self.offsets.diff()
+
+    def validate(self) -> PackedBatch:
+        """Check shapes, types and offsets; return self.
+
+        Raises: DataError naming the field.
+        """
+        n, s = self.num_tokens, self.num_sequences
+        if s < 0 or int(self.offsets[0]) != 0 or int(self.offsets[-1]) != n or bool((self.lengths < 0).any()):
+            raise DataError(f"PackedBatch.offsets must rise from 0 to {n} (the number of tokens), got {self.offsets[:3].tolist()}...")
+        for name in ("loss_mask", "behavior_logprobs", "advantages", "weight_versions", *_PER_TOKEN_OPTIONAL):
+            value = getattr(self, name)
+            if value is not None and value.shape[0] != n:
+                raise DataError(f"PackedBatch.{name} has {value.shape[0]} rows for {n} tokens")
+        if self.group_ids.shape != (s,):
+            raise DataError(f"PackedBatch.group_ids has shape {tuple(self.group_ids.shape)} for {s} sequences")
+        if self.loss_mask.dtype != torch.bool:
+            raise DataError(f"PackedBatch.loss_mask must be bool, got {self.loss_mask.dtype}")
+        for name in ("behavior_logprobs", "advantages"):
+            if getattr(self, name).dtype not in (torch.float32, torch.float64):
+                raise DataError(f"PackedBatch.{name} must be float32 or float64, got {getattr(self, name).dtype}")
+        return self
+
+    def token_index(self, sequences: Sequence[int]) -> Tensor:
+        """[n] int64: flat positions of the tokens of the given sequences, in the order given."""
+        bounds = self.offsets.tolist()
+        parts = [torch.arange(bounds[i], bounds[i + 1], device=self.token_ids.device) for i in sequences]
+        return torch.cat(parts) if parts else self.token_ids.new_zeros(0)
+
+    def select(self, sequences: Sequence[int]) -> PackedBatch:
+        """The batch of the given sequences alone, in the order given (a micro-batch, a rank's share)."""
+        index = self.token_index(sequences)
+        picked = torch.as_tensor(list(sequences), dtype=torch.int64, device=self.offsets.device)
+        offsets = torch.cat([self.offsets.new_zeros(1), self.lengths[picked].cumsum(0)])
+        changes: dict[str, Tensor | None] = {"offsets": offsets, "group_ids": self.group_ids[picked]}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and field.name not in changes:
+                changes[field.name] = value[index]
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The batch with every tensor on `device`."""
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectedBatch:
+    """A packed batch with what the correction decided: the learner's input.
+
+    The policy loss is  sum over kept tokens of  token_scale * importance_weights * l(token),  with l from the objective.
+    """
+
+    batch: PackedBatch
+    importance_weights: Tensor
+    """[N] float32, detached; 1 where no weight applies. Batch normalisation is already in."""
+    keep_mask: Tensor
+    """[N] bool, a subset of batch.loss_mask: what rejection and veto left."""
+    token_scale: Tensor
+    """[N] float32: one over the loss denominator of the *global* batch, so that sums over any split of it add up."""
+    is_deferred: bool = False
+    """True: the parts on rho run inside the training forward, with proximal = detached current logprobs."""
+
+    def select(self, sequences: Sequence[int]) -> CorrectedBatch:
+        """The given sequences alone; scales stay those of the global batch."""
+        index = self.batch.token_index(sequences)
+        return replace(
+            self,
+            batch=self.batch.select(sequences),
+            importance_weights=self.importance_weights[index],
+            keep_mask=self.keep_mask[index],
+            token_scale=self.token_scale[index],
+        )
+
+    def to(self, device: torch.device | str) -> CorrectedBatch:
+        return replace(
+            self,
+            batch=self.batch.to(device),
+            importance_weights=self.importance_weights.to(device),
+            keep_mask=self.keep_mask.to(device),
+            token_scale=self.token_scale.to(device),
+        )

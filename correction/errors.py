@@ -1,0 +1,29 @@
+"""One root and a few kinds; every message names the place, the value, the reason and the remedy."""
+
+
+class EvenkeelError(Exception):
+    """Root of all errors that evenkeel raises on purpose. Picklable: it crosses processes."""
+
+
+class ConfigError(EvenkeelError, ValueError):
+    """A setting that can't be honoured."""
+
+
+class DataError(EvenkeelError, ValueError):
+    """A prompt, row, model folder or batch that can't be used."""
+
+
+class EngineError(EvenkeelError, RuntimeError):
+    """The rollout engine refused or failed."""
+
+
+class SyncError(EvenkeelError, RuntimeError):
+    """Weights of the learner and of an engine do not agree."""
+
+
+class LedgerError(EvenkeelError, RuntimeError):
+    """A prompt is missing or was counted twice."""
+
+
+class DeadlineExceeded(EvenkeelError, TimeoutError):
+    """A wait reached its deadline; the message names phase, actor and version."""
