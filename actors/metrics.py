@@ -1,0 +1,454 @@
+"""The one catalogue of metrics: every number that a run shows is declared here, once, with its unit and how it is reduced.
+
+The packages below return dataclasses or dicts of numbers; the controller puts them into a `StepMetrics`, which accepts listed
+names only. metrics.jsonl, TensorBoard, Prometheus, Weights & Biases, the terminal, the report and docs/metrics.md are views.
+`python -m actors.metrics` prints docs/metrics.md.
+
+Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix whose last
+part is open ("reward/component/" + the name that a reward function chose).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from correction.errors import EvenkeelError
+
+
+class MetricError(EvenkeelError, LookupError):
+    """A number that the catalogue doesn't list."""
+
+
+class Kind(StrEnum):
+    """How a metric behaves over time."""
+
+    GAUGE = "gauge"
+    """A value of this step; it may rise and fall."""
+    COUNTER = "counter"
+    """A running total since the run began, restored on resume; its name ends in _total."""
+    HISTOGRAM = "histogram"
+    """A family whose last part is an upper bound, and whose value counts what fell into that bucket in this step."""
+
+
+class Reduction(StrEnum):
+    """How values of several ranks or workers become one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    """Weighted by what each part counted; from sums and counts, never a mean of means."""
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+    """There is one source only."""
+
+
+class Unit(StrEnum):
+    """Base units; the second word is the suffix of the Prometheus name."""
+
+    ONE = ""
+    SECONDS = "s"
+    SHARE = "share"
+    NATS = "nats"
+    TOKENS = "tokens"
+    TOKENS_PER_SECOND = "tokens/s"
+    VERSIONS = "versions"
+    BYTES = "bytes"
+    TIMESTAMP = "unix time"
+
+
+_PROMETHEUS_SUFFIX = {
+    Unit.ONE: "",
+    Unit.SECONDS: "_seconds",
+    Unit.SHARE: "_ratio",
+    Unit.NATS: "_nats",
+    Unit.TOKENS: "_tokens",
+    Unit.TOKENS_PER_SECOND: "_tokens_per_second",
+    Unit.VERSIONS: "_versions",
+    Unit.BYTES: "_bytes",
+    Unit.TIMESTAMP: "_timestamp_seconds",
+}
+# What the catalogue's own names end in, taken off before the suffix above is put on.
+_NAME_SUFFIX = re.compile(r"(_tokens_per_s|_share|_versions|_tokens|_bytes|_time_s|_s|_total)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One listed number, or a family of them when the name ends in a slash."""
+
+    name: str
+    kind: Kind
+    unit: Unit
+    reduction: Reduction
+    help: str
+    """One sentence: what it is, and where it helps, what a healthy value looks like."""
+    label: str
+    """A few words for a table or an axis."""
+
+    @property
+    def is_family(self) -> bool:
+        return self.name.endswith("/")
+
+    @property
+    def prometheus_name(self) -> str:
+        """Conventional name: evenkeel_ prefix, base unit as suffix, _total on counters (the client library appends that)."""
+        stem = _NAME_SUFFIX.sub("", self.name.rstrip("/"))
+        suffix = _PROMETHEUS_SUFFIX[self.unit]
+        stem = re.sub(r"[^a-zA-Z0-9]+", "_", stem)
+        return f"evenkeel_{stem}" if stem.endswith(suffix) else f"evenkeel_{stem}{suffix}"
+
+
+def _gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
+    return Metric(name, Kind.GAUGE, unit, reduction, help, label)
+
+
+def _counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
+    return Metric(name, Kind.COUNTER, unit, Reduction.SUM, help, label)
+
+
+_U, _R = Unit, Reduction
+_PROGRESS = [
+    _gauge("step", _U.ONE, _R.LAST, "step", "Training steps finished."),
+    _gauge("weight_version", _U.ONE, _R.LAST, "weight version", "Version of the published weights; one more for each published batch."),
+    _counter("steps/skipped_total", "skipped steps", "Steps whose loss or gradient was not finite and that left the weights as they were."),
+]
+_TIME = [
+    _gauge("time/elapsed_s", _U.SECONDS, _R.LAST, "elapsed", "Wall time since the run began, earlier parts of a resumed run included."),
+    _gauge("time/step_s", _U.SECONDS, _R.LAST, "step time", "Wall time from the end of the last step to the end of this one."),
+    _gauge(
+        "time/generate_s", _U.SECONDS, _R.MEAN, "generate",
+        "From a group's first request to its last answer, averaged over the batch's groups.",
+    ),
+    _gauge("time/reward_s", _U.SECONDS, _R.MEAN, "reward", "Scoring of one group, averaged over the batch's groups."),
+    _gauge("time/correct_s", _U.SECONDS, _R.LAST, "correct", "Weights, rejection, veto and normalisers of the batch."),
+    _gauge(
+        "time/proximal_s", _U.SECONDS, _R.LAST, "proximal forward",
+        "The learner's forward pass for proximal logprobs; absent when it isn't needed.",
+    ),
+    _gauge("time/train_s", _U.SECONDS, _R.MAX, "train", "Forward, backward and optimizer of the batch, on the slowest rank."),
+    _gauge("time/sync_s", _U.SECONDS, _R.LAST, "weight sync", "From hand-over of new weights to the last engine's receipt."),
+    _gauge(
+        "time/pause_s", _U.SECONDS, _R.MAX, "engine pause",
+        "How long an engine stood still for a weight update, the longest of all engines.",
+    ),
+    _gauge(
+        "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
+        "Writing a checkpoint and its Hugging Face folder; absent on other steps.",
+    ),
+    _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Diagnostics of the batch, off the learner's path."),
+    _gauge(
+        "wait/learner_s", _U.SECONDS, _R.MAX, "learner waits",
+        "Time of the step in which the learner had no batch: rollouts are the bottleneck.",
+    ),
+    _gauge(
+        "wait/rollout_s", _U.SECONDS, _R.MEAN, "rollout waits",
+        "Time of the step in which an engine had no request, averaged over engines.",
+    ),
+    _gauge("wait/learner_share", _U.SHARE, _R.MAX, "learner waits", "Share of the step's time in which the learner waited for data."),
+    _gauge(
+        "wait/rollout_share", _U.SHARE, _R.MEAN, "rollout waits",
+        "Share of the step's time in which engines stood idle, held back by admission.",
+    ),
+    _gauge(
+        "throughput/rollout_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "rollout tokens/s",
+        "Response tokens sampled a second of wall time, all engines together.",
+    ),
+    _gauge(
+        "throughput/learner_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "learner tokens/s",
+        "Prompt and response tokens trained a second of training time, all ranks together.",
+    ),
+]
+_REWARD = [
+    _gauge("reward/mean", _U.ONE, _R.MEAN, "reward", "Mean reward of the batch's valid trajectories."),
+    _gauge("reward/std", _U.ONE, _R.MEAN, "reward spread", "Standard deviation of the reward over the batch's valid trajectories."),
+    _gauge(
+        "reward/group_std", _U.ONE, _R.MEAN, "spread within groups",
+        "Standard deviation inside a group, averaged over groups: what group-relative advantages live on.",
+    ),
+    _gauge("reward/component/", _U.ONE, _R.MEAN, "reward part", "Mean of one named part of the reward; the sum of all parts trains."),
+    _counter(
+        "reward/exceptions_total", "reward exceptions",
+        "Trajectories whose reward function raised; they are left out of baseline and loss.",
+    ),
+    _counter(
+        "reward/timeouts_total", "reward time-outs",
+        "Trajectories whose reward function ran past its deadline; left out of baseline and loss.",
+    ),
+]
+_HELD_OUT = [
+    _gauge("held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy", "Share of held-out problems answered rightly."),
+    _gauge("held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from", "Lower end of the 95 % Wilson interval of the held-out accuracy."),
+    _gauge("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
+    _gauge("held_out/problems", _U.ONE, _R.LAST, "problems", "Number of held-out problems asked."),
+    _gauge("held_out/weight_version", _U.ONE, _R.LAST, "weight version", "Version of the weights that answered."),
+    _gauge("held_out/truncated_share", _U.SHARE, _R.LAST, "cut answers", "Share of held-out answers cut at max_tokens."),
+    _gauge("held_out/response_tokens", _U.TOKENS, _R.LAST, "answer length", "Mean length of a held-out answer."),
+    _gauge("held_out/seconds", _U.SECONDS, _R.LAST, "evaluation time", "Wall time of the evaluation, which runs beside training."),
+]
+_STALENESS = [
+    _gauge(
+        "staleness/mean", _U.VERSIONS, _R.MEAN, "mean staleness",
+        "Learner's version minus the version that sampled the token, averaged over trained tokens.",
+    ),
+    _gauge(
+        "staleness/max", _U.VERSIONS, _R.MAX, "largest staleness",
+        "Staleness of the oldest token in the batch; admission keeps it at or below max_staleness.",
+    ),
+    Metric("staleness/tokens/", Kind.HISTOGRAM, _U.VERSIONS, _R.SUM, "Trained tokens by staleness.", "staleness"),
+    _gauge(
+        "staleness/mixed_version_share", _U.SHARE, _R.MEAN, "mixed versions",
+        "Share of trajectories during which new weights arrived, so that their tokens carry more than one version.",
+    ),
+]
+
+
+def _gap(prefix: str, of_what: str) -> list[Metric]:
+    """The four numbers of the distance from mu to pi_prox, over one set of tokens."""
+    return [
+        _gauge(
+            f"{prefix}/k1",
+            _U.NATS, _R.MEAN, "k1 KL",
+            f"Mean of log mu - log pi_prox {of_what}; unbiased for KL(mu, pi_prox), may be negative.",
+        ),
+        _gauge(
+            f"{prefix}/k3",
+            _U.NATS, _R.MEAN, "k3 KL",
+            f"Mean of rho - 1 - log rho {of_what}, rho = pi_prox / mu; unbiased for KL(mu, pi_prox), never negative.",
+        ),
+        _gauge(f"{prefix}/max_abs_log_ratio", _U.NATS, _R.MAX, "max |log ratio|", f"Largest |log pi_prox - log mu| {of_what}."),
+        _gauge(f"{prefix}/log_ratio_std", _U.NATS, _R.MEAN, "log-ratio spread", f"Standard deviation of log pi_prox - log mu {of_what}."),
+    ]
+
+
+_CORRECTION = [
+    *_gap("mismatch", "on tokens of staleness 0: kernels, precision and routing alone"),
+    *_gap("mismatch_and_staleness", "on all trained tokens: mismatch and staleness together"),
+    _gauge("rho/max", _U.ONE, _R.MAX, "largest rho", "Largest pi_prox / mu of a trained token, before any bound."),
+    _gauge("rho/mean", _U.ONE, _R.MEAN, "mean rho", "Mean of pi_prox / mu over trained tokens; near 1 when nothing is wrong."),
+    _gauge(
+        "rho/ess", _U.SHARE, _R.LAST, "effective sample size",
+        "(sum w)^2 / (n sum w^2) of the token weights: share of the batch that counts; 1 is on-policy.",
+    ),
+    _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Share of trained tokens that rejection took out of the loss."),
+    _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Share of sequences that the veto took out of the loss."),
+    _gauge("rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut", "Share of trained tokens whose importance weight met its bound."),
+    _gauge(
+        "correction/", _U.ONE, _R.LAST, "correction",
+        "A further number of the correction's diagnostics; docs/correction.md tells which.",
+    ),
+]
+_LEARNER = [
+    _gauge(
+        "learner/loss", _U.ONE, _R.SUM, "loss",
+        "The loss that was differentiated; its value says little in RL, its jumps say something.",
+    ),
+    _gauge("learner/grad_norm", _U.ONE, _R.LAST, "gradient norm", "Global L2 norm of the gradient before clipping."),
+    _gauge("learner/learning_rate", _U.ONE, _R.LAST, "learning rate", "Learning rate of the step."),
+    _gauge(
+        "learner/entropy", _U.NATS, _R.MEAN, "entropy",
+        "Mean entropy of the target policy at trained tokens; a fall to 0 means that exploration ended.",
+    ),
+    _gauge(
+        "learner/clip_share", _U.SHARE, _R.MEAN, "clipped",
+        "Share of trained tokens whose gradient the objective's trust region took away.",
+    ),
+    _gauge("learner/drift_k3", _U.NATS, _R.MEAN, "drift k3", "k3 KL from pi_prox to pi_theta: what the optimizer did within the batch."),
+    _gauge("learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference", "KL from the target policy to the frozen reference policy."),
+    _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
+    _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
+    _gauge("loss/", _U.ONE, _R.LAST, "loss part", "A further number of the policy loss."),
+]
+_LENGTH = [
+    _gauge(
+        "length/sampled_tokens", _U.TOKENS, _R.MEAN, "sampled answers",
+        "Mean response length of all answers finished since the last step.",
+    ),
+    _gauge(
+        "length/trained_tokens", _U.TOKENS, _R.MEAN, "trained answers",
+        "Mean response length of the answers that were trained; if it is below that of the sampled ones, long answers get lost.",
+    ),
+    _gauge("length/max_tokens", _U.TOKENS, _R.MAX, "longest answer", "Longest response of the batch."),
+    _gauge(
+        "length/truncated_share", _U.SHARE, _R.MEAN, "cut answers",
+        "Share of the batch's answers cut at max_tokens or the context length.",
+    ),
+]
+_GROUPS = [
+    _gauge(
+        "groups/all_right", _U.ONE, _R.SUM, "groups all right",
+        "Groups of the batch whose trajectories all got the same reward, and that the highest possible: no gradient.",
+    ),
+    _gauge("groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong", "Groups of the batch whose trajectories all failed alike: no gradient."),
+    _gauge("groups/refilled", _U.ONE, _R.SUM, "groups refilled", "Groups without gradient that dynamic sampling replaced in this step."),
+    _counter("groups/admitted_total", "admitted", "Groups admitted to generation."),
+    _counter("groups/trained_total", "trained", "Groups trained; those of a skipped step count too."),
+    _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
+    _counter("groups/stale_dropped_total", "dropped as stale", "Groups thrown away because they had become too old: the last resort."),
+    _counter("groups/stale_dropped_tokens_total", "stale tokens", "Response tokens of groups thrown away as too old.", _U.TOKENS),
+    _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
+]
+_ROLLOUT = [
+    _gauge("queue/groups", _U.ONE, _R.LAST, "queued groups", "Finished groups that wait in the trajectory queue."),
+    _gauge(
+        "queue/outstanding", _U.ONE, _R.LAST, "outstanding groups",
+        "Admitted and neither trained nor discarded; never above (max_staleness + 1) * groups_per_step.",
+    ),
+    _gauge("pool/workers", _U.ONE, _R.LAST, "rollout workers", "Rollout workers that answer."),
+    _gauge("pool/current_workers", _U.ONE, _R.LAST, "current workers", "Rollout workers with a receipt for the current weight version."),
+    _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
+    _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
+    _gauge(
+        "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",
+        "Largest logprob difference between engine and learner on the fixed prompt, at equal weights.",
+    ),
+    _counter("sync/failures_total", "failed syncs", "Engines whose weight update failed and that were marked dirty."),
+    _counter("rollout/generated_tokens_total", "generated tokens", "Response tokens sampled.", _U.TOKENS),
+    _counter("rollout/finished_groups_total", "finished groups", "Groups finished, scored or not."),
+    _counter("rollout/prompts_skipped_total", "skipped prompts", "Prompts that could not be used (too long, bad row)."),
+    _gauge("rollout/requests_in_flight", _U.ONE, _R.SUM, "requests in flight", "Requests that an engine is working on."),
+    _gauge("rollout/weight_version", _U.ONE, _R.MIN, "engine's weight version", "Version of the weights that the engine holds."),
+    _gauge("rollout/last_sync_time_s", _U.TIMESTAMP, _R.MIN, "last weight sync", "When the engine last took new weights."),
+]
+CATALOGUE: dict[str, Metric] = {
+    metric.name: metric
+    for section in (_PROGRESS, _TIME, _REWARD, _HELD_OUT, _STALENESS, _CORRECTION, _LEARNER, _LENGTH, _GROUPS, _ROLLOUT)
+    for metric in section
+}
+
+
+def lookup(name: str) -> Metric:
+    """The catalogue's entry for a name, that of its family for an open one.
+
+    Raises: MetricError naming the nearest listed metric.
+    """
+    metric = CATALOGUE.get(name)
+    if metric is not None and not metric.is_family:
+        return metric
+    stem, slash, rest = name.rpartition("/")
+    family = CATALOGUE.get(stem + slash) if rest else None
+    if family is not None:
+        return family
+    nearest = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.0)[0]
+    raise MetricError(
+        f"metric {name!r} is not in the catalogue (actors/metrics.py); the nearest one is {nearest!r}. Use that, or list the new one."
+    )
+
+
+def member(name: str) -> str:
+    """The open part of a family member's name ("accuracy" of "reward/component/accuracy"), "" for a plain metric."""
+    metric = lookup(name)
+    return name[len(metric.name) :] if metric.is_family else ""
+
+
+class StepMetrics(Mapping[str, float]):
+    """The numbers of one step (or of one evaluation), by listed name.
+
+    Absent is absent: None is not recorded, and nothing is filled with 0. A value that is not finite is kept as such, because it is
+    news; the JSONL view writes it beside the others, since JSON has no word for it.
+    """
+
+    def __init__(self, step: int, values: Mapping[str, float | None] | None = None) -> None:
+        self._values: dict[str, float] = {"step": step}
+        self.update(values or {})
+
+    @property
+    def step(self) -> int:
+        return int(self._values["step"])
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def set(self, name: str, value: float | None) -> None:
+        """Record one number. Raises: MetricError for an unlisted name, or one that is there already with another value."""
+        lookup(name)
+        if value is None:
+            return
+        number = float(value)
+        before = self._values.get(name)
+        if before is not None and before != number and not (math.isnan(before) and math.isnan(number)):
+            raise MetricError(
+                f"metric {name!r} was recorded twice in step {self.step}: {before} and {number}. One place emits each metric."
+            )
+        self._values[name] = value if isinstance(value, int) else number    # counts stay whole numbers in metrics.jsonl
+
+    def update(self, values: Mapping[str, float | None], *, prefix: str = "") -> None:
+        """Record many numbers, each under `prefix` + its name; with the prefix of a family any name goes."""
+        for name, value in values.items():
+            self.set(prefix + name, value)
+
+    def finite(self) -> dict[str, float]:
+        """What can be plotted."""
+        return {name: value for name, value in self._values.items() if math.isfinite(value)}
+
+    def non_finite(self) -> dict[str, str]:
+        """Names whose value is "inf", "-inf" or "nan"."""
+        return {name: str(value) for name, value in self._values.items() if not math.isfinite(value)}
+
+
+def combine(parts: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None) -> dict[str, float]:
+    """Numbers of several ranks or workers as one set, each reduced as its entry says.
+
+    Args:
+        parts: one mapping a source; a metric may be absent from some.
+        weights: what each source counted (tokens, groups), for means; without it a mean that differs between sources is refused.
+    Raises: MetricError for an unlisted name, or a mean without weights.
+    """
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        present = [i for i, part in enumerate(parts) if name in part]
+        values = [parts[i][name] for i in present]
+        reduction = lookup(name).reduction
+        if reduction is Reduction.SUM:
+            combined[name] = sum(values)
+        elif reduction is Reduction.MAX:
+            combined[name] = max(values)
+        elif reduction is Reduction.MIN:
+            combined[name] = min(values)
+        elif reduction is Reduction.MEAN and weights is not None:
+            total = sum(weights[i] for i in present)
+            if total > 0:
+                combined[name] = sum(weights[i] * value for i, value in zip(present, values, strict=True)) / total
+        elif reduction is Reduction.LAST or len(set(values)) == 1:
+            combined[name] = values[-1]
+        else:
+            raise MetricError(
+                f"metric {name!r} is a mean and differs between {len(values)} sources: pass what each of them counted as `weights`."
+            )
+    return combined
+
+
+def markdown() -> str:
+    """docs/metrics.md: the catalogue as tables, one a group of names."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every number that a run shows, generated from `actors/metrics.py` by `python -m actors.metrics > docs/metrics.md`.",
+        "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
+        "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
+    ]
+    group = None
+    for metric in CATALOGUE.values():
+        head = metric.name.split("/")[0] if "/" in metric.name else "progress"
+        if head != group:
+            group = head
+            lines += ["", f"## {group}", "", "| name | kind | unit | over ranks | meaning |", "|---|---|---|---|---|"]
+        shown = metric.name + ("<...>" if metric.is_family else "")
+        total = "_total" if metric.kind is Kind.COUNTER else ""
+        name = f"`{shown}`<br>`{metric.prometheus_name}{total}`"
+        meaning = metric.help.replace("|", "\\|")
+        lines.append(f"| {name} | {metric.kind} | {metric.unit or '1'} | {metric.reduction} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

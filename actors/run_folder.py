@@ -1,0 +1,366 @@
+"""The folder of a run: who owns it, and what is where.
+
+    config.yaml                     the resolved configuration
+    metrics.jsonl                   one line a step                      evaluations.jsonl    one line a held-out evaluation
+    rewound.jsonl                   lines of both that a resume took back (nothing is deleted)
+    events.log                      what happened: time, level, text
+    tensorboard/                    event files
+    trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
+    scatter.npz                     pi_prox against mu (actors/scatter.py)
+    checkpoints/step_000050/        hf/ (a Hugging Face folder) and state/ (what a resume needs)
+    report.html
+
+One process writes to it and holds a lock that the kernel releases when that process ends, however it ends. Readers need no lock.
+Files are replaced whole (written beside, then renamed), or grow by whole lines; the last line may be torn after a crash, which
+readers overlook and the next owner repairs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import filelock
+import yaml
+from pydantic import BaseModel
+
+from actors.metric_views import json_line, parse_json_line
+from actors.metrics import StepMetrics
+from correction.errors import ConfigError, DataError
+
+_LEVELS = ("info", "warning", "error")
+_CHECKPOINT = re.compile(r"step_(\d{6,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """One line of events.log."""
+
+    time: str
+    """ISO 8601, local time, to the second."""
+    level: str
+    """info, warning or error."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One complete checkpoint."""
+
+    step: int
+    path: Path
+
+    @property
+    def hf(self) -> Path:
+        """Folder that transformers loads."""
+        return self.path / "hf"
+
+    @property
+    def state(self) -> Path:
+        """Folder with optimizer, counters and whatever else a resume needs."""
+        return self.path / "state"
+
+
+class RunFolder:
+    """Made by `create` (a new run), `open` (resume: takes the lock) or `view` (reading only)."""
+
+    def __init__(self, path: Path, lock: filelock.BaseFileLock | None = None) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path | None, name: str, *, root: Path = Path("runs")) -> RunFolder:
+        """Make and own the folder of a new run.
+
+        Args:
+            path: the folder; None takes root/NAME-DATE-TIME.
+            name: of the run.
+        Raises: ConfigError if another process owns the folder, or it holds something already.
+        """
+        path = _fresh_path(root, name) if path is None else Path(path)
+        lock = _own(path)
+        present = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".owner"))
+        if present:
+            lock.release()
+            what = "a run" if "config.yaml" in present else f"other files ({present[0]}, ...)"
+            remedy = f"Go on with it (--resume {path}), or choose" if "config.yaml" in present else "Choose"
+            raise ConfigError(f"run_dir = {path}: holds {what} already, and a new run would mix with it. {remedy} another run_dir.")
+        for folder in ("tensorboard", "trajectories", "checkpoints"):
+            (path / folder).mkdir()
+        return cls(path, lock)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """Own the folder of an earlier run, to go on with it: torn lines and half-written checkpoints are cleared away.
+
+        Raises: ConfigError if it is no run folder or another process owns it.
+        """
+        folder = cls.view(path)
+        folder._lock = _own(folder.path)
+        for lines in (folder.metrics_path, folder.evaluations_path):
+            _repair_last_line(lines)
+        for leftover in (folder.path / "checkpoints").glob("*.partial"):
+            shutil.rmtree(leftover)
+        return folder
+
+    @classmethod
+    def view(cls, path: Path) -> RunFolder:
+        """The folder for reading, while it runs or afterwards. Raises: ConfigError if it is no run folder."""
+        path = Path(path)
+        if not (path / "config.yaml").is_file():
+            reason = "has no config.yaml" if path.is_dir() else "doesn't exist"
+            raise ConfigError(f"{path}: not a run folder: it {reason}. Name one that `evenkeel train` wrote, such as runs/NAME-DATE-TIME.")
+        return cls(path)
+
+    def close(self) -> None:
+        """Give the folder back."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # What is where.
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations_path(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / "events.log"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def scatter_path(self) -> Path:
+        return self.path / "scatter.npz"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    # Configuration, numbers, events, samples.
+
+    def write_config(self, config: BaseModel) -> None:
+        """Keep the resolved configuration."""
+        data = config.model_dump(mode="json")
+        self.write_text("config.yaml", yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration as plain data. Raises: ConfigError if the file can't be read as YAML."""
+        try:
+            return dict(yaml.safe_load((self.path / "config.yaml").read_text()) or {})
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{self.path / 'config.yaml'}: not valid YAML: {error}") from error
+
+    def append_metrics(self, metrics: StepMetrics) -> None:
+        """Add a step's line to metrics.jsonl."""
+        _append_line(self.metrics_path, json_line(metrics))
+
+    def append_evaluation(self, metrics: StepMetrics) -> None:
+        """Add an evaluation's line to evaluations.jsonl; its step is the one whose weights answered."""
+        _append_line(self.evaluations_path, json_line(metrics))
+
+    def read_metrics(self) -> list[StepMetrics]:
+        """All steps so far, in order; a line that is being written is left out."""
+        return _read_lines(self.metrics_path)
+
+    def read_evaluations(self) -> list[StepMetrics]:
+        """All held-out evaluations so far, in order of their steps."""
+        return sorted(_read_lines(self.evaluations_path), key=lambda metrics: metrics.step)
+
+    def rewind(self, step: int) -> int:
+        """Take back what was written after `step`, before a resume from there; the lines move to rewound.jsonl.
+
+        Returns: number of lines taken back.
+        """
+        return sum(_move_lines_after(path, step, self.path / "rewound.jsonl") for path in (self.metrics_path, self.evaluations_path))
+
+    def event(self, level: str, text: str) -> RunEvent:
+        """Add a line to events.log. level: info, warning or error."""
+        if level not in _LEVELS:
+            raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
+        entry = RunEvent(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()))
+        _append_line(self.events_path, f"{entry.time} {entry.level:7} {entry.text}")
+        return entry
+
+    def read_events(self) -> list[RunEvent]:
+        """All events so far, in order."""
+        if not self.events_path.is_file():
+            return []
+        parts = (line.split(None, 2) for line in self.events_path.read_text(errors="replace").splitlines())
+        return [RunEvent(*part) for part in parts if len(part) == 3 and part[1] in _LEVELS]
+
+    def write_trajectories(self, step: int, text: str, *, kind: str = "step") -> Path:
+        """Keep samples as text. kind: "step" for those of a training batch, "held_out" for those of an evaluation."""
+        return self.write_text(f"trajectories/{kind}_{step:06d}.txt", text)
+
+    def trajectory_files(self, kind: str = "step") -> list[Path]:
+        """Samples of one kind, oldest first."""
+        return sorted((self.path / "trajectories").glob(f"{kind}_*.txt"))
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a file of the folder whole: a reader sees the old one or the new one, never a part."""
+        return self.write_file(name, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def write_file(self, name: str, write: Callable[[Path], object]) -> Path:
+        """The same for a file of any kind; `write` is given the path of a file beside it, with the same suffix."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{os.getpid()}.{path.name}")
+        try:
+            write(beside)
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        return path
+
+    # Checkpoints.
+
+    @contextmanager
+    def checkpoint(self, step: int) -> Iterator[Checkpoint]:
+        """A place to write a checkpoint to, which becomes checkpoints/step_... when the block ends well, and goes if it doesn't."""
+        final = self.path / "checkpoints" / f"step_{step:06d}"
+        partial = final.with_name(final.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        for part in ("hf", "state"):
+            (partial / part).mkdir(parents=True)
+        try:
+            yield Checkpoint(step, partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        replaced = final.with_name(final.name + ".replaced.partial")
+        if final.exists():    # a resumed run reaches the step of an earlier checkpoint again
+            final.rename(replaced)
+        partial.rename(final)
+        _fsync_folder(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Complete checkpoints, oldest first."""
+        found = [(_CHECKPOINT.match(path.name), path) for path in (self.path / "checkpoints").glob("step_*")]
+        return sorted((Checkpoint(int(match[1]), path) for match, path in found if match), key=lambda checkpoint: checkpoint.step)
+
+    def latest_checkpoint(self) -> Checkpoint:
+        """The newest complete checkpoint. Raises: DataError if there is none."""
+        checkpoints = self.checkpoints()
+        if not checkpoints:
+            raise DataError(f"{self.path}: no complete checkpoint in checkpoints/, so there is nothing to resume from. Start a new run.")
+        return checkpoints[-1]
+
+    def prune_checkpoints(self, keep: int) -> list[Checkpoint]:
+        """Remove all but the newest `keep` >= 1 complete checkpoints. Returns: those removed."""
+        removed = self.checkpoints()[: -max(keep, 1)]
+        for checkpoint in removed:
+            shutil.rmtree(checkpoint.path)
+        return removed
+
+
+def _fresh_path(root: Path, name: str) -> Path:
+    """root/NAME-DATE-TIME, with a number behind it if that is taken."""
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = [root / stem, *(root / f"{stem}-{i}" for i in range(2, 100))]
+    return next(path for path in candidates if not path.exists())
+
+
+def _own(path: Path) -> filelock.BaseFileLock:
+    """Take the lock of a folder, which is made if need be; say who has it otherwise."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir = {path}: can't be made: {error.strerror}. Choose another run_dir.") from error
+    lock = filelock.FileLock(path / ".owner.lock")
+    owner = path / ".owner.json"
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        try:
+            who = json.loads(owner.read_text())
+            by = f"process {who['pid']} on {who['host']} since {who['since']}"
+        except (OSError, ValueError, KeyError):
+            by = "another process"
+        raise ConfigError(f"run_dir = {path}: in use by {by}. Wait for that run or stop it, or choose another run_dir.") from None
+    owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(timespec="seconds")}))
+    return lock
+
+
+def _append_line(path: Path, line: str) -> None:
+    # One write of one whole line: a reader never sees two lines mixed, and a crash tears the last one at most.
+    with path.open("ab") as file:
+        file.write(line.encode() + b"\n")
+
+
+def _read_lines(path: Path) -> list[StepMetrics]:
+    """Metrics of a JSONL file; a torn line (without an end, or cut in the middle) is left out."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            found.append(parse_json_line(line))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _repair_last_line(path: Path) -> None:
+    """Cut off what follows the last line end: the part of a line that a crash left."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+
+
+def _move_lines_after(path: Path, step: int, target: Path) -> int:
+    """Move the lines whose step is later than `step` to the end of `target`. Returns: how many."""
+    if not path.is_file():
+        return 0
+    kept: list[str] = []
+    moved: list[str] = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            is_later = json.loads(line)["step"] > step
+        except (ValueError, KeyError, TypeError):
+            is_later = True
+        (moved if is_later else kept).append(line)
+    if moved:
+        for line in moved:
+            _append_line(target, line)
+        beside = path.with_name(f".{os.getpid()}.{path.name}")
+        beside.write_text("".join(line + "\n" for line in kept))
+        os.replace(beside, path)
+    return len(moved)
+
+
+def _fsync_folder(path: Path) -> None:
+    """Make a rename inside the folder outlive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
