@@ -1,0 +1,145 @@
+"""Settings of one SGLang engine, and what they become as SGLang's own arguments."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+RESERVED_ARGUMENTS = {
+    "model_path": "the run's model folder",
+    "device": "rollout.engine.device",
+    "dtype": "rollout.engine.dtype",
+    "tp_size": "rollout.engine.tensor_parallel",
+    "max_total_tokens": "rollout.engine.max_total_tokens",
+    "mem_fraction_static": "rollout.engine.memory_fraction",
+    "max_running_requests": "rollout.engine.max_running_requests",
+    "context_length": "rollout.engine.context_length",
+    "attention_backend": "rollout.engine.attention_backend",
+    "disable_radix_cache": "rollout.engine.prefix_cache",
+    "random_seed": "rollout.engine.seed",
+    "log_level": "rollout.engine.log_level",
+    "skip_tokenizer_init": "nothing: evenkeel works on token ids",
+    "weight_version": "nothing: evenkeel numbers the versions",
+    "sampling_backend": "nothing: behaviour logprobs come from evenkeel's sampler",
+}
+"""SGLang arguments that evenkeel sets itself, and what to set instead of each."""
+
+
+class EngineDeadlines(BaseModel):
+    """Longest waits of one engine, seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    start_s: float = Field(300.0, gt=0)
+    """From the first import to the first answer; a large model on a cold disk needs more."""
+    generate_s: float = Field(600.0, gt=0)
+    """One request, weight updates in between included."""
+    update_s: float = Field(120.0, gt=0)
+    """One weight update, pause to continue; also joining and leaving the broadcast group."""
+    control_s: float = Field(60.0, gt=0)
+    """Any other request: specs, checksums, scores."""
+    shutdown_s: float = Field(15.0, gt=0)
+    """Until the engine's processes have ended."""
+
+
+class EngineConfig(BaseModel):
+    """One SGLang engine. Device and backend are settings; the code is the same for both."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes; auto is cuda where torch sees one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and KV cache; auto is float32 on a CPU and the model folder's own on cuda."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that share one engine."""
+    threads: int = Field(1, ge=1)
+    """Threads of the engine's tensor operations on a CPU."""
+    max_running_requests: int = Field(64, ge=1)
+    """Requests decoded together; more wait in the engine's queue."""
+    max_total_tokens: int | None = Field(None, ge=1)
+    """Tokens that the KV cache holds. Unset: max_running_requests x context length, at most 65,536, on a CPU; on cuda by memory_fraction."""
+    memory_fraction: float | None = Field(None, gt=0, lt=1)
+    """Share of GPU memory for weights and KV cache; unset: SGLang's choice. Not used on a CPU."""
+    context_length: int | None = Field(None, ge=2)
+    """Longest prompt and response together; unset: the model's own."""
+    attention_backend: str | None = None
+    """SGLang's name of an attention backend. Unset: evenkeel's batched one on a CPU, SGLang's choice on cuda; "stock" on a CPU is SGLang's torch_native."""
+    prefix_cache: bool = True
+    """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
+    weight_update_mode: Literal["retract", "in_place"] = "retract"
+    """What becomes of requests in flight: retract recomputes their KV cache, so each token's logprob is its own version's, exactly;
+    in_place keeps it, is quicker, and its later tokens belong to no single policy."""
+    weight_group_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """torch.distributed backend of the broadcast transport; auto is nccl on cuda, gloo on a CPU."""
+    weight_group_timeout_s: float = Field(120.0, gt=0)
+    """A collective of the broadcast transport fails after this."""
+    seed: int | None = None
+    """Of the engine's sampling; unset: drawn by SGLang. Batches form by arrival, so a seed does not make runs repeatable."""
+    log_level: Literal["debug", "info", "warning", "error"] = "error"
+    """Of SGLang's own log lines; its warnings are mostly about models and kernels that are not there."""
+    deadlines: EngineDeadlines = EngineDeadlines()
+    """Longest waits."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of sglang.Engine, as its ServerArgs names them."""
+
+    @model_validator(mode="after")
+    def _refuse_reserved(self) -> EngineConfig:
+        for name in self.engine_args:
+            if name in RESERVED_ARGUMENTS:
+                raise ValueError(
+                    f"rollout.engine.engine_args.{name} = {self.engine_args[name]!r}: evenkeel sets this argument of SGLang itself; "
+                    f"use {RESERVED_ARGUMENTS[name]} instead"
+                )
+        return self
+
+    @property
+    def resolved_device(self) -> Literal["cpu", "cuda"]:
+        """cpu or cuda, auto decided by what torch sees in this process."""
+        if self.device != "auto":
+            return self.device
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def sglang_arguments(self, model_folder: str, model_context: int, version: int) -> dict[str, Any]:
+        """Keyword arguments for sglang.Engine.
+
+        Args:
+            model_context: context length from the model's config, tokens.
+            version: weight version of the folder.
+        """
+        on_cpu = self.resolved_device == "cpu"
+        context = self.context_length or model_context
+        arguments: dict[str, Any] = {
+            "model_path": model_folder,
+            "device": self.resolved_device,
+            "dtype": "float32" if on_cpu and self.dtype == "auto" else self.dtype,
+            "tp_size": self.tensor_parallel,
+            "max_running_requests": self.max_running_requests,
+            "context_length": context,
+            "disable_radix_cache": not self.prefix_cache,
+            "sampling_backend": "pytorch",                          # rollout.sglang_plugin.sampler answers to this name
+            "skip_tokenizer_init": True,
+            "weight_version": str(version),
+            "log_level": self.log_level,
+        }
+        if on_cpu:
+            arguments |= {
+                "attention_backend": "torch_native" if self.attention_backend in (None, "stock") else self.attention_backend,
+                "grammar_backend": "none",
+                "disable_cuda_graph": True,
+                # SGLang would take most of the machine's memory for the cache
+                "max_total_tokens": self.max_total_tokens or min(self.max_running_requests * context, 65_536),
+            }
+        else:
+            optional = {
+                "attention_backend": self.attention_backend,
+                "max_total_tokens": self.max_total_tokens,
+                "mem_fraction_static": self.memory_fraction,
+            }
+            arguments |= {name: value for name, value in optional.items() if value is not None}
+        if self.seed is not None:
+            arguments["random_seed"] = self.seed
+        return arguments | self.engine_args

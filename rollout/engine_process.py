@@ -1,0 +1,222 @@
+"""The life of SGLang's processes: start, death, end; and waiting for them with a deadline.
+
+SGLang's engine runs in three processes: its owner (this one), the scheduler with the model, and the detokenizer. Facts that shape this file:
+
+* The children ask the kernel to be killed with their parent, and the kernel means the parent *thread*: the engine is therefore built in a
+  thread that lives as long as the engine does, which also leaves the event loop free during the start.
+* A failing child sends SIGQUIT to its parent, which would end the whole owner. The owner ignores that signal, watches the children itself,
+  and turns a death into an EngineError for everybody who waits.
+* SGLang's own shutdown kills every child of the owner, Ray's and the test runner's too. Ours ends the engine's processes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Iterator
+from typing import Any, TypeVar
+
+import psutil
+
+from correction.errors import DeadlineExceeded, EngineError
+from rollout import sglang_plugin
+from rollout.engine_config import EngineConfig
+from rollout.sglang_plugin.settings import VARIABLE, PluginSettings
+
+T = TypeVar("T")
+
+
+class EngineProcess:
+    """One running sglang.Engine and its processes. Bound to the event loop that started it."""
+
+    def __init__(self, name: str, config: EngineConfig) -> None:
+        self.name = name
+        self.engine: Any = None
+        """sglang.Engine, once started."""
+        self.pids: dict[str, int] = {}
+        """Role ("scheduler", "detokenizer") -> process id; a tensor-parallel engine has several schedulers."""
+        self._config = config
+        self._engine_id = uuid.uuid4().hex
+        self._started_at = time.time()
+        self._loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[str] = self._loop.create_future()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pidfds: list[int] = []
+
+    @property
+    def is_alive(self) -> bool:
+        return self.engine is not None and not self._death.done()
+
+    async def start(self, arguments: dict[str, Any]) -> None:
+        """Build the engine.
+
+        Raises: EngineError if SGLang gives up (its log lines say why), DeadlineExceeded after deadlines.start_s; no process is left.
+        """
+        started: asyncio.Future[Any] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._own_engine, args=(arguments, started), name=f"sglang-{self.name}", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = await self.wait(started, self._config.deadlines.start_s, "start")
+        except BaseException:
+            await asyncio.to_thread(self._end_processes)
+            self._end.set()
+            raise
+        self._watch(self.engine)
+
+    async def wait(self, awaitable: Awaitable[T], deadline_s: float, phase: str) -> T:
+        """The awaitable's result, unless the engine dies or the deadline passes first.
+
+        Raises: EngineError with the dead process's name, DeadlineExceeded with phase and engine.
+        """
+        task = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.wait({task, self._death}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if self._death.done():
+                raise EngineError(f"{self.name}: {self._death.result()} during: {phase}. Its log lines say why; start a new engine")
+            raise DeadlineExceeded(f"{self.name}: no answer in {deadline_s:g} s (phase: {phase})")
+        finally:
+            task.cancel()
+
+    def raise_if_dead(self) -> None:
+        if self._death.done():
+            raise EngineError(f"{self.name}: {self._death.result()}. Start a new engine")
+
+    async def shutdown(self) -> None:
+        """End the engine's processes; waiting calls get an EngineError. May be called twice."""
+        for descriptor in self._pidfds:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+        self._pidfds.clear()
+        if not self._death.done():
+            self._death.set_result("the engine was shut down")
+        if self._thread is not None:
+            await asyncio.to_thread(self._end_processes)
+            self._end.set()
+            await asyncio.to_thread(self._thread.join, self._config.deadlines.shutdown_s)
+            atexit.unregister(self._end_processes)
+
+    def _own_engine(self, arguments: dict[str, Any], started: asyncio.Future[Any]) -> None:
+        """Body of the owning thread: the children die when it ends."""
+        try:
+            with _environment(self._environment()):
+                self._started_at = time.time() - 0.1                # clock ticks: create_time is a hundredth early or late
+                engine = _build_engine(arguments)
+            atexit.register(self._end_processes)
+        except BaseException as error:                              # SystemExit too: SGLang raises it for bad arguments
+            failure = EngineError(f"{self.name}: SGLang did not start: {error}. Its log lines above say why")
+            failure.__cause__ = error
+            self._loop.call_soon_threadsafe(_fail, started, failure)
+            return
+        self._loop.call_soon_threadsafe(_succeed, started, engine)
+        self._end.wait()
+
+    def _environment(self) -> dict[str, str]:
+        on_cpu = self._config.resolved_device == "cpu"
+        settings = PluginSettings(
+            engine_id=self._engine_id,
+            attention="stock" if self._config.attention_backend == "stock" else "batched",
+            group_timeout_s=self._config.weight_group_timeout_s,
+        )
+        environment = {VARIABLE: settings.model_dump_json()}
+        if on_cpu:
+            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
+            environment["OMP_NUM_THREADS"] = str(self._config.threads)
+        return environment
+
+    def _watch(self, engine: Any) -> None:
+        """Have the loop told at once when a child ends: a process descriptor becomes readable then."""
+        for pid in engine.get_all_child_pids():
+            role = "detokenizer" if "detokenizer" in _command(psutil.Process(pid)) else "scheduler"
+            self.pids[role if role not in self.pids else f"{role} {pid}"] = pid
+            descriptor = os.pidfd_open(pid)
+            self._pidfds.append(descriptor)
+            self._loop.add_reader(descriptor, self._note_death, role, pid, descriptor)
+
+    def _note_death(self, role: str, pid: int, descriptor: int) -> None:
+        self._loop.remove_reader(descriptor)
+        if not self._death.done():
+            self._death.set_result(f"the {role} process (pid {pid}) ended")
+
+    def _processes(self) -> list[psutil.Process]:
+        """The living processes of this engine, also of one that failed to start and never told its process ids.
+
+        A new child is known by our mark in its environment, until SGLang renames it, which overwrites that memory; then by its new name.
+        """
+        found = []
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.pid in self.pids.values() or (
+                    child.create_time() >= self._started_at and "resource_tracker" not in _command(child) and self._has_mark(child)
+                ):
+                    found.append(child)
+        return found
+
+    def _has_mark(self, child: psutil.Process) -> bool:
+        return _command(child).startswith("sglang::") or self._engine_id in child.environ().get(VARIABLE, "")
+
+    def _end_processes(self) -> None:
+        deadline = time.monotonic() + self._config.deadlines.shutdown_s
+        while (living := self._processes()) and time.monotonic() < deadline:
+            for process in living:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()                                  # the scheduler holds nothing that needs a goodbye
+            psutil.wait_procs(living, timeout=1.0)
+        multiprocessing.active_children()                           # its side effect: ended children are reaped
+
+
+def _command(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
+
+
+def _build_engine(arguments: dict[str, Any]) -> Any:
+    # Python's signal.signal works in the main thread only; the C library's works anywhere.
+    ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))    # 1 is SIG_IGN
+    sglang_plugin.platform()                                        # SGLang would ask for it only after some imports that need it
+    policy = asyncio.get_event_loop_policy()
+    import sglang
+
+    asyncio.set_event_loop_policy(policy)                           # importing SGLang makes uvloop the policy of the whole process
+    engine = sglang.Engine(**arguments)
+    atexit.unregister(engine.shutdown)
+    engine.tokenizer_manager._subprocess_watchdog.stop()
+    return engine
+
+
+_environment_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables while children are started; one engine at a time in a process."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _succeed(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,46 @@
+"""What SGLang loads in every process that it starts, through its own entry points; nothing of SGLang is patched on disk.
+
+`platform` runs while SGLang looks for hardware: on a CPU it puts stand-ins for `sgl_kernel` and `torchvision` in place where the
+real packages are absent. `register` runs in the engine's owner and in its scheduler, before the engine is built: attention backend,
+sampler, weight inspection, cache namespaces. Where CUDA serves the model, stand-ins and attention backend stay away and SGLang's own
+kernels run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+
+STAND_INS = ("sgl_kernel", "torchvision")
+
+
+def serves_on_cpu() -> bool:
+    """SGLang's own switch, set by rollout.engine_process before SGLang is imported."""
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+
+
+def platform() -> None:
+    """Entry point `sglang.srt.platforms`: returns None, so that SGLang picks its platform itself."""
+    if not serves_on_cpu():
+        return
+    for name in STAND_INS:
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
+            sys.modules[name] = importlib.import_module(f"{__name__}.stand_in_{name}")
+
+
+def register() -> None:
+    """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
+    # Imported here: SGLang loads this module while its own are half imported.
+    from rollout.sglang_plugin import attention, host_memory, process_groups, sampler, versions, weights
+    from rollout.sglang_plugin.settings import PluginSettings
+
+    settings = PluginSettings.from_environment()
+    if serves_on_cpu():
+        attention.register(settings.attention)
+        host_memory.register()
+    sampler.register()
+    weights.register()
+    versions.register()
+    process_groups.register(settings.group_timeout_s)

@@ -1,0 +1,79 @@
+"""What the engine holds, seen from its own process and in Hugging Face's names: shapes, dtypes and checksums.
+
+SGLang fuses q, k, v and gate, up (and the experts) into one tensor each; these are cut apart here as views. The answers travel through
+SGLang's own request `check_weights` (its checksum action needs CUDA and knows fused names only): two more actions are added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch import Tensor, nn
+
+from correction.checksum import tensor_checksum
+from rollout.sglang_plugin.actions import CHECKSUMS, SPECS
+
+GATE_AND_UP = ("gate_proj", "up_proj")
+QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+
+
+def register() -> None:
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _handle, HookType.AROUND)
+
+
+def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+    describe = {SPECS: _spec, CHECKSUMS: tensor_checksum}.get(action)
+    if describe is None:
+        return original(checker, action, *args, **kwargs)
+    model = checker._get_model()
+    return {
+        "checksums": {name: describe(tensor) for name, tensor in named_hf_tensors(model)},
+        "per_gpu_checksum": "",                                     # SGLang's field for the whole; the caller compares tensor by tensor
+        "parallelism_info": checker._parallelism_info(role=kwargs["role"]).model_dump(),
+    }
+
+
+def _spec(tensor: Tensor) -> str:
+    """For example "float32:128,64"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}:{','.join(map(str, tensor.shape))}"
+
+
+def named_hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of an SGLang model under the names of its Hugging Face folder, as views; a tied head is not repeated."""
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        module_name, _, leaf = name.rpartition(".")
+        yield from _unfused(modules[module_name], module_name, leaf, parameter.data)
+
+
+def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    parent = module_name.rpartition(".")[0]
+    if isinstance(module, QKVParallelLinear):
+        sizes = (module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size)
+        for part, rows in zip(QUERY_KEY_VALUE, tensor.split(sizes), strict=True):
+            yield f"{parent}.{part}.{leaf}", rows
+    elif isinstance(module, MergedColumnParallelLinear):
+        for part, rows in zip(GATE_AND_UP, tensor.split([size // module.tp_size for size in module.output_sizes]), strict=True):
+            yield f"{parent}.{part}.{leaf}", rows
+    elif isinstance(module, FusedMoE):
+        yield from _experts(module_name, leaf, tensor)
+    elif isinstance(module, VocabParallelEmbedding):                # rows beyond the vocabulary are SGLang's padding
+        yield f"{module_name}.{leaf}", tensor[: module.org_vocab_size]
+    else:
+        yield f"{module_name}.{leaf}", tensor
+
+
+def _experts(module_name: str, leaf: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """tensor: w13_weight [experts, 2 x intermediate, hidden] or w2_weight [experts, hidden, intermediate]."""
+    for index, expert in enumerate(tensor):
+        prefix = f"{module_name}.{index}"
+        if leaf == "w13_weight":
+            for part, rows in zip(GATE_AND_UP, expert.chunk(2), strict=True):
+                yield f"{prefix}.{part}.weight", rows
+        else:
+            yield f"{prefix}.down_proj.weight", expert
