@@ -1,0 +1,152 @@
+"""The command line: parse, call, print. Nothing is decided here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from correction.errors import ConfigError, EvenkeelError
+
+if TYPE_CHECKING:
+    from actors.config import RunConfig
+
+app = typer.Typer(
+    name="evenkeel",
+    help="Asynchronous RL post-training for language models: SGLang rollouts, a Megatron learner, a correction service between them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the recipe's, e.g. correction.preset=icepop rollout.workers=2.")
+]
+
+
+def main() -> None:
+    """Entry point of the console script: one sentence and a non-zero exit for whatever is wrong with the input."""
+    _quiet()
+    try:
+        app()
+    except EvenkeelError as error:
+        sys.exit(f"evenkeel: {error}")
+    except KeyboardInterrupt:
+        sys.exit("evenkeel: interrupted")
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML); left out with --resume.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint.")] = None,
+) -> None:
+    """Train a policy; everything about the run ends up in its folder, with a report.html at the end."""
+    # With --resume the first positional argument, if any, is an override.
+    words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
+    if recipe is None and resume is None:
+        raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
+    from actors.session import train_run
+
+    train_run(None if resume else recipe, words, resume)
+
+
+@app.command("init-model")
+def init_model(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) with a section `init`.")],
+    overrides: Overrides = None,
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing when the model folder is there already.")] = False,
+) -> None:
+    """Make the recipe's model folder from nothing: a small model with its own tokenizer, warmed up on demonstrations of the task."""
+    from actors.init_model import init_model_folder
+
+    config = _load(recipe, overrides)
+    init_model_folder(config, if_missing=if_missing, say=typer.echo)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder; every checkpoint has one under hf/.")],
+    overrides: Overrides = None,
+    task: Annotated[str, typer.Option(help="A recipe (its task and reward), or the name of a reasoning-gym data set.")] = "",
+    problems: Annotated[int, typer.Option(min=1, help="Held-out questions.")] = 512,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature, 0 for greedy; default: the recipe's.")] = None,
+    samples: Annotated[Path | None, typer.Option(help="Write the answers to this text file.")] = None,
+) -> None:
+    """Measure held-out accuracy of a model through SGLang, with its 95% Wilson interval."""
+    from actors.offline_evaluation import evaluate_folder
+
+    if not task:
+        raise ConfigError("evenkeel eval needs --task: a recipe such as recipes/nano_spell_backward.yaml, or a reasoning-gym data set such as chain_sum")
+    evaluate_folder(model, task, overrides or [], problems=problems, temperature=temperature, samples=samples, say=typer.echo)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
+    """Write a run's report.html anew."""
+    from actors.report import write_report
+    from actors.run_folder import RunFolder
+
+    typer.echo(f"report: {write_report(RunFolder.view(run_dir))}")
+
+
+@app.command()
+def config(
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML) to show with all defaults filled in.")] = None,
+    overrides: Overrides = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Every key with its type, default and meaning.")] = False,
+    section: Annotated[str, typer.Option(help="Only the keys under this one, e.g. rollout.engine.")] = "",
+) -> None:
+    """Show a recipe as it will be used, or explain every key there is."""
+    from actors.config import RunConfig
+    from actors.config_tools import explain as explain_model
+
+    if explain or section or recipe is None:
+        typer.echo(explain_model(RunConfig, section))
+        return
+    import yaml
+
+    typer.echo(yaml.safe_dump(_load(recipe, overrides).model_dump(mode="json"), sort_keys=False))
+
+
+@app.command()
+def presets() -> None:
+    """The correction methods that have a name, with source, parts and when to use which."""
+    from correction.presets import presets_table
+
+    typer.echo(presets_table())
+
+
+@app.command()
+def capabilities() -> None:
+    """What the installed engines offer on this machine."""
+    from rollout.capabilities import probe
+
+    typer.echo(json.dumps(probe(), indent=2, default=str))
+
+
+def _load(recipe: Path, overrides: list[str] | None) -> RunConfig:
+    from actors.config import RunConfig
+    from actors.config_tools import load_config
+
+    return load_config(RunConfig, recipe, overrides or [])
+
+
+def _quiet() -> None:
+    """Keep third parties' chatter off the terminal; their warnings are about things that a user can't change."""
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The Ray cluster of a run: a private one on this machine, or one that is running already."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from actors.config import RunConfig
+from correction.errors import ConfigError
+
+# Torch tensors in actor arguments and results are views of the object store instead of pickled copies.
+_ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+class Cluster:
+    """Connects on entry, leaves on exit; a private cluster ends with this process, however it ends."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def __enter__(self) -> Cluster:
+        settings = self._config.ray
+        os.environ.update(_ENVIRONMENT)
+        common: dict[str, Any] = {
+            "logging_level": logging.ERROR,
+            "log_to_driver": True,
+            "runtime_env": {"env_vars": _ENVIRONMENT},
+            "namespace": "evenkeel",
+        }
+        if settings.address is not None:
+            try:
+                ray.init(address=settings.address, **common)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"ray.address = {settings.address!r}: no Ray cluster answers there ({error}). Start one (deploy/README.md), "
+                    f"or leave ray.address empty for a private one"
+                ) from error
+            return self
+        workers = self._config.rollout.workers
+        ray.init(
+            num_cpus=settings.num_cpus or workers + self._config.learner.world_size + 1,
+            resources={settings.rollout_resource: workers},
+            include_dashboard=settings.include_dashboard,
+            _temp_dir=str(Path(settings.temp_dir).resolve()) if settings.temp_dir else None,
+            **common,
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        ray.shutdown()

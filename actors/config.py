@@ -1,0 +1,152 @@
+"""RunConfig: one model a package, composed once, and the checks that need more than one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from correction.config import CorrectionConfig
+from learner.config import LearnerConfig
+from rollout.config import RolloutConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class RayConfig(_Section):
+    """Which Ray cluster the actors live on."""
+
+    address: str | None = None
+    """Address of a running cluster ("auto", "host:port", "ray://..."); empty starts a private one on this machine."""
+    num_cpus: PositiveInt | None = None
+    """Logical CPUs of a private cluster; empty: as many as the actors of this run ask for."""
+    temp_dir: Path | None = None
+    """Where a private cluster keeps its sessions; empty: Ray's default. Keep it short: sockets live there."""
+    rollout_resource: str = "rollout"
+    """Custom resource that a rollout worker asks for; an autoscaled node type offers it."""
+    include_dashboard: bool = False
+    """Start Ray's dashboard with a private cluster."""
+
+
+class WeightSyncConfig(_Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["object_store", "broadcast"] = "object_store"
+    """object_store: for any pool, workers may come and go. broadcast: torch.distributed, for a fixed pool (NCCL on GPUs, gloo on CPUs)."""
+    bucket_bytes: PositiveInt = 256 << 20
+    """Weights travel in buckets of about this many bytes."""
+    max_probe_difference: PositiveFloat = 1e-3
+    """Largest |log p(engine) - log p(learner)| of the probe prompt before the run warns; at float32 about 1e-6 is usual."""
+
+
+class EvaluationConfig(_Section):
+    """Held-out accuracy, beside training."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate after every so many steps, without stopping training; 0: before the first and after the last step only."""
+    problems: PositiveInt = 512
+    """Held-out questions of the first and the last evaluation."""
+    problems_between: PositiveInt = 128
+    """Held-out questions of those in between, which share the engines with training."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """Sampling temperature of evaluations; 0 is greedy."""
+    correct_at: float = 1.0
+    """A reward of at least this counts as a right answer."""
+
+
+class CheckpointConfig(_Section):
+    """What survives a crash."""
+
+    every_steps: int = Field(default=25, ge=0)
+    """Save after every so many steps; 0: at the end and at Ctrl-C only."""
+    keep: PositiveInt = 2
+    """Checkpoints to keep; older ones are removed after a newer one is complete."""
+
+
+class DeadlinesConfig(_Section):
+    """No wait without an end; the error names phase, actor and version."""
+
+    start_s: PositiveFloat = 600.0
+    """Engines and learner ranks have to be up by then."""
+    batch_s: PositiveFloat = 600.0
+    """A training batch has to be whole."""
+    step_s: PositiveFloat = 1800.0
+    """An optimizer step, or a forward of the learner."""
+    sync_s: PositiveFloat = 120.0
+    """An engine's receipt for new weights."""
+    checkpoint_s: PositiveFloat = 600.0
+    """A checkpoint has to be on disk."""
+    evaluation_s: PositiveFloat = 900.0
+    """The last evaluation has to be complete."""
+    notice_s: PositiveFloat = 30.0
+    """A waiting part says what it waits for, this often."""
+
+
+class MetricsConfig(_Section):
+    """Where numbers go besides the run folder."""
+
+    bind: str = "127.0.0.1"
+    """Address that the Prometheus endpoints listen on; on a cluster the node's own ("node")."""
+    discovery_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the controller's HTTP service discovery for Prometheus; 0: any free one, written to the run's events."""
+    wandb_project: str | None = None
+    """Weights & Biases project; empty: off. Needs the extra "wandb"."""
+    trajectories_per_step: int = Field(default=4, ge=0)
+    """Groups of which one trajectory is kept as text, every step."""
+
+
+class RunConfig(_Section):
+    """One run: a recipe, its overrides and the defaults of everything else."""
+
+    name: str = "run"
+    """Becomes part of the run folder's name."""
+    model: Path
+    """Hugging Face folder of the policy to train: config.json, safetensors, tokenizer."""
+    run_dir: Path | None = None
+    """Folder of the run; empty: runs/NAME-DATE-TIME."""
+    steps: PositiveInt
+    """Training batches; the weight version grows by one with each."""
+    groups_per_step: PositiveInt
+    """Prompts (groups) in a training batch."""
+    max_staleness: int = Field(default=1, ge=0)
+    """Versions by which the oldest token of a batch may trail the learner; 0 is synchronous training."""
+    dynamic_sampling: bool = False
+    """Replace groups whose valid rewards are all alike (they carry no gradient) by new ones before the step."""
+    seed: int = 0
+    """Order of prompts, initial states; sampling in the engines is not seeded by it."""
+    rollout: RolloutConfig
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+
+    @model_validator(mode="after")
+    def _minibatches_divide_the_batch(self) -> RunConfig:
+        minibatches = self.learner.optimizer_steps_per_batch
+        if self.groups_per_step % minibatches:
+            raise ValueError(
+                f"groups_per_step = {self.groups_per_step} is not a multiple of learner.optimizer_steps_per_batch = {minibatches}: "
+                f"minibatches would differ in size. Use {self.groups_per_step // minibatches * minibatches or minibatches} groups, "
+                f"or another number of optimizer steps"
+            )
+        return self
+
+    def batch_arithmetic(self) -> str:
+        """How many of what make a step, in one sentence."""
+        samples = self.rollout.sampling.samples_per_group
+        minibatches = self.learner.optimizer_steps_per_batch
+        per_update = self.groups_per_step * samples // minibatches
+        updates = "one optimizer step" if minibatches == 1 else f"{minibatches} optimizer steps of {per_update}"
+        return (
+            f"Each of {self.steps} steps trains on {self.groups_per_step} prompts x {samples} samples = "
+            f"{self.groups_per_step * samples} trajectories of up to {self.rollout.sampling.max_tokens} tokens in {updates}; "
+            f"at most {(self.max_staleness + 1) * self.groups_per_step} prompts are under way, "
+            f"so no token is more than {self.max_staleness} version{'s' * (self.max_staleness != 1)} old."
+        )

@@ -1,0 +1,309 @@
+"""The controller: starts the parts, turns the loop, ends cleanly. It knows every part; no part knows it.
+
+The loop is `_train`; what runs beside it (sampling, weight sync, the next batch, evaluations) lives in the parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.cluster import Cluster
+from actors.config import RunConfig
+from actors.correction_service import CorrectionService, PreparedBatch, ServiceConfig
+from actors.evaluation import Evaluation, evaluate
+from actors.learner_group import LearnerGroup
+from actors.ledger import Ledger
+from actors.observer import Observer
+from actors.pool import RolloutPool
+from actors.resume import TrainingState
+from actors.run_folder import Checkpoint, RunFolder
+from actors.supervision import Stopwatch, wait_for
+from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.weight_sync import WeightSync
+from correction.errors import EvenkeelError
+from rollout.tasks import Task
+from rollout.trajectory import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    steps: int
+    before: Evaluation | None
+    after: Evaluation | None
+    seconds: float
+    stopped_early: bool
+
+
+class Controller:
+    """One run, from the start of its actors to the last checkpoint."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, task: Task, observer: Observer, *, resume_from: Checkpoint | None = None
+    ) -> None:
+        self._config, self._folder, self._task, self._observer = config, folder, task, observer
+        self._resume_from = resume_from
+        self._state = TrainingState.load(resume_from.state) if resume_from else None
+        self._step = self._state.step if self._state else 0
+        self._version = self._state.weight_version if self._state else 0
+        self._began = time.monotonic() - (self._state.elapsed_s if self._state else 0.0)
+        self._stop_requested = False
+        self._evaluation: asyncio.Task[Evaluation] | None = None
+        self._watch = Stopwatch()
+
+    async def run(self) -> RunSummary:
+        """Train to the configured number of steps, or until Ctrl-C. Raises: EvenkeelError kinds, with what to change."""
+        with Cluster(self._config), self._handled_interrupts():
+            try:
+                await self._start()
+                return await self._beside_failures(self._whole_run())
+            finally:
+                await self._end()
+
+    async def _whole_run(self) -> RunSummary:
+        before = None
+        if self._step == 0:
+            before = await self._evaluate_now("before training")
+        feeding = asyncio.create_task(self._pool.feed(self._prompts(), self._unfinished, self._observer.admitted))
+        feeding.add_done_callback(self._pool.report_feed_end)
+        try:
+            await self._train()
+        finally:
+            feeding.cancel()
+        if self._step > self._last_saved:
+            await self._save()
+        after = None if self._stop_requested else await self._evaluate_now("after training")
+        return RunSummary(self._step, before, after, time.monotonic() - self._began, self._stop_requested)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        config = self._config
+        while self._step < config.steps and not self._stop_requested:
+            batch = await self._next_batch()
+            result = await self._learn(batch)
+            self._version += 1
+            with self._watch.phase("publish"):
+                await self._sync.publish()                                 # engines take it while we go on
+            await self._queue.publish.remote(self._version)
+            discarded = await self._queue.settle.remote([g.group_id for g in batch.groups])
+            await self._service.learner_reached.remote(self._version)
+            self._step += 1
+            self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
+            diagnostics = self._service.observe.remote(batch.version, result.target_logprobs)
+            if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
+                await self._save()
+            await self._observer.step(
+                self._step, self._version, batch, result, diagnostics, self._watch.read(), await self._queue.counts.remote()
+            )
+            self._evaluate_beside()
+
+    async def _next_batch(self) -> PreparedBatch:
+        with self._watch.phase("wait_learner"):
+            return await wait_for(
+                self._service.next_batch.remote(self._version),
+                f"batch of version {self._version} <- correction service",
+                deadline_s=self._config.deadlines.batch_s + 30.0,
+                notice_s=self._config.deadlines.notice_s,
+                notice=self._observer.waiting,
+                detail=lambda: self._queue.waiting_for.remote(self._version),
+            )
+
+    async def _learn(self, batch: PreparedBatch) -> Any:
+        with self._watch.phase("train"):
+            return await self._learner.step(batch.corrected, self._config.correction, step=self._step)
+
+    # -- evaluation and checkpoints ----------------------------------------------------------------------------------
+
+    def _evaluate_beside(self) -> None:
+        """Start an evaluation if one is due and none is running; it ends whenever it ends."""
+        every = self._config.evaluation.every_steps
+        if not every or self._step % every or self._step >= self._config.steps:
+            return
+        if self._evaluation is not None and not self._evaluation.done():
+            self._observer.event("info", f"evaluation of step {self._step} left out: the one before is still running")
+            return
+        self._evaluation = asyncio.create_task(self._evaluate(self._held_out[: self._config.evaluation.problems_between]))
+        self._evaluation.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
+        settings = self._config.evaluation
+        result = await evaluate(
+            self._pool, prompts, step=self._step, temperature=settings.temperature, correct_at=settings.correct_at
+        )
+        self._observer.evaluated(result, prompts)
+        return result
+
+    async def _evaluate_now(self, when: str) -> Evaluation:
+        """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
+        if self._evaluation is not None:
+            await asyncio.wait({self._evaluation}, timeout=self._config.deadlines.evaluation_s)
+        self._observer.phase(f"evaluating {when} on {len(self._held_out)} held-out problems")
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.sync_s)
+        return await wait_for(
+            self._evaluate(self._held_out),
+            f"evaluation {when}, weights v{self._version}",
+            deadline_s=self._config.deadlines.evaluation_s,
+            notice_s=self._config.deadlines.notice_s,
+            notice=self._observer.waiting,
+        )
+
+    async def _save(self) -> None:
+        """A checkpoint of everything; the learner is idle, and nothing of the queue is between two places."""
+        began = time.monotonic()
+        deadline_s = self._config.deadlines.checkpoint_s
+        with self._folder.checkpoint(self._step) as checkpoint:
+            await self._learner.save(checkpoint.state / "learner", checkpoint.hf, deadline_s=deadline_s)
+            queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
+            elapsed_s = time.monotonic() - self._began
+            TrainingState(self._step, self._version, elapsed_s, queue, self._observer.totals()).save(checkpoint.state)
+        self._folder.prune_checkpoints(self._config.checkpoint.keep)
+        self._last_saved = self._step
+        self._observer.saved(self._folder.path / "checkpoints" / f"step_{self._step:06d}", time.monotonic() - began)
+
+    # -- start and end -----------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        config, observer = self._config, self._observer
+        self._last_saved = self._step
+        self._ledger = Ledger(self._folder.path / "ledger.jsonl")
+        self._ledger.rewind(self._step)
+        self._held_out = self._task.held_out(config.evaluation.problems)
+        bind, deadlines = config.metrics.bind, config.deadlines
+        model = self._resume_from.hf if self._resume_from else config.model
+
+        observer.phase(f"starting {config.rollout.workers} rollout workers and {config.learner.world_size} learner ranks")
+        self._queue = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=4096).remote(
+            groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
+        )
+        self._unfinished: list[Ticket] = await self._queue.restore.remote(self._state.queue) if self._state else []
+        self._pool = RolloutPool(
+            config.rollout,
+            config.model,
+            self._queue,
+            resource=config.ray.rollout_resource,
+            bind=bind,
+            start_s=deadlines.start_s,
+            notice_s=deadlines.notice_s,
+            on_joined=observer.joined,
+            on_left=lambda name: observer.left(f"rollout-{name}"),
+            on_finished=observer.group_finished,
+            on_event=observer.event,
+        )
+        self._pool.start()
+        self._learner, infos = await LearnerGroup.start(
+            config.learner, model, version=self._version, bind=bind, start_s=deadlines.start_s, step_s=deadlines.step_s
+        )
+        for info in infos:
+            observer.joined(info)
+        if self._resume_from:
+            await self._learner.restore(self._resume_from.state / "learner", self._version, deadline_s=deadlines.checkpoint_s)
+        if config.correction.needs_reference:
+            await self._learner.load_reference(config.model)
+        self._service = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64).remote(
+            self._service_config(), self._queue, self._learner
+        )
+        self._sync = WeightSync(
+            config.weight_sync,
+            self._learner,
+            probe_ids=self._held_out[0].token_ids,
+            sync_s=deadlines.sync_s,
+            on_receipt=self._receipt,
+            on_failure=self._pool.report_unsyncable,
+        )
+        observer.follow(self._pool, self._learner)
+        await self._beside_failures(self._first_sync())
+
+    async def _first_sync(self) -> None:
+        await self._pool.first_worker()
+        await self._sync.publish()
+        self._pool.follow(self._sync)
+        await self._queue.publish.remote(self._version)
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.sync_s)
+        await self._service.learner_reached.remote(self._version)
+
+    def _service_config(self) -> ServiceConfig:
+        config = self._config
+        return ServiceConfig(
+            correction=config.correction,
+            groups_per_step=config.groups_per_step,
+            optimizer_steps_per_batch=config.learner.total_optimizer_steps_per_batch,
+            temperature=config.rollout.sampling.temperature,
+            overlong=config.rollout.sampling.overlong,
+            dynamic_sampling=config.dynamic_sampling,
+            has_reference=config.correction.needs_reference,
+            batch_s=config.deadlines.batch_s,
+        )
+
+    def _prompts(self) -> Iterator[Prompt]:
+        return self._task.train(self._state.prompt_position if self._state else 0)
+
+    def _receipt(self, target: Any, receipt: Any, difference: float | None) -> None:
+        self._pool.wake()
+        self._observer.receipt(receipt, difference, self._config.weight_sync.max_probe_difference)
+
+    async def _beside_failures(self, work: Any) -> Any:
+        """The result of `work`, or the error of the pool if that comes first."""
+        task = asyncio.ensure_future(work)
+        failure = asyncio.ensure_future(self._pool.raise_on_failure())
+        try:
+            await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                failure.result()
+            return task.result() if task.done() else await task
+        finally:
+            for waiting in (task, failure):
+                waiting.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await waiting
+
+    async def _end(self) -> None:
+        """Stop what was started, whatever state it is in."""
+        for name, stop in (("_service", lambda: self._service.stop.remote()), ("_sync", lambda: self._sync.close()), ("_pool", lambda: self._pool.stop())):
+            if hasattr(self, name):
+                with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, TimeoutError):
+                    await asyncio.wait_for(_awaited(stop()), 30.0)
+        if hasattr(self, "_learner"):
+            self._learner.kill()
+
+    @contextlib.contextmanager
+    def _handled_interrupts(self) -> Iterator[None]:
+        """The first Ctrl-C ends the run after the step under way, with a checkpoint; the second at once."""
+        loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
+
+        def interrupt() -> None:
+            if self._stop_requested and main is not None:
+                main.cancel()
+            self._stop_requested = True
+            self._observer.event("warning", "interrupted: ending after this step with a checkpoint (once more: at once)")
+
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, interrupt)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def train(config: RunConfig, folder: RunFolder, task: Task, observer: Observer, resume_from: Checkpoint | None) -> RunSummary:
+    """Run to the end; the blocking form that the command line uses."""
+    return asyncio.run(Controller(config, folder, task, observer, resume_from=resume_from).run())
+
+

@@ -1,0 +1,222 @@
+"""The learner as Ray actors, one a rank, and the handle that drives them together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from actors.actor_info import ActorInfo, listen_address
+from actors.exporter import MetricsEndpoint
+from actors.supervision import wait_for
+from actors.weight_buckets import pack
+from correction.config import CorrectionConfig
+from learner.config import LearnerConfig
+
+if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
+    from torch import Tensor
+
+    from correction.batch import CorrectedBatch, PackedBatch
+    from learner.step import StepResult
+    from rollout.weight_bucket import WeightSpec
+
+log = logging.getLogger("evenkeel.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSnapshot:
+    """The weights of one version, on their way to the engines."""
+
+    version: int
+    buckets: list[Any]
+    """References to WireBuckets."""
+    probe_logprobs: list[float]
+    """The learner's own logprobs of the probe prompt at these weights; empty when none was asked for."""
+    checksums: dict[str, str]
+    """By Hugging Face name; empty when not asked for."""
+    seconds: float
+
+
+class LearnerRankActor:
+    """One Megatron rank in a process of its own. Calls run one after the other, in the order of arrival."""
+
+    def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
+        self._config, self._rank, self._bind = config, rank, bind
+        self._version = 0
+        self._busy_s = 0.0
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 listens: this node and a port that is free now."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
+        """Join the group and load the weights."""
+        from learner.rank import LearnerRank
+
+        self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
+        self._learner.load(model)
+        self._version = version
+        self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
+        return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target)
+
+    def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, step: int) -> StepResult:
+        """Train on a batch; the weight version grows by one, also when the guard skipped the update."""
+        began = time.monotonic()
+        result = self._learner.step(corrected, correction, step=step)
+        self._version += 1
+        self._busy_s += time.monotonic() - began
+        self._endpoint.set("time/train_s", time.monotonic() - began)
+        self._endpoint.set("weight_version", self._version)
+        return result
+
+    def logprobs(self, batch: PackedBatch, version: int) -> Tensor:
+        """[N] float32 at the weights of `version`, which have to be the present ones."""
+        if version != self._version:
+            raise RuntimeError(f"learner rank {self._rank}: logprobs at version {version} asked, the weights are {self._version}")
+        began = time.monotonic()
+        result = self._learner.logprobs(batch)
+        self._busy_s += time.monotonic() - began
+        return result
+
+    def load_reference(self, model: Path) -> None:
+        self._learner.load_reference(model)
+
+    def reference_logprobs(self, batch: PackedBatch) -> Tensor:
+        return self._learner.reference_logprobs(batch)
+
+    def busy_s(self) -> float:
+        """Seconds of work since the start: steps and forwards."""
+        return self._busy_s
+
+    def weights(self, bucket_bytes: int, probe_ids: Sequence[int], with_checksums: bool) -> WeightSnapshot | None:
+        """Copy the weights into the object store. Every rank takes part in gathering; rank 0 answers."""
+        began = time.monotonic()
+        references = []
+        for bucket in self._learner.weight_buckets(bucket_bytes):
+            if self._rank == 0:
+                references.append(ray.put(pack(list(bucket.items()))))
+        probe = self._learner.score(probe_ids) if probe_ids else []
+        checksums = self._learner.weight_checksums() if with_checksums else {}
+        if self._rank != 0:
+            return None
+        return WeightSnapshot(self._version, references, probe, checksums, time.monotonic() - began)
+
+    def save(self, folder: Path, hf_folder: Path | None) -> None:
+        self._learner.save(folder)
+        if hf_folder is not None:
+            self._learner.save_hf(hf_folder)
+
+    def restore(self, folder: Path, version: int) -> None:
+        self._learner.restore(folder)
+        self._version = version
+
+    def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
+        """Join the weight group of a fixed pool as its rank 0 (rank 0 of the learner only)."""
+        from learner.broadcast import WeightBroadcaster
+
+        self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s)
+
+    def broadcast(self, bucket_bytes: int) -> None:
+        """Send the weights through the group; raises SyncError when it failed, the learner goes on."""
+        for bucket in self._learner.weight_buckets(bucket_bytes):
+            self._broadcaster.send(bucket)
+
+    def weight_specs(self, bucket_bytes: int) -> list[list[WeightSpec]]:
+        """Names, dtypes and shapes, bucket by bucket, in the order in which `broadcast` sends them."""
+        from rollout.weight_bucket import WeightSpec
+
+        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.items()] for bucket in self._learner.weight_buckets(bucket_bytes)]
+
+    def close_broadcast(self) -> None:
+        if getattr(self, "_broadcaster", None) is not None:
+            self._broadcaster.close()
+            self._broadcaster = None
+
+
+class LearnerGroup:
+    """All ranks of the learner, driven together. Handles only: it may be sent to other actors."""
+
+    def __init__(self, ranks: list[Any], *, step_s: float) -> None:
+        self._ranks, self._step_s = ranks, step_s
+
+    @classmethod
+    async def start(
+        cls, config: LearnerConfig, model: Path, *, version: int, bind: str, start_s: float, step_s: float
+    ) -> tuple[LearnerGroup, list[ActorInfo]]:
+        """Start the ranks and load the model.
+
+        Returns: the group, and for each rank its process id and metrics endpoint.
+        """
+        world_size = config.world_size
+        actor = ray.remote(LearnerRankActor).options(
+            num_cpus=1,
+            num_gpus=1 if config.device == "cuda" else 0,
+            max_restarts=0,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
+        )
+        ranks = [actor.remote(config, rank, bind=bind) for rank in range(world_size)]
+        group = cls(ranks, step_s=step_s)
+        master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s)
+        infos = await group._all([r.start.remote(world_size, master, model, version) for r in ranks], "learner start", start_s)
+        return group, infos
+
+    @property
+    def rank_zero(self) -> Any:
+        return self._ranks[0]
+
+    async def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, *, step: int) -> StepResult:
+        reference = ray.put(corrected)
+        results = await self._all([r.step.remote(reference, correction, step) for r in self._ranks], f"learner step {step}")
+        return results[0]
+
+    async def logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
+        """[N] float32, nats: log pi of the batch's tokens at the learner's present weights."""
+        reference = ray.put(batch)
+        results = await self._all([r.logprobs.remote(reference, version) for r in self._ranks], f"proximal logprobs v{version}")
+        return results[0]
+
+    async def load_reference(self, model: Path) -> None:
+        await self._all([r.load_reference.remote(model) for r in self._ranks], "reference policy")
+
+    async def reference_logprobs(self, batch: PackedBatch) -> Tensor:
+        reference = ray.put(batch)
+        return (await self._all([r.reference_logprobs.remote(reference) for r in self._ranks], "reference logprobs"))[0]
+
+    async def busy_s(self) -> float:
+        return sum(await self._all([r.busy_s.remote() for r in self._ranks], "learner's busy time")) / len(self._ranks)
+
+    async def weights(self, bucket_bytes: int, *, probe_ids: Sequence[int] = (), with_checksums: bool = False) -> WeightSnapshot:
+        calls = [r.weights.remote(bucket_bytes, list(probe_ids), with_checksums) for r in self._ranks]
+        return (await self._all(calls, "copy of the weights"))[0]
+
+    async def save(self, folder: Path, hf_folder: Path | None, *, deadline_s: float) -> None:
+        await self._all([r.save.remote(folder, hf_folder) for r in self._ranks], f"checkpoint {folder.name}", deadline_s)
+
+    async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
+        await self._all([r.restore.remote(folder, version) for r in self._ranks], f"restoring {folder}", deadline_s)
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank)
+
+    async def _all(self, references: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
+        """The answers of all ranks; the first error of any of them at once, not after the others' deadline."""
+        waits = [
+            asyncio.ensure_future(wait_for(r, f"{what} <- rank {i}", deadline_s=deadline_s or self._step_s)) for i, r in enumerate(references)
+        ]
+        try:
+            return list(await asyncio.gather(*waits))
+        finally:
+            for wait in waits:
+                wait.cancel()

@@ -1,0 +1,53 @@
+"""The ledger: every prompt of a run, once.
+
+One line of ledger.jsonl for each prompt that left the queue, with what became of it. A prompt id holds its epoch, so an id that comes
+twice is a prompt that was used twice. After a resume the lines behind the checkpoint's step are taken back, like those prompts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from correction.errors import LedgerError
+
+
+class Ledger:
+    """Outcomes by prompt id, on disk as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._settled: dict[str, int] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                entry = json.loads(line)
+                self._settled[entry["prompt_id"]] = entry["step"]
+
+    def __len__(self) -> int:
+        return len(self._settled)
+
+    def rewind(self, step: int) -> None:
+        """Forget what happened after `step`: those steps will be done again."""
+        if not self._path.exists():
+            return
+        kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        replacement = self._path.with_suffix(".tmp")
+        replacement.write_text("".join(line + "\n" for line in kept))
+        replacement.replace(self._path)
+        self._settled = {json.loads(line)["prompt_id"]: json.loads(line)["step"] for line in kept}
+
+    def settle(self, step: int, *, trained: Iterable[str], discarded: Iterable[tuple[str, str]] = ()) -> None:
+        """Write down the prompts that a step trained and those given up since the last one, as (prompt id, reason).
+
+        Raises: LedgerError if one of them was settled before.
+        """
+        outcomes = [(prompt_id, "trained") for prompt_id in trained] + list(discarded)
+        lines = []
+        for prompt_id, outcome in outcomes:
+            if prompt_id in self._settled:
+                raise LedgerError(f"step {step}: prompt {prompt_id} ({outcome}) was settled in step {self._settled[prompt_id]} already")
+            self._settled[prompt_id] = step
+            lines.append(json.dumps({"step": step, "prompt_id": prompt_id, "outcome": outcome}) + "\n")
+        with self._path.open("a") as file:
+            file.write("".join(lines))

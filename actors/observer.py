@@ -1,0 +1,202 @@
+"""What a run shows and keeps: every event and number goes through here to the terminal, the run folder, TensorBoard and Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.actor_info import ActorInfo, listen_address
+from actors.config import RunConfig
+from actors.correction_service import PreparedBatch
+from actors.evaluation import Evaluation
+from actors.exporter import DiscoveryServer, MetricsEndpoint
+from actors.metric_views import MetricViews
+from actors.metrics import StepMetrics
+from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
+from actors.run_folder import RunFolder
+from actors.step_report import batch_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
+from actors.terminal import TerminalView
+from actors.trajectory_queue import Ticket
+from rollout.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from actors.learner_group import LearnerGroup
+    from actors.pool import RolloutPool
+
+log = logging.getLogger("evenkeel")
+
+
+class Observer:
+    """Collects between two steps, writes at each. It decides nothing about the run."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
+        """totals: of an earlier part of the run, see `totals()`."""
+        self._config, self._folder, self._view = config, folder, view
+        self._views = MetricViews(folder, config.metrics)
+        self._totals: dict[str, float] = dict(totals or {})
+        self._finished: list[GroupSummary] = []
+        self._receipts: list[SyncReceipt] = []
+        self._differences: list[float] = []
+        self._load: WorkerLoad | None = None
+        self._step_ended = time.monotonic()
+        self._began = time.monotonic() - self._totals.get("time/elapsed_s", 0.0)
+        self._extra: dict[str, float] = {}
+        self._writing: asyncio.Task[None] | None = None
+        self._held_out: dict[str, float] = {}
+
+    # -- actors ------------------------------------------------------------------------------------------------------
+
+    def follow(self, pool: RolloutPool, learner: LearnerGroup) -> None:
+        """The parts whose load is asked for at each step."""
+        self._pool, self._learner = pool, learner
+
+    def serve(self) -> None:
+        """Open the controller's own endpoint and the service discovery; needs a running Ray."""
+        address = listen_address(self._config.metrics.bind)
+        self._discovery = DiscoveryServer(address, self._config.metrics.discovery_port)
+        self._endpoint = MetricsEndpoint("controller", "0", bind=address)
+        self._discovery.register("controller-0", self._endpoint.target, self._endpoint.labels)
+        self.event("info", f"Prometheus service discovery at {self._discovery.url}")
+
+    def joined(self, info: ActorInfo) -> None:
+        self._discovery.register(info.key, info.target, {"role": info.role, "name": info.name})
+        self.event("info", f"{info.role} {info.name} is up (process {info.pid})")
+
+    def left(self, key: str) -> None:
+        self._discovery.deregister(key)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def event(self, level: str, text: str) -> None:
+        self._folder.event(level, text)
+        self._view.event(level, text)
+
+    def phase(self, text: str) -> None:
+        self._folder.event("info", text)
+        self._view.phase(text)
+
+    def waiting(self, text: str) -> None:
+        self.event("warning", text)
+
+    def admitted(self, tickets: Sequence[Ticket]) -> None:
+        self._count("groups/admitted_total", len(tickets))
+
+    def group_finished(self, summary: GroupSummary) -> None:
+        self._finished.append(summary)
+        self._count("rollout/generated_tokens_total", summary.response_tokens)
+        self._count("rollout/finished_groups_total", 1)
+        for error in summary.reward_errors:
+            self._count("reward/timeouts_total" if "deadline" in error else "reward/exceptions_total", 1)
+            self.event("warning", f"group {summary.group_id}: a trajectory failed: {error}")
+
+    def receipt(self, receipt: SyncReceipt, difference: float | None, limit: float) -> None:
+        self._receipts.append(receipt)
+        if difference is None:
+            return
+        self._differences.append(difference)
+        if difference > limit:
+            self.event(
+                "warning",
+                f"weights v{receipt.version} on rollout worker {receipt.worker}: the probe prompt's logprobs differ from the learner's by up "
+                f"to {difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
+            )
+
+    def saved(self, path: Path, seconds: float) -> None:
+        self._extra["time/checkpoint_s"] = seconds
+        self.event("info", f"checkpoint {path} in {seconds:.1f} s")
+
+    def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
+        numbers = result.metrics()
+        metrics = StepMetrics(result.step, numbers)
+        self._folder.append_evaluation(metrics)
+        self._folder.write_trajectories(result.step, result.text(prompts), kind="held_out")
+        self._held_out = {name: value for name, value in numbers.items() if name != "held_out/seconds"}
+        self._views.evaluation(metrics)
+        self._endpoint.publish(dict(metrics))
+        self.event("info", f"held-out accuracy after {result.step} steps: {result.accuracy} (95% Wilson), {result.seconds:.1f} s")
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    async def step(
+        self,
+        step: int,
+        version: int,
+        batch: PreparedBatch,
+        result: Any,
+        diagnostics: Awaitable[dict[str, float]],
+        phases: dict[str, float],
+        counts: dict[str, int],
+    ) -> None:
+        """Take the numbers of a finished step; the diagnostics may come later, and what needs them is written then, in order."""
+        now = time.monotonic()
+        seconds, self._step_ended = now - self._step_ended, now
+        load = await self._pool.load()
+        metrics = StepMetrics(step, {"weight_version": version, "time/elapsed_s": now - self._began, "time/step_s": seconds})
+        metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
+        metrics.update(learner_metrics(result))
+        metrics.update(rollout_metrics(self._finished, load, self._load, seconds))
+        metrics.update(sync_metrics(self._receipts, self._differences))
+        metrics.update(self._learner_share(phases, batch, seconds))
+        self._queue_numbers(metrics, counts)
+        metrics.update(self._extra)
+        self._finished, self._receipts, self._differences, self._extra, self._load = [], [], [], {}, load
+        if self._config.metrics.trajectories_per_step:
+            text = trajectories_text(batch.groups, step=step, limit=self._config.metrics.trajectories_per_step)
+            self._folder.write_trajectories(step, text)
+        before, self._writing = self._writing, asyncio.create_task(self._write_when_diagnosed(metrics, diagnostics, self._writing))
+        del before
+
+    async def _write_when_diagnosed(
+        self, metrics: StepMetrics, diagnostics: Awaitable[dict[str, float]], previous: asyncio.Task[None] | None
+    ) -> None:
+        if previous is not None:
+            await previous
+        metrics.update(await diagnostics)
+        for name in self._totals:
+            metrics.set(name, self._totals[name])
+        self._totals["time/elapsed_s"] = metrics["time/elapsed_s"]
+        self._folder.append_metrics(metrics)
+        self._views.step(metrics)
+        self._endpoint.publish(dict(metrics))
+        self._view.step({**metrics, **self._held_out})
+
+    async def flush(self) -> None:
+        """Wait until every step so far is written."""
+        if self._writing is not None:
+            await self._writing
+
+    def totals(self) -> dict[str, float]:
+        """Running totals, for a checkpoint."""
+        return dict(self._totals)
+
+    def close(self) -> None:
+        self._views.close()
+        for part in ("_endpoint", "_discovery"):
+            if hasattr(self, part):
+                getattr(self, part).close()
+
+    def _count(self, name: str, amount: float) -> None:
+        self._totals[name] = self._totals.get(name, 0.0) + amount
+
+    def _learner_share(self, phases: dict[str, float], batch: PreparedBatch, seconds: float) -> dict[str, float]:
+        train_s, wait_s = phases.get("train", 0.0), phases.get("wait_learner", 0.0)
+        return {
+            "time/train_s": train_s,
+            "wait/learner_s": wait_s,
+            "wait/learner_share": min(1.0, wait_s / seconds) if seconds > 0 else None,
+            "throughput/learner_tokens_per_s": batch.corrected.batch.num_tokens / train_s if train_s > 0 else None,
+        }
+
+    def _queue_numbers(self, metrics: StepMetrics, counts: dict[str, int]) -> None:
+        self._totals["groups/admitted_total"] = counts["admitted"]
+        self._totals["groups/trained_total"] = counts["trained"]
+        self._totals["groups/discarded_total"] = counts["discarded"]
+        metrics.set("queue/groups", counts["finished"])
+        metrics.set("queue/outstanding", counts["in_flight"] + counts["finished"] + counts["drawn"])
+        joined, current = self._pool.counts()
+        metrics.set("pool/workers", joined)
+        metrics.set("pool/current_workers", current)

@@ -1,0 +1,64 @@
+"""What a restart needs besides the learner's own state, saved in the same checkpoint at the same moment.
+
+Saved after a step is settled, while the learner is idle: the queue's counts and contents (finished groups whole, groups in flight by their
+prompts, which are sampled again), and the step. The position in the data is the queue's count of admitted prompts: they are admitted in order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.trajectory_queue import QueueSnapshot
+from correction.errors import DataError
+
+_FILE = "controller.pickle"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Where a run stands between two steps."""
+
+    step: int
+    """Steps done."""
+    weight_version: int
+    """Of the learner; equals step unless a step published nothing."""
+    elapsed_s: float
+    """Wall time of the run, all its parts together."""
+    queue: QueueSnapshot
+    totals: dict[str, float]
+    """Running totals of counters, by metric name."""
+
+    @property
+    def prompt_position(self) -> int:
+        """Prompts taken from the training stream."""
+        return self.queue.admitted
+
+    def save(self, folder: Path) -> None:
+        """Write into a checkpoint's state folder."""
+        with (folder / _FILE).open("wb") as file:
+            pickle.dump({"format": _FORMAT, "state": self}, file)
+
+    @classmethod
+    def load(cls, folder: Path) -> TrainingState:
+        """Read from a checkpoint's state folder (pickle: only load what a run of yours has written).
+
+        Raises: DataError if the file is missing or of another format.
+        """
+        path = folder / _FILE
+        if not path.exists():
+            raise DataError(f"{path} is missing: {folder.parent} is no complete checkpoint. Resume from an older one by removing it.")
+        with path.open("rb") as file:
+            content = pickle.load(file)
+        if content.get("format") != _FORMAT:
+            raise DataError(f"{path} has format {content.get('format')}, this version of evenkeel reads {_FORMAT}")
+        state: TrainingState = content["state"]
+        outstanding = len(state.queue.in_flight) + len(state.queue.finished)
+        if state.queue.admitted != state.queue.trained + state.queue.discarded + outstanding:
+            raise DataError(
+                f"{path}: {state.queue.admitted} groups admitted, but {state.queue.trained} trained, {state.queue.discarded} discarded and "
+                f"{outstanding} under way: the checkpoint has lost or doubled prompts"
+            )
+        return state

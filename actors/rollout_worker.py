@@ -1,0 +1,216 @@
+"""A rollout worker: a Ray actor that owns one SGLang engine, samples groups, scores them and puts them into the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from actors.actor_info import ActorInfo, listen_address
+from actors.exporter import MetricsEndpoint
+from actors.trajectory_queue import Ticket
+from actors.weight_buckets import unpack
+from rollout.chat import load_tokenizer
+from rollout.config import RolloutConfig
+from rollout.engine import RolloutEngine
+from rollout.reward_pool import RewardPool
+from rollout.sampling import sample_trajectories
+from rollout.trajectory import Group, Prompt, Trajectory
+from rollout.weight_bucket import UpdateReceipt, WeightSpec
+
+log = logging.getLogger("evenkeel.rollout")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReceipt:
+    """An engine's word that it holds the weights of a version."""
+
+    worker: str
+    version: int
+    seconds: float
+    pause_s: float
+    bytes: int
+    probe_logprobs: list[float]
+    """Engine's logprobs of the probe prompt at the new weights."""
+    checksums: dict[str, str]
+    """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """What the pool learns of a finished group; the group itself is in the queue."""
+
+    group_id: int
+    response_tokens: int
+    trajectories: int
+    truncated: int
+    reward_errors: tuple[str, ...]
+    generate_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Running totals of one worker."""
+
+    busy_s: float
+    """Seconds with at least one request in the engine, weight updates excluded."""
+    up_s: float
+    generated_tokens: int
+    requests_in_flight: int
+
+
+class RolloutWorker:
+    """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
+
+    def __init__(self, name: str, config: RolloutConfig, queue: Any, *, bind: str) -> None:
+        self._name, self._config, self._queue, self._bind = name, config, queue, bind
+        self._busy = _BusyClock()
+        self._tokens = 0
+
+    async def start(self, model: Path, version: int) -> ActorInfo:
+        """Start the engine and the reward processes."""
+        self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(self._bind))
+        self._tokenizer = load_tokenizer(model)
+        self._rewards = RewardPool(self._config.reward, self._config.task)
+        await self._rewards.check()
+        self._engine = await RolloutEngine.start(
+            model, self._config.engine, version=version, name=f"rollout worker {self._name}"
+        )
+        return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
+
+    async def generate_group(self, ticket: Ticket) -> GroupSummary:
+        """Sample the G trajectories of a prompt, score them, put the group into the queue."""
+        trajectories, generate_s = await self._sample(ticket.prompt, self._config.sampling.samples_per_group)
+        began = time.monotonic()
+        scored = await self._rewards.score(ticket.prompt, trajectories)
+        group = Group(
+            group_id=ticket.group_id,
+            prompt=ticket.prompt,
+            trajectories=tuple(scored),
+            admitted_version=ticket.admitted_version,
+            generate_s=generate_s,
+            reward_s=time.monotonic() - began,
+        )
+        await self._queue.put.remote(group)
+        self._endpoint.add("rollout/finished_groups_total", 1)
+        return _summary(group)
+
+    async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
+        """One scored answer to each prompt (evaluation); not put into the queue."""
+        async def one(prompt: Prompt) -> Trajectory:
+            trajectories, _ = await self._sample(prompt, 1, temperature)
+            return (await self._rewards.score(prompt, trajectories))[0]
+
+        return list(await asyncio.gather(*(one(p) for p in prompts)))
+
+    async def _sample(self, prompt: Prompt, samples: int, temperature: float | None = None) -> tuple[tuple[Trajectory, ...], float]:
+        began = time.monotonic()
+        sampling = self._config.sampling
+        with self._busy:
+            trajectories = await sample_trajectories(
+                self._engine,
+                self._tokenizer,
+                prompt,
+                samples=samples,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature if temperature is None else temperature,
+            )
+        tokens = sum(len(t.response_ids) for t in trajectories)
+        self._tokens += tokens
+        self._endpoint.add("rollout/generated_tokens_total", tokens)
+        self._endpoint.set("rollout/requests_in_flight", self._busy.depth)
+        return trajectories, time.monotonic() - began
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def update_weights(
+        self, version: int, buckets: list[Any], probe_ids: Sequence[int], with_checksums: bool
+    ) -> SyncReceipt:
+        """Take the weights of a version while requests are in flight. Raises SyncError; the engine is dirty then."""
+        began = time.monotonic()
+
+        async def arriving() -> AsyncIterator[dict[str, Tensor]]:
+            for reference in buckets:
+                yield unpack(await reference)
+
+        receipt = await self._engine.update_weights(version, arriving())
+        return await self._receipt(receipt, began, probe_ids, with_checksums)
+
+    async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
+        """Join the learner's broadcast group."""
+        await self._engine.join_weight_group(host, port, rank, world_size, name)
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self._engine.leave_weight_group(name)
+
+    async def receive_weights(
+        self, version: int, buckets: list[list[WeightSpec]], group: str, probe_ids: Sequence[int], with_checksums: bool
+    ) -> SyncReceipt:
+        """Take the weights that the learner broadcasts."""
+        began = time.monotonic()
+        receipt = await self._engine.receive_weights(version, buckets, group=group)
+        return await self._receipt(receipt, began, probe_ids, with_checksums)
+
+    async def _receipt(self, update: UpdateReceipt, began: float, probe_ids: Sequence[int], with_checksums: bool) -> SyncReceipt:
+        probe = await self._engine.score(list(probe_ids)) if probe_ids else []
+        checksums = await self._engine.weight_checksums() if with_checksums else {}
+        self._endpoint.set("rollout/weight_version", update.version)
+        self._endpoint.set("rollout/last_sync_time_s", time.time())
+        seconds = time.monotonic() - began
+        return SyncReceipt(self._name, update.version, seconds, update.paused_s, update.bytes, list(probe), checksums)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def load(self) -> WorkerLoad:
+        return WorkerLoad(self._busy.busy_s, self._busy.up_s, self._tokens, self._busy.depth)
+
+    async def stop(self) -> None:
+        await self._engine.shutdown()
+        self._rewards.close()
+        self._endpoint.close()
+
+
+class _BusyClock:
+    """Counts the time in which at least one request is under way."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._busy_s, self._since = 0.0, 0.0
+        self._born = time.monotonic()
+
+    def __enter__(self) -> _BusyClock:
+        if self.depth == 0:
+            self._since = time.monotonic()
+        self.depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self._busy_s += time.monotonic() - self._since
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s + (time.monotonic() - self._since if self.depth else 0.0)
+
+    @property
+    def up_s(self) -> float:
+        return time.monotonic() - self._born
+
+
+def _summary(group: Group) -> GroupSummary:
+    return GroupSummary(
+        group_id=group.group_id,
+        response_tokens=sum(len(t.response_ids) for t in group.trajectories),
+        trajectories=len(group.trajectories),
+        truncated=sum(t.finish_reason == "length" for t in group.trajectories),
+        reward_errors=tuple(t.error for t in group.trajectories if t.error),
+        generate_s=group.generate_s,
+    )

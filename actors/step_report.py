@@ -1,0 +1,118 @@
+"""The numbers of a step, gathered from those who know them, by name of the catalogue."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from actors.correction_service import PreparedBatch
+from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
+from rollout.trajectory import FinishReason, Group, Trajectory
+
+if TYPE_CHECKING:
+    from learner.step import StepResult
+
+
+def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, float]:
+    """Rewards, lengths, staleness and group outcomes of the batch that was trained."""
+    groups = prepared.groups
+    valid = [t for group in groups for t in group.valid]
+    rewards = [t.reward for t in valid if t.reward is not None]
+    ages = _token_ages(valid, prepared.version)
+    tokens = sum(ages.values())
+    numbers = {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/group_std": statistics.fmean(statistics.pstdev([t.reward for t in g.valid if t.reward is not None]) for g in groups),
+        "time/generate_s": statistics.fmean(g.generate_s for g in groups),
+        "time/reward_s": statistics.fmean(g.reward_s for g in groups),
+        "time/correct_s": prepared.correct_s,
+        "length/trained_tokens": statistics.fmean(len(t.response_ids) for t in valid),
+        "length/max_tokens": max(len(t.response_ids) for t in valid),
+        "length/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in valid) / len(valid),
+        "groups/all_right": sum(g.is_uniform and _first_reward(g) >= correct_at for g in groups),
+        "groups/all_wrong": sum(g.is_uniform and _first_reward(g) < correct_at for g in groups),
+        "staleness/mean": sum(age * n for age, n in ages.items()) / tokens,
+        "staleness/max": max(ages),
+        "staleness/mixed_version_share": sum(t.is_mixed for t in valid) / len(valid),
+    }
+    numbers |= {f"staleness/tokens/{min(age, 8)}{'+' if age >= 8 else ''}": float(n) for age, n in sorted(ages.items())}
+    for name in sorted({name for t in valid for name in t.reward_components}):
+        parts = [t.reward_components[name] for t in valid if name in t.reward_components]
+        numbers[f"reward/component/{name}"] = statistics.fmean(parts)
+    if prepared.proximal_s:
+        numbers["time/proximal_s"] = prepared.proximal_s
+    return numbers
+
+
+def _first_reward(group: Group) -> float:
+    return group.valid[0].reward or 0.0
+
+
+def _token_ages(trajectories: Sequence[Trajectory], version: int) -> Counter[int]:
+    """Response tokens by staleness at `version`."""
+    ages: Counter[int] = Counter()
+    for trajectory in trajectories:
+        for span in trajectory.version_spans:
+            ages[version - span.version] += span.end - span.start
+    return ages
+
+
+def learner_metrics(result: StepResult) -> dict[str, float]:
+    """Loss, gradient and entropy of the step."""
+    return {
+        "learner/loss": result.loss,
+        "learner/grad_norm": result.grad_norm,
+        "learner/learning_rate": result.learning_rate,
+        "learner/entropy": result.entropy,
+        "learner/optimizer_steps": result.optimizer_steps,
+        **{f"loss/{name}": value for name, value in result.metrics.items()},
+    }
+
+
+def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) -> dict[str, float]:
+    """The receipts that came since the last step."""
+    if not receipts:
+        return {}
+    numbers = {
+        "sync/receipts": len(receipts),
+        "sync/bytes": sum(r.bytes for r in receipts),
+        "time/sync_s": max(r.seconds for r in receipts),
+        "time/pause_s": max(r.pause_s for r in receipts),
+    }
+    if differences:
+        numbers["sync/probe_max_abs_difference"] = max(differences)
+    return numbers
+
+
+def rollout_metrics(finished: Sequence[GroupSummary], load: WorkerLoad, before: WorkerLoad | None, seconds: float) -> dict[str, float]:
+    """Throughput and waiting of the rollout side over the step's `seconds`."""
+    numbers: dict[str, float] = {"rollout/requests_in_flight": load.requests_in_flight}
+    answers = sum(s.trajectories for s in finished)
+    if answers:
+        numbers["length/sampled_tokens"] = sum(s.response_tokens for s in finished) / answers
+    if before is not None and seconds > 0:
+        idle = max(0.0, seconds - (load.busy_s - before.busy_s))
+        numbers["throughput/rollout_tokens_per_s"] = max(0, load.generated_tokens - before.generated_tokens) / seconds
+        numbers["wait/rollout_s"] = idle
+        numbers["wait/rollout_share"] = min(1.0, idle / seconds)
+    return numbers
+
+
+def trajectories_text(groups: Sequence[Group], *, step: int, limit: int) -> str:
+    """One trajectory of each of the first groups, as a person reads it."""
+    lines = [f"step {step}"]
+    for group in groups[:limit]:
+        trajectory = group.trajectories[0]
+        spans = ", ".join(f"v{s.version}: {s.start}-{s.end}" for s in trajectory.version_spans)
+        lines += [
+            "",
+            f"prompt {group.prompt.prompt_id}, group {group.group_id}, rewards {[t.reward for t in group.trajectories]}",
+            f"  question: {group.prompt.text}",
+            f"  answer:   {group.prompt.answer}",
+            f"  sampled:  {trajectory.text!r}  ({trajectory.finish_reason}, {len(trajectory.response_ids)} tokens, {spans})",
+            f"  reward:   {trajectory.error or trajectory.reward}",
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,301 @@
+"""The trajectory queue: admission by staleness, so that nothing can become too old.
+
+`TrajectoryQueue` is a plain state machine (no Ray, no clock); `TrajectoryQueueActor` puts it into an actor and adds the waiting.
+
+States of a group, and who moves it:
+
+    ADMITTED   admit()   by the rollout pool, when a place is free; a worker is sampling it, or will
+    FINISHED   put()     by the worker that sampled it
+    DRAWN      draw()    by the correction service, for the batch of one learner version
+    (gone)     settle()  by the controller after the step (trained), or discard() (failed, uniform, too old)
+
+A place is free while  admitted - trained - discarded < (max_staleness + 1) * groups_per_step.  The counts, not the
+contents, are the bound, and they are saved with the checkpoint. Example: groups_per_step 2, max_staleness 1. At version 0
+four groups are admitted (0..3); step 0 trains two of them, so two more (4, 5) are admitted at version 1 or later. Groups 2
+and 3 then have to be in step 1: admitted at version 0, they would be two versions old in step 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from correction.errors import DataError, LedgerError
+from rollout.trajectory import Group, Prompt
+
+
+class GroupState(StrEnum):
+    ADMITTED = "admitted"
+    FINISHED = "finished"
+    DRAWN = "drawn"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A place in the queue: the right to sample one group."""
+
+    group_id: int
+    prompt: Prompt
+    admitted_version: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    ticket: Ticket
+    state: GroupState
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """All that a restart needs to go on with the same bound and without losing or repeating a prompt."""
+
+    version: int
+    next_group_id: int
+    admitted: int
+    trained: int
+    discarded: int
+    in_flight: tuple[Ticket, ...]
+    """Admitted and not finished: sampled again after a restart."""
+    finished: tuple[Group, ...]
+    """Finished and not trained, drawn ones included."""
+    discarded_by_reason: dict[str, int] = field(default_factory=dict)
+    unreported: tuple[tuple[str, str], ...] = ()
+    """Discarded, as (prompt id, reason), and not yet in the ledger."""
+
+
+class TrajectoryQueue:
+    """Admission, order and counts of the groups of a run."""
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.version = 0
+        self.admitted = self.trained = self.discarded = 0
+        self.discarded_by_reason: Counter[str] = Counter()
+        self._next_group_id = 0
+        self._unreported: list[tuple[str, str]] = []
+        self._entries: dict[int, _Entry] = {}
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    @property
+    def free_places(self) -> int:
+        """Groups that may be admitted now without any becoming too old."""
+        return (self.max_staleness + 1) * self.groups_per_step - (self.admitted - self.trained - self.discarded)
+
+    def admit(self, prompts: Sequence[Prompt]) -> list[Ticket]:
+        """Give places to the first prompts, as many as are free; the caller keeps the rest."""
+        tickets = []
+        for prompt in prompts[: max(0, self.free_places)]:
+            ticket = Ticket(self._next_group_id, prompt, self.version)
+            self._entries[ticket.group_id] = _Entry(ticket, GroupState.ADMITTED)
+            self._next_group_id += 1
+            self.admitted += 1
+            tickets.append(ticket)
+        return tickets
+
+    def put(self, group: Group) -> bool:
+        """Take a finished group. False, and nothing changes, when it is not expected: a repeated delivery of a retried call."""
+        entry = self._entries.get(group.group_id)
+        if entry is None or entry.state is not GroupState.ADMITTED:
+            return False
+        if group.prompt.prompt_id != entry.ticket.prompt.prompt_id:
+            raise LedgerError(
+                f"group {group.group_id} came back with prompt {group.prompt.prompt_id}, admitted was {entry.ticket.prompt.prompt_id}"
+            )
+        entry.group, entry.state = group, GroupState.FINISHED
+        return True
+
+    def discard(self, group_ids: Sequence[int], reason: str) -> None:
+        """Give up groups in any state; their places become free and the count by reason grows."""
+        for group_id in group_ids:
+            entry = self._entries.pop(group_id, None)
+            if entry is None:
+                raise LedgerError(f"group {group_id} can't be discarded ({reason}): the queue doesn't hold it")
+            self.discarded += 1
+            self.discarded_by_reason[reason] += 1
+            self._unreported.append((entry.ticket.prompt.prompt_id, reason))
+
+    def take_discarded(self) -> list[tuple[str, str]]:
+        """What was discarded since the last call, as (prompt id, reason), for the ledger."""
+        discarded, self._unreported = self._unreported, []
+        return discarded
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def due(self, version: int) -> list[int]:
+        """Groups that the step of `version` has to contain, because the next one would find them too old."""
+        oldest_allowed_next = version + 1 - self.max_staleness
+        return sorted(
+            i for i, e in self._entries.items() if e.state is not GroupState.DRAWN and e.ticket.admitted_version < oldest_allowed_next
+        )
+
+    def draw(self, version: int, places: int) -> list[Group]:
+        """Move finished groups into the batch of `version`: first those that are due, oldest first, then younger ones.
+
+        Places that a due group still has to fill are kept for it, so at most `places` minus the unfinished due groups go to younger ones.
+        """
+        due = self.due(version)
+        waited_for = sum(1 for i in due if self._entries[i].state is GroupState.ADMITTED)
+        due_set = set(due)
+        finished = sorted(i for i, e in self._entries.items() if e.state is GroupState.FINISHED)
+        chosen = [i for i in finished if i in due_set][:places]
+        room = places - len(chosen) - waited_for
+        chosen += [i for i in finished if i not in due_set][: max(0, room)]
+        groups = []
+        for i in chosen:
+            entry = self._entries[i]
+            entry.state = GroupState.DRAWN
+            assert entry.group is not None
+            groups.append(entry.group)
+        return groups
+
+    def settle(self, group_ids: Sequence[int]) -> None:
+        """Take trained groups out. Those of a skipped step count as trained too."""
+        for group_id in group_ids:
+            entry = self._entries.get(group_id)
+            if entry is None or entry.state is not GroupState.DRAWN:
+                raise LedgerError(f"group {group_id} was trained but the queue has it as {entry.state if entry else 'unknown'}")
+            del self._entries[group_id]
+        self.trained += len(group_ids)
+
+    def publish(self, version: int) -> None:
+        """The learner has new weights."""
+        if version < self.version:
+            raise LedgerError(f"weight version {version} after {self.version}: versions only grow")
+        self.version = version
+
+    # -- looking in, saving ------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """Groups by state and the totals since the run began."""
+        states = Counter(e.state.value for e in self._entries.values())
+        return {
+            "admitted": self.admitted,
+            "trained": self.trained,
+            "discarded": self.discarded,
+            "in_flight": states[GroupState.ADMITTED],
+            "finished": states[GroupState.FINISHED],
+            "drawn": states[GroupState.DRAWN],
+        }
+
+    def waiting_for(self, version: int) -> str:
+        """One clause on what a batch of `version` lacks, for logs and deadlines."""
+        counts = self.counts()
+        stragglers = [i for i in self.due(version) if self._entries[i].state is GroupState.ADMITTED]
+        clause = f"{counts['drawn']} of {self.groups_per_step} groups drawn, {counts['in_flight']} being sampled"
+        return clause + (f", due and unfinished: {stragglers[:8]}" if stragglers else "")
+
+    def snapshot(self) -> QueueSnapshot:
+        entries = [self._entries[i] for i in sorted(self._entries)]
+        return QueueSnapshot(
+            version=self.version,
+            next_group_id=self._next_group_id,
+            admitted=self.admitted,
+            trained=self.trained,
+            discarded=self.discarded,
+            in_flight=tuple(e.ticket for e in entries if e.group is None),
+            finished=tuple(e.group for e in entries if e.group is not None),
+            discarded_by_reason=dict(self.discarded_by_reason),
+            unreported=tuple(self._unreported),
+        )
+
+    def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
+        """Take over a snapshot; returns the tickets that have to be sampled again."""
+        if self._entries:
+            raise DataError("TrajectoryQueue.restore needs an empty queue")
+        self.version = snapshot.version
+        self._next_group_id = snapshot.next_group_id
+        self.admitted, self.trained, self.discarded = snapshot.admitted, snapshot.trained, snapshot.discarded
+        self.discarded_by_reason = Counter(snapshot.discarded_by_reason)
+        self._unreported = list(snapshot.unreported)
+        for ticket in snapshot.in_flight:
+            self._entries[ticket.group_id] = _Entry(ticket, GroupState.ADMITTED)
+        for group in snapshot.finished:
+            ticket = Ticket(group.group_id, group.prompt, group.admitted_version)
+            self._entries[group.group_id] = _Entry(ticket, GroupState.FINISHED, group)
+        return list(snapshot.in_flight)
+
+
+class TrajectoryQueueActor:
+    """The queue as a Ray actor (async): the same methods, and waiting with a deadline."""
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
+        self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self._changed = asyncio.Condition()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_until(self, ready: Any, deadline: float) -> bool:
+        """Wait for a change that makes ready() true; False at the deadline (time.monotonic seconds)."""
+        async with self._changed:
+            while not ready():
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return False
+                try:
+                    await asyncio.wait_for(self._changed.wait(), remaining)
+                except TimeoutError:
+                    return bool(ready())
+        return True
+
+    async def wait_for_places(self, timeout_s: float) -> int:
+        """Free places, after waiting up to timeout_s for the first."""
+        await self._wait_until(lambda: self._queue.free_places > 0, time.monotonic() + timeout_s)
+        return max(0, self._queue.free_places)
+
+    async def admit(self, prompts: list[Prompt]) -> list[Ticket]:
+        return self._queue.admit(prompts)
+
+    async def put(self, group: Group) -> bool:
+        taken = self._queue.put(group)
+        await self._notify()
+        return taken
+
+    async def discard(self, group_ids: list[int], reason: str) -> None:
+        self._queue.discard(group_ids, reason)
+        await self._notify()
+
+    async def draw(self, version: int, places: int, timeout_s: float) -> list[Group]:
+        """Groups for the batch of `version`; none if none has come after timeout_s."""
+        drawn: list[Group] = []
+
+        def take() -> bool:
+            drawn.extend(self._queue.draw(version, places))
+            return bool(drawn)
+
+        await self._wait_until(take, time.monotonic() + timeout_s)
+        return drawn
+
+    async def settle(self, group_ids: list[int]) -> list[tuple[str, str]]:
+        """Trained groups leave; returns what was discarded since the last call, as (prompt id, reason)."""
+        self._queue.settle(group_ids)
+        await self._notify()
+        return self._queue.take_discarded()
+
+    async def publish(self, version: int) -> None:
+        self._queue.publish(version)
+        await self._notify()
+
+    async def counts(self) -> dict[str, int]:
+        return self._queue.counts()
+
+    async def discarded_by_reason(self) -> dict[str, int]:
+        return dict(self._queue.discarded_by_reason)
+
+    async def waiting_for(self, version: int) -> str:
+        return self._queue.waiting_for(version)
+
+    async def snapshot(self) -> QueueSnapshot:
+        return self._queue.snapshot()
+
+    async def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
+        return self._queue.restore(snapshot)
