@@ -1,0 +1,211 @@
+"""Loading a recipe: what is merged, what is replaced, and what each error says.
+
+The models here are small stand-ins with every feature that the real ones use; the real ones are loaded by the recipes' test.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from actors.config_tools import explain, explain_lines, load_config, nearest_key
+from correction.errors import ConfigError
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Clip(Part):
+    kind: Literal["clip"] = "clip"
+    low: float = Field(default=0.2, ge=0)
+    """Distance from 1."""
+
+
+class Score(Part):
+    kind: Literal["score"] = "score"
+    gate: float | None = None
+    """Where it stops."""
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Criterion(Part):
+    upper: float
+    """Largest accepted value."""
+
+
+class Rollout(Part):
+    workers: PositiveInt = 1
+    """Engines."""
+    samples_per_group: int = 8
+    """Answers to a prompt."""
+    colour: Colour = Colour.RED
+    """A choice."""
+
+
+class Run(Part):
+    steps: PositiveInt
+    """Training batches."""
+    rollout: Rollout = Rollout()
+    """What samples."""
+    objective: Annotated[Clip | Score, Field(discriminator="kind")] = Clip()
+    """The trust region."""
+    gate: Annotated[Clip | Score, Field(discriminator="kind")] | None = None
+    """Optional and tagged."""
+    rejection: tuple[Criterion, ...] = ()
+    """All must pass."""
+    data: Path | None = None
+    """Where rows are."""
+    rate: float = 1e-4
+    """Learning rate."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Run:
+        if self.steps == 13:
+            raise ConfigError("steps = 13: unlucky. Take 12.")
+        return self
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("steps: 5\nrollout:\n  workers: 2\nobjective:\n  kind: clip\n  low: 0.3\nrejection:\n  - {upper: 2}\nrate: 5e-5\n")
+    return path
+
+
+def problem(recipe: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Run, recipe, overrides)
+    return str(caught.value)
+
+
+def test_overrides_lie_over_the_recipe_and_the_recipe_over_defaults(recipe: Path) -> None:
+    run = load_config(Run, recipe, ["rollout.workers=3", "data=rows.jsonl", "steps=7", "steps=8"])
+    assert (run.rollout.workers, run.rollout.samples_per_group, run.steps, run.data) == (3, 8, 8, Path("rows.jsonl"))
+    assert run.rate == 5e-5    # a plain YAML 1.1 reader takes 5e-5 for text
+
+
+def test_a_recipe_is_not_needed() -> None:
+    assert load_config(Run, None, ["steps=2"]).steps == 2
+
+
+def test_values_are_yaml() -> None:
+    run = load_config(Run, None, ["steps=2", "rejection=[{upper: 1.5},{upper: 3}]", "rollout={workers: 4}", "data=null"])
+    assert [criterion.upper for criterion in run.rejection] == [1.5, 3.0]
+    assert run.rollout.workers == 4 and run.data is None
+
+
+def test_an_override_reaches_into_a_list(recipe: Path) -> None:
+    assert load_config(Run, recipe, ["rejection.0.upper=9"]).rejection[0].upper == 9
+
+
+def test_changing_the_kind_replaces_the_variant(recipe: Path) -> None:
+    """`low` belongs to the recipe's clip; score has none. In either order the override beside the kind stays."""
+    for overrides in (["objective.kind=score", "objective.gate=1"], ["objective.gate=1", "objective.kind=score"]):
+        assert load_config(Run, recipe, overrides).objective == Score(gate=1.0)
+
+
+def test_the_same_kind_keeps_its_neighbours(recipe: Path) -> None:
+    assert load_config(Run, recipe, ["objective.kind=clip"]).objective == Clip(low=0.3)
+
+
+def test_an_optional_tagged_section_can_be_set(recipe: Path) -> None:
+    assert load_config(Run, recipe, ["gate.kind=score", "gate.gate=2"]).gate == Score(gate=2.0)
+
+
+@pytest.mark.parametrize(
+    ("typo", "nearest"),
+    [
+        ("rollout.wokers", "rollout.workers"),
+        ("rolout", "rollout"),
+        ("samples_per_group", "rollout.samples_per_group"),    # right word, wrong section
+        ("objective.lo", "objective.low"),
+        ("rejection.0.uper", "rejection.N.upper"),
+    ],
+)
+def test_the_nearest_key(typo: str, nearest: str) -> None:
+    assert nearest_key(Run, typo) == nearest
+
+
+def test_unknown_key_names_file_line_and_nearest(recipe: Path) -> None:
+    recipe.write_text("steps: 5\nrollout:\n  wokers: 2\n")
+    assert problem(recipe) == f"{recipe}:3: rollout.wokers = 2: no such key; the nearest is rollout.workers."
+
+
+def test_unknown_key_of_a_variant_is_named_without_the_tag(recipe: Path) -> None:
+    assert problem(recipe, "objective.lo=1") == "command line: objective.lo = 1: no such key; the nearest is objective.low."
+
+
+def test_bad_values_name_value_reason_and_what_is_expected(recipe: Path) -> None:
+    text = problem(recipe, "rollout.workers=0", "rollout.colour=green")
+    assert "command line: rollout.workers = 0: input should be greater than 0. Expected: int > 0." in text
+    assert "command line: rollout.colour = 'green'" in text and "Expected: red | blue." in text
+
+
+def test_all_problems_are_listed_one_a_line(recipe: Path) -> None:
+    recipe.write_text("rollout:\n  workers: many\n  wrkers: 1\nobjective: {kind: klip}\n")
+    lines = problem(recipe).splitlines()
+    assert len(lines) == 4
+    assert lines[0] == f"{recipe}: steps is missing (Training batches). Add it to the recipe, or on the command line: steps=int > 0"
+    assert lines[1].startswith(f"{recipe}:2: rollout.workers = 'many'")
+    assert lines[2].startswith(f"{recipe}:3: rollout.wrkers = 1: no such key")
+    assert lines[3] == f"{recipe}:4: objective.kind = klip: no such kind; the nearest is clip, all are clip, score."
+
+
+def test_a_section_without_its_tag(recipe: Path) -> None:
+    assert problem(recipe, "gate={low: 1}") == "command line: gate doesn't say which kind it is. Add gate.kind."
+
+
+def test_a_validator_speaks_for_itself(recipe: Path) -> None:
+    assert problem(recipe, "steps=13") == f"{recipe}: steps = 13: unlucky. Take 12."
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps: [1\nb: 2\n", ":2: not valid YAML"),
+        ("steps: 1\nsteps: 2\n", ":2: not valid YAML: found duplicate key steps"),
+        ("- 1\n", "a recipe is a mapping"),
+        ("steps: ${nowhere}\n", "Interpolation key 'nowhere' not found"),
+    ],
+)
+def test_a_file_that_is_no_recipe(recipe: Path, text: str, expected: str) -> None:
+    recipe.write_text(text)
+    message = problem(recipe)
+    assert message.startswith(str(recipe)) and expected in message and "\n" not in message
+
+
+def test_a_file_that_is_not_there_names_those_that_are(recipe: Path) -> None:
+    assert problem(recipe.with_name("other.yaml")) == f"{recipe.with_name('other.yaml')}: no such recipe file. There are: {recipe}."
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "steps =3", "steps=[1"])
+def test_an_override_that_is_none(recipe: Path, override: str) -> None:
+    assert problem(recipe, override).startswith("command line: ")
+
+
+def test_explain_lists_every_key_with_type_default_and_meaning() -> None:
+    lines = {(line.path, line.variant): line for line in explain_lines(Run)}
+    assert lines["steps", ""].type == "int > 0" and lines["steps", ""].default == "required"
+    assert lines["rollout.colour", ""].type == "red | blue" and lines["rollout.colour", ""].default == "red"
+    assert lines["objective.low", "kind: clip"].type == "float >= 0"
+    assert lines["objective.gate", "kind: score"].description == "Where it stops."
+    assert lines["gate.gate", "kind: score"].type == "float | null"
+    assert lines["rejection.N.upper", ""].default == "required"
+    assert lines["data", ""].type == "path | null" and lines["data", ""].default == "null"
+    assert "rollout.workers: int > 0 = 1\n    Engines." in explain(Run)
+
+
+def test_explain_one_section() -> None:
+    assert explain(Run, "rollout").splitlines()[0].startswith("rollout: ")
+    assert "steps" not in explain(Run, "rollout")
+    with pytest.raises(ConfigError, match="nearest is rollout"):
+        explain(Run, "rolout")
