@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.metrics import CATALOGUE, Kind, StepMetrics
+from actors.metrics import Kind, StepMetrics, is_listed, lookup
 from correction.errors import ConfigError
+
+if TYPE_CHECKING:
+    from actors.config import MetricsConfig
+    from actors.run_folder import RunFolder
 
 
 class MetricsView(Protocol):
@@ -46,14 +50,6 @@ def parse_json_line(line: str) -> StepMetrics:
     return metrics
 
 
-def is_listed(name: str) -> bool:
-    """True for a metric of the catalogue and for a member of one of its families."""
-    if name in CATALOGUE and not name.endswith("/"):
-        return True
-    stem, _, rest = name.rpartition("/")
-    return bool(rest) and stem + "/" in CATALOGUE
-
-
 class TensorBoardView:
     """Scalars by step, in the run folder's tensorboard/; histogram buckets are left to the report."""
 
@@ -66,7 +62,7 @@ class TensorBoardView:
 
     def write(self, metrics: StepMetrics) -> None:
         for name, value in metrics.finite().items():
-            if name != "step" and not _is_histogram(name):
+            if name != "step" and lookup(name).kind is not Kind.HISTOGRAM:
                 self._writer.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
@@ -94,6 +90,27 @@ class WandbView:
         self._run.finish()
 
 
-def _is_histogram(name: str) -> bool:
-    stem = name.rpartition("/")[0] + "/"
-    return stem in CATALOGUE and CATALOGUE[stem].kind is Kind.HISTOGRAM
+class MetricViews:
+    """The views of one run, by its settings; steps and evaluations go to all of them."""
+
+    def __init__(self, folder: RunFolder, config: MetricsConfig) -> None:
+        """Raises: ConfigError if Weights & Biases is asked for and not installed."""
+        earlier = folder.read_metrics()    # a resumed run's, already rewound to its checkpoint
+        self._views: list[MetricsView] = [TensorBoardView(folder.tensorboard_path, resumed_from=earlier[-1].step if earlier else None)]
+        if config.wandb_project:
+            wandb = WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=folder.read_config())
+            self._views.append(wandb)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a step."""
+        for view in self._views:
+            view.write(metrics)
+
+    def evaluation(self, metrics: StepMetrics) -> None:
+        """Show a held-out evaluation, at the step whose weights answered."""
+        self.step(metrics)
+
+    def close(self) -> None:
+        """Flush and close."""
+        for view in self._views:
+            view.close()

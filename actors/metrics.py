@@ -325,17 +325,34 @@ def lookup(name: str) -> Metric:
 
     Raises: MetricError naming the nearest listed metric.
     """
+    metric = _find(name)
+    if metric is None:
+        nearest = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.0)[0]
+        raise MetricError(
+            f"metric {name!r} is not in the catalogue (actors/metrics.py); the nearest one is {nearest!r}. Use that, or list the new one."
+        )
+    return metric
+
+
+def is_listed(name: str) -> bool:
+    """True for a metric of the catalogue and for a member of one of its families."""
+    return _find(name) is not None
+
+
+def _find(name: str) -> Metric | None:
     metric = CATALOGUE.get(name)
     if metric is not None and not metric.is_family:
         return metric
     stem, slash, rest = name.rpartition("/")
-    family = CATALOGUE.get(stem + slash) if rest else None
-    if family is not None:
-        return family
-    nearest = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.0)[0]
-    raise MetricError(
-        f"metric {name!r} is not in the catalogue (actors/metrics.py); the nearest one is {nearest!r}. Use that, or list the new one."
-    )
+    return CATALOGUE.get(stem + slash) if rest else None
+
+
+def file_under(family: str, values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Numbers of a package by catalogue name: listed ones as they are, the rest as members of a family.
+
+    Args: family: prefix with a slash, such as "correction/". values: by the package's own names.
+    """
+    return {name if is_listed(name) else family + name.replace("/", "_"): value for name, value in values.items()}
 
 
 def member(name: str) -> str:
