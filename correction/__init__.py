@@ -1,0 +1,41 @@
+"""Train-inference mismatch correction on packed batches. Needs torch and pydantic, nothing else."""
+
+from correction.advantages import AdvantageEstimator, group_advantages
+from correction.batch import CorrectedBatch, PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import correct, defer, for_step, needs_proximal_forward
+from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, diagnose
+from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LedgerError, SyncError
+from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
+from correction.presets import PRESETS, Preset
+from correction.proximal import ProximalSource
+
+__all__ = [
+    "DIAGNOSTICS",
+    "DIAGNOSTIC_FAMILIES",
+    "PARTIALS",
+    "PRESETS",
+    "AdvantageEstimator",
+    "ConfigError",
+    "CorrectedBatch",
+    "CorrectionConfig",
+    "DataError",
+    "DeadlineExceeded",
+    "EngineError",
+    "EvenkeelError",
+    "LedgerError",
+    "PackedBatch",
+    "PolicyLoss",
+    "Preset",
+    "ProximalSource",
+    "SyncError",
+    "correct",
+    "defer",
+    "diagnose",
+    "for_step",
+    "group_advantages",
+    "loss_metrics",
+    "needs_proximal_forward",
+    "policy_loss",
+    "policy_scale",
+]

@@ -1,0 +1,139 @@
+"""The pass over a batch: proximal policy, ratios, weights, rejection, veto, normalisation, denominators.
+
+`correct` is the staged way: everything on mu and pi_prox is settled before training. `defer` is the fused way: the parts on rho wait
+for the training forward, where the proximal policy is the detached current one. Both give the same gradient (loss.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from correction.batch import CorrectedBatch, PackedBatch
+from correction.config import CorrectionConfig
+from correction.decision import Scene, decide, make_scene, unit_weights
+from correction.denominators import Count, token_scale
+from correction.errors import ConfigError, DataError
+from correction.normalize import Population, normalizer, weight_sums
+from correction.proximal import ProximalSource
+from correction.ratios import Logprobs
+from correction.segments import Level
+from correction.sense import fold_obstacle, kept_count_is_late, normalization_is_late, uses_proximal
+
+
+def needs_proximal_forward(config: CorrectionConfig, optimizer_steps_per_batch: int, *, has_auxiliary_loss: bool = False) -> bool:
+    """True if the learner must compute proximal logprobs in a forward of their own, before the step.
+
+    With one optimizer step per batch the detached current logprobs are the proximal ones, and the batch can be deferred; unless
+    a global quantity is no single factor on the gradient (M2PO's threshold, kept counts of groups, or any factor beside another term).
+    Args:
+        has_auxiliary_loss: the model adds a loss of its own (MoE balancing), which a factor on the gradient would scale too.
+    """
+    if config.proximal is not ProximalSource.RECOMPUTE or not uses_proximal(config):
+        return False
+    if optimizer_steps_per_batch > 1:
+        return True
+    return fold_obstacle(config, is_deferred=True, has_auxiliary_loss=has_auxiliary_loss) is not None
+
+
+def correct(batch: PackedBatch, config: CorrectionConfig) -> CorrectedBatch:
+    """Settle all early parts. Parts on the target policy are left to `policy_loss`.
+
+    Raises: DataError if the proximal policy is to be recomputed and batch.proximal_logprobs is missing.
+    """
+    return _prepare(batch, config, is_deferred=False)
+
+
+def defer(batch: PackedBatch, config: CorrectionConfig) -> CorrectedBatch:
+    """Leave the parts on rho to the training forward, for one optimizer step per batch without a proximal forward.
+
+    Raises: ConfigError if a global quantity can't be folded in afterwards; `needs_proximal_forward` says so beforehand.
+    """
+    if config.proximal is not ProximalSource.RECOMPUTE:
+        return correct(batch, config)  # nothing waits for a proximal policy
+    obstacle = fold_obstacle(config, is_deferred=True)
+    if obstacle is not None:
+        raise ConfigError(f"defer: {obstacle}. Compute proximal_logprobs first and call correct().")
+    return _prepare(replace(batch, proximal_logprobs=None), config, is_deferred=True)
+
+
+def staged_proximal(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool) -> Tensor | None:
+    """[N] the proximal logprobs as far as they are known before the training forward."""
+    if config.proximal is ProximalSource.BEHAVIOR:
+        return batch.behavior_logprobs
+    if config.proximal is ProximalSource.INTERPOLATE or is_deferred:
+        return None
+    if batch.proximal_logprobs is None and uses_proximal(config):
+        raise DataError(
+            "correct: PackedBatch.proximal_logprobs is None, but proximal: recompute needs them. Have the learner compute them, "
+            "use defer() with one optimizer step per batch, or set proximal: behavior."
+        )
+    return batch.proximal_logprobs
+
+
+def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool) -> CorrectedBatch:
+    proximal = staged_proximal(batch, config, is_deferred=is_deferred)
+    scene = make_scene(batch, Logprobs(batch.behavior_logprobs, proximal, None))
+    decision = decide(scene, config, late=False, is_deferred=is_deferred)
+    weights = decision.weights
+    if config.normalize.population is not Population.OFF and not normalization_is_late(config, is_deferred=is_deferred):
+        segments = scene.levels.at(config.importance.level)
+        sums = weight_sums(unit_weights(scene, config), scene.mask, decision.keep, segments, config.normalize.population)
+        weights = weights * normalizer(*sums.tolist())
+    if bool(batch.loss_mask.any()) and not bool(decision.keep.any()):
+        warnings.warn("correction: every token of the batch was rejected; its policy loss is 0", stacklevel=3)
+    corrected = CorrectedBatch(
+        batch=batch,
+        importance_weights=_modulate_early(weights, scene, config),
+        keep_mask=decision.keep,
+        token_scale=torch.empty_like(weights),
+        is_deferred=is_deferred,
+    )
+    return replace(corrected, token_scale=batch_scale(corrected, config))
+
+
+def for_step(corrected: CorrectedBatch, sequences: Sequence[int], config: CorrectionConfig) -> CorrectedBatch:
+    """The share of one of several optimizer steps per batch, its denominator counted on that share.
+
+    Weights and their normaliser stay those of the whole batch.
+    """
+    share = corrected.select(sequences)
+    return replace(share, token_scale=batch_scale(share, config))
+
+
+def batch_scale(corrected: CorrectedBatch, config: CorrectionConfig) -> Tensor:
+    """[N] one over the denominator, counted on this batch as the global one."""
+    batch = corrected.batch
+    count_kept = config.denominator.count is Count.KEPT and not kept_count_is_late(config, is_deferred=corrected.is_deferred)
+    counted = corrected.keep_mask if count_kept else batch.loss_mask
+    segments = make_scene(batch, Logprobs(batch.behavior_logprobs, None, None)).levels.at(Level.SEQUENCE)
+    scale = token_scale(counted, segments, batch.group_ids, kind=config.denominator.kind, constant=config.denominator.constant)
+    return scale.to(batch.behavior_logprobs.dtype)
+
+
+def _modulate_early(weights: Tensor, scene: Scene, config: CorrectionConfig) -> Tensor:
+    """Put the injected distortions in: experiments only.
+
+    Source: "Probing RLVR training instability through the lens of objective-level hacking".
+    """
+    part = config.modulation
+    if part.noise_std > 0:
+        generator = torch.Generator().manual_seed(part.noise_seed)
+        noise = 1 + part.noise_std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
+        weights = weights * noise.to(weights.device)
+    if scene.logprobs.proximal is not None:
+        weights = weights * probability_factor(scene, config)
+    return weights
+
+
+def probability_factor(scene: Scene, config: CorrectionConfig) -> Tensor | float:
+    """[N] the distortion's factor on tokens with a low proximal probability; 1.0 if there is none."""
+    part = config.modulation
+    if part.probability_below is None or scene.logprobs.proximal is None:
+        return 1.0
+    is_low = scene.mask & (scene.logprobs.proximal.exp() < part.probability_below)
+    return torch.where(is_low, part.factor, torch.ones_like(scene.logprobs.behavior))

@@ -1,0 +1,57 @@
+"""Importance weights: what a unit's ratio becomes before it multiplies the loss.
+
+off: 1. raw: the ratio. truncate: min(ratio, upper). clip: into [lower, upper]. mask: the ratio inside [lower, upper], 0 outside.
+Weights are detached and multiply the objective from outside: w * max(-r A, -clip(r) A), never inside its min and max.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import Tensor
+
+from correction.ratios import bounded_exp
+
+
+class WeightMode(enum.StrEnum):
+    """What is done to the ratio."""
+
+    OFF = "off"
+    RAW = "raw"
+    TRUNCATE = "truncate"
+    CLIP = "clip"
+    MASK = "mask"
+
+
+def importance_weights(log_ratio: Tensor, *, mode: WeightMode, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:
+    """Weights of units from their log ratios.
+
+    Bounds are inclusive, have no unit, and may be one for each unit (bounds that depend on staleness).
+    Args:
+        log_ratio: [U] nats, already at its level.
+        mode: see the module's docstring. Truncate uses upper alone; clip and mask use those that are given.
+    Returns: [U], detached, the dtype of log_ratio.
+    Source: truncate: Ionides (2008), "TIS" in Yao et al. (2025); mask: IcePop (arXiv 2510.18855), which keeps the ratio, not 1.
+    """
+    weights = bounded_exp(log_ratio.detach())
+    if mode is WeightMode.OFF:
+        return torch.ones_like(weights)
+    if mode is WeightMode.RAW:
+        return weights
+    low = 0.0 if lower is None or mode is WeightMode.TRUNCATE else lower
+    high = torch.inf if upper is None else upper
+    if mode is WeightMode.MASK:
+        return torch.where((weights >= low) & (weights <= high), weights, 0)
+    return torch.clamp(torch.clamp(weights, min=low), max=high)
+
+
+def staleness_bound(table: tuple[float, ...], staleness: Tensor) -> Tensor:
+    """The bound of each unit, from a table with one entry for each staleness; the last entry holds for all older ones.
+
+    Args:
+        table: not empty; entry s is the bound at staleness s.
+        staleness: [U] int64, versions, >= 0.
+    Returns: [U] float32.
+    """
+    return torch.tensor(table, device=staleness.device).index_select(0, staleness.clamp(max=len(table) - 1))

@@ -1,0 +1,79 @@
+"""Ratios of two policies at the sampled token, in log space, and their value at a level.
+
+Three ratios, each written numerator over denominator:  rho = proximal / behaviour (mismatch and staleness),
+r = target / proximal (drift),  q = target / behaviour = rho * r.  Not here: what is done with them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from correction.segments import Level, Segments
+
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios are cut to +-20 after they have been summed and before exp, as verl and Miles do: e^20 = 4.9e8 stays finite squared."""
+
+
+class Ratio(enum.StrEnum):
+    """Which two policies a part compares."""
+
+    RHO = "rho"
+    """proximal / behaviour: mismatch and staleness."""
+    R = "r"
+    """target / proximal: drift, what the optimizer did within this batch."""
+    Q = "q"
+    """target / behaviour: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Logprobs of the sampled tokens under each policy, detached; None where a policy is not known at this point."""
+
+    behavior: Tensor
+    """[N] log mu."""
+    proximal: Tensor | None
+    """[N] log pi_prox."""
+    target: Tensor | None
+    """[N] log pi_theta."""
+
+    def pair(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
+        """(numerator, denominator) of a ratio.
+
+        Raises: ValueError if one of the two is not known yet; the caller has mistaken a late part for an early one.
+        """
+        numerator = self.proximal if ratio is Ratio.RHO else self.target
+        denominator = self.proximal if ratio is Ratio.R else self.behavior
+        if numerator is None or denominator is None:
+            raise ValueError(f"ratio {ratio.value} needs a policy that is only known inside the training forward")
+        return numerator, denominator
+
+    def log_ratio(self, ratio: Ratio, mask: Tensor) -> Tensor:
+        """[N] log of a ratio; 0 outside the mask, whatever stands there."""
+        numerator, denominator = self.pair(ratio)
+        return torch.where(mask, numerator - denominator, 0)
+
+
+def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: Level) -> Tensor:
+    """The log ratio of each unit of a level, before any cut.
+
+    token: itself; turn, sequence: the sum; geometric: the mean over the tokens in mask.
+    Args:
+        log_ratio: [N] nats, 0 outside the mask.
+        mask: [N] bool.
+        segments: the units of the level.
+    Returns: [U] in the dtype of log_ratio.
+    """
+    if level is Level.TOKEN:
+        return log_ratio
+    if level is Level.GEOMETRIC:
+        return segments.mean(log_ratio, mask).to(log_ratio.dtype)
+    return segments.sum(log_ratio).to(log_ratio.dtype)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp after the cut to +-LOG_RATIO_LIMIT: never infinite, never zero."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -1,0 +1,178 @@
+"""Rejection and veto: which tokens, turns or sequences take part at all.
+
+A criterion is a statistic of two policies, a level, and bounds; what lies outside is dropped. Criteria are combined by AND and
+look at the raw ratio, never at the bounded weight. They only ever shrink the mask. Not here: what the loss is then divided by.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import torch
+from torch import Tensor
+
+from correction.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
+from correction.segments import Level, Segments
+
+
+class Statistic(enum.StrEnum):
+    """What a criterion looks at. x is the ratio, numerator over denominator; divergences go from denominator to numerator."""
+
+    RATIO = "ratio"
+    """x; bounds are ratios."""
+    K1 = "k1"
+    """-log x; bounds are nats, on k1 itself (verl compares log bounds with the opposite sign: decision C1)."""
+    K2 = "k2"
+    K3 = "k3"
+    BINARY_KL = "binary_kl"
+    """KL(denominator || numerator) of the sampled token against all others."""
+    BINARY_KL_MAX = "binary_kl_max"
+    """The larger of both directions (KPop)."""
+    BINARY_TV = "binary_tv"
+    """|numerator - denominator|, probabilities of the sampled token."""
+    TOPK_KL = "topk_kl"
+    """KL(behaviour || target) over the sampler's K tokens, the sampled one, and the rest merged."""
+    TOPK_TV = "topk_tv"
+    SECOND_MOMENT = "second_moment"
+    """(log x)^2 of tokens, the largest dropped until the mean of the rest is under the upper bound (M2PO): needs the whole batch."""
+
+
+class RejectionLevel(enum.StrEnum):
+    """What one decision covers, and how the tokens' statistics become one."""
+
+    TOKEN = "token"
+    TURN = "turn"
+    """Sum over a model turn (ratio: product)."""
+    SEQUENCE = "sequence"
+    """Sum over a trajectory (ratio: product)."""
+    GEOMETRIC = "geometric"
+    """Mean over a trajectory (ratio: geometric mean)."""
+    MAXIMUM = "maximum"
+    """The trajectory's largest token."""
+
+    @property
+    def unit(self) -> Level:
+        """Level whose segments the decision covers."""
+        return {"token": Level.TOKEN, "turn": Level.TURN}.get(self.value, Level.SEQUENCE)
+
+
+class Side(enum.StrEnum):
+    """Advantages for which a criterion holds."""
+
+    ANY = "any"
+    NEGATIVE = "negative"
+    POSITIVE = "positive"
+
+
+def token_statistic(statistic: Statistic, numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
+    """[N] statistic of each token, 0 outside the mask; RATIO and SECOND_MOMENT give the log ratio (bounds follow in log space).
+
+    Args:
+        numerator, denominator: [N] logprobs of the sampled token.
+    Raises: ValueError for a top-K statistic, which needs more than the sampled token: see `topk_statistic`.
+    """
+    log_ratio = torch.where(mask, numerator - denominator, 0)
+    if statistic in (Statistic.RATIO, Statistic.SECOND_MOMENT):
+        return log_ratio
+    if statistic in (Statistic.K1, Statistic.K2, Statistic.K3):
+        return estimate(log_ratio, Estimator(statistic.value))
+    # A masked position may hold anything: both policies become the same there, and the divergence 0.
+    numerator, denominator = torch.where(mask, numerator, -1), torch.where(mask, denominator, -1)
+    if statistic is Statistic.BINARY_TV:
+        return total_variation(denominator, numerator)
+    if statistic is Statistic.BINARY_KL:
+        return binary_kl(denominator, numerator)
+    if statistic is Statistic.BINARY_KL_MAX:
+        return torch.maximum(binary_kl(denominator, numerator), binary_kl(numerator, denominator))
+    raise ValueError(f"{statistic.value} is not a function of the sampled token's logprobs alone")
+
+
+def topk_statistic(
+    statistic: Statistic,
+    *,
+    token_ids: Tensor,
+    topk_ids: Tensor,
+    behavior: tuple[Tensor, Tensor],
+    target: tuple[Tensor, Tensor],
+    mask: Tensor,
+) -> Tensor:
+    """[N] float64: top-K TV or KL from the behaviour policy to the target, 0 outside the mask.
+
+    Args:
+        behavior, target: (logprobs of the K tokens [N, K], logprob of the sampled token [N]).
+    Source: Trust Region (arXiv 2602.04879), Eq. 14-16.
+    """
+    first = topk_table(topk_ids, behavior[0], token_ids, behavior[1])
+    second = topk_table(topk_ids, target[0], token_ids, target[1])
+    divergence = table_tv(first, second) if statistic is Statistic.TOPK_TV else table_kl(first, second)
+    return torch.where(mask, divergence, 0)
+
+
+def unit_statistic(values: Tensor, mask: Tensor, segments: Segments, level: RejectionLevel) -> Tensor:
+    """[U] float64: tokens' statistics [N] brought to a level."""
+    if level is RejectionLevel.GEOMETRIC:
+        return segments.mean(values, mask)
+    if level is RejectionLevel.MAXIMUM:
+        return segments.maximum(torch.where(mask, values, -torch.inf)).double()
+    return segments.sum(values)
+
+
+def within(values: Tensor, *, lower: Tensor | float | None, upper: Tensor | float | None, is_open: bool = False) -> Tensor:
+    """[U] bool: inside the bounds, which count as inside unless is_open. Not a number is outside."""
+    inside = ~values.isnan()
+    if lower is not None:
+        inside &= values > lower if is_open else values >= lower
+    if upper is not None:
+        inside &= values < upper if is_open else values <= upper
+    return inside
+
+
+def log_bound(bound: Tensor | float | None) -> Tensor | float | None:
+    """Bound of a ratio, as bound of its log; 0 becomes -inf."""
+    if bound is None:
+        return None
+    if isinstance(bound, Tensor):
+        return bound.double().log()
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def on_side(advantages: Tensor, side: Side) -> Tensor:
+    """[U] bool: units that a criterion looks at. Zero advantage is on neither side."""
+    if side is Side.NEGATIVE:
+        return advantages < 0
+    if side is Side.POSITIVE:
+        return advantages > 0
+    return torch.ones_like(advantages, dtype=torch.bool)
+
+
+def second_moment_keep(log_ratio: Tensor, mask: Tensor, *, budget: float) -> Tensor:
+    """[N] bool: tokens left after dropping those with the largest (log x)^2 until the mean of the rest is under the budget.
+
+    The fewest tokens that bring the mean under the budget (strictly) are dropped; one token always stays.
+    Args:
+        log_ratio: [N] nats, of the global batch: the threshold depends on all tokens.
+    Source: M2PO (arXiv 2510.01161), with the removal rule of AReaL (decision C12).
+    """
+    moments = torch.where(mask, log_ratio.double().square(), torch.inf)
+    order = moments.argsort(stable=True)
+    count = int(mask.sum())
+    if count == 0:
+        return mask.clone()
+    means = moments[order[:count]].cumsum(0) / torch.arange(1, count + 1, device=mask.device)
+    kept = max(int((means < budget).sum()), 1)  # the running mean of a rising sequence rises: a prefix
+    keep = torch.zeros_like(mask)
+    keep[order[:kept]] = True
+    return keep
+
+
+def veto_keep(values: Tensor, mask: Tensor, segments: Segments, *, lower: float | None, upper: float | None) -> Tensor:
+    """[N] bool: False for every token of a sequence in which a masked-in token is under lower or over upper.
+
+    Args:
+        values: [N] log of the vetoed quantity: the raw token ratio, or a probability.
+        lower, upper: hard limits, exclusive: a token at the limit passes.
+    Source: Miles mismatch post and code; SkyRL's outlier mask has the upper side too.
+    """
+    bad = mask & ~within(values, lower=log_bound(lower), upper=log_bound(upper))
+    return ~segments.spread(segments.any(bad))

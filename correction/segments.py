@@ -1,0 +1,115 @@
+"""Reductions over ragged runs of tokens: one token, one model turn, one sequence or one group at a time.
+
+Every part of the correction works at a level. `Segments` gives all levels the same four verbs (sum, mean, maximum,
+spread), so that no caller asks which level it has. Sums run in float64: a sequence of 65,536 float32 terms added one by
+one would lose three digits. Nothing here loops over sequences in Python, and nothing carries a gradient.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from correction.batch import PackedBatch
+
+
+class Level(enum.StrEnum):
+    """What a ratio is taken over."""
+
+    TOKEN = "token"
+    TURN = "turn"
+    """The product over the tokens of one model turn of a trajectory."""
+    SEQUENCE = "sequence"
+    """The product over the tokens of a trajectory."""
+    GEOMETRIC = "geometric"
+    """The sequence's product to the power of one over its number of tokens: does not grow with length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """N tokens cut into U consecutive runs, the units of a level."""
+
+    ids: Tensor | None
+    """[N] int64, the unit of each token, not decreasing; None: each token is its own unit, and the verbs do nothing."""
+    offsets: Tensor | None
+    """[U + 1] int64; None as above."""
+    count: int
+    """U."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[U] float64 sums of values [N]; 0 for an empty unit."""
+        if self.offsets is None:
+            return values.double()
+        if values.numel() == 0:
+            return values.new_zeros(self.count, dtype=torch.float64)
+        return torch.segment_reduce(values.double(), "sum", offsets=self.offsets, initial=0)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """[U] largest value of each unit; -inf for an empty unit."""
+        if self.ids is None:
+            return values
+        start = torch.full((self.count,), -torch.inf, dtype=values.dtype, device=values.device)
+        return start.scatter_reduce_(0, self.ids, values, "amax")
+
+    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """[U] float64 means over the tokens in mask; 0 where a unit has none. Values outside the mask are not looked at."""
+        return self.sum(torch.where(mask, values, 0)) / self.sum(mask).clamp(min=1)
+
+    def any(self, mask: Tensor) -> Tensor:
+        """[U] bool: some token of the unit is in the mask."""
+        return mask if self.ids is None else self.sum(mask) > 0
+
+    def spread(self, units: Tensor) -> Tensor:
+        """[N] the value of each token's unit."""
+        return units if self.ids is None else units.index_select(0, self.ids)
+
+
+def segments_from_offsets(offsets: Tensor, num_tokens: int) -> Segments:
+    """Units given by offsets [U + 1]."""
+    count = int(offsets.shape[0]) - 1
+    ids = torch.repeat_interleave(torch.arange(count, device=offsets.device), offsets.diff(), output_size=num_tokens)
+    return Segments(ids=ids, offsets=offsets, count=count)
+
+
+def token_segments(num_tokens: int) -> Segments:
+    """Each token by itself."""
+    return Segments(ids=None, offsets=None, count=num_tokens)
+
+
+def sequence_segments(batch: PackedBatch) -> Segments:
+    """One unit for each of the batch's S sequences."""
+    return segments_from_offsets(batch.offsets, batch.num_tokens)
+
+
+def turn_segments(batch: PackedBatch, sequences: Segments) -> Segments:
+    """One unit for each run of equal turn_ids inside a sequence; whole sequences if the batch has no turns."""
+    if batch.turn_ids is None or sequences.ids is None or batch.num_tokens == 0:
+        return sequences
+    starts = torch.ones_like(batch.loss_mask)
+    starts[1:] = (batch.turn_ids.diff() != 0) | (sequences.ids.diff() != 0)
+    first = starts.nonzero().squeeze(1)
+    return segments_from_offsets(torch.cat([first, first.new_tensor([batch.num_tokens])]), batch.num_tokens)
+
+
+@dataclass(slots=True)
+class Levels:
+    """The segments of one batch, each made when first asked for."""
+
+    batch: PackedBatch
+    _sequences: Segments | None = None
+    _turns: Segments | None = None
+
+    def at(self, level: Level) -> Segments:
+        """Segments of a level; sequence and geometric share theirs."""
+        if level is Level.TOKEN:
+            return token_segments(self.batch.num_tokens)
+        if self._sequences is None:
+            self._sequences = sequence_segments(self.batch)
+        if level is not Level.TURN:
+            return self._sequences
+        if self._turns is None:
+            self._turns = turn_segments(self.batch, self._sequences)
+        return self._turns
