@@ -1,0 +1,85 @@
+"""Settings of the learner: how many ranks, on what, with which optimizer, in pieces of what size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:  # reading settings must not cost the import of torch
+    import torch
+
+
+class LearnerConfig(BaseModel):
+    """How a corrected batch becomes new weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    data_parallel: int = Field(default=1, ge=1)
+    """Copies of the model that share a batch; each rank takes whole sequences of about equal cost."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks over which one copy's matrices are split."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where a rank computes; auto takes a GPU when torch sees one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each rank. One is the safe choice where ranks and engines share cores."""
+    seed: int = 1234
+    """Seed of the ranks' random generators and of the split into minibatches."""
+
+    learning_rate: float = Field(default=1e-4, ge=0)
+    """Peak learning rate."""
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    """Where the decay ends."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the rate rises linearly; step k of them uses learning_rate * k / warmup_steps."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Optimizer step, warm-up included, at which min_learning_rate is reached; needed unless decay is constant."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; biases and norms have none."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Adam's averaging factors. 0.99 rather than 0.999: RL gradients change within tens of steps."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest norm of the whole gradient; 0 never clips."""
+
+    optimizer_steps_per_batch: int = Field(default=1, ge=1)
+    """Minibatches, of whole groups, that a batch is split into; each is one optimizer step."""
+    epochs_per_batch: int = Field(default=1, ge=1)
+    """Times that a batch is gone through; 2 epochs of 4 minibatches are 8 optimizer steps."""
+    tokens_per_microbatch: int = Field(default=2048, ge=1)
+    """Tokens of one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a collective among ranks that a rank does not join fails."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.decay != "constant" and self.decay_steps is None:
+            raise ValueError(f"decay = {self.decay} needs decay_steps: the optimizer step at which min_learning_rate is reached")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}: it counts from the start")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(f"min_learning_rate = {self.min_learning_rate} is above learning_rate = {self.learning_rate}")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def total_optimizer_steps_per_batch(self) -> int:
+        """Optimizer steps that one batch takes: minibatches times epochs."""
+        return self.optimizer_steps_per_batch * self.epochs_per_batch
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16

@@ -1,0 +1,231 @@
+"""Weights between Hugging Face and Megatron: for each model family a table of rules, and the layouts that the rules name.
+
+A new dense family is a new table; a new way in which Megatron stores a matrix is a new `Layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from correction.errors import DataError
+from learner.parallel import Placement
+
+
+class Layout(Enum):
+    """How Megatron holds one or more HF tensors, and how tensor parallelism splits that."""
+
+    REPLICATED = "replicated"
+    """One tensor, whole on every rank."""
+    VOCAB = "vocab"
+    """Rows are tokens, padded at the end to a multiple of the ranks, then split."""
+    ROW = "row"
+    """[out, in], split along in."""
+    QKV = "qkv"
+    """q, k, v interleaved by key-value group: (its query heads, its key head, its value head) for each group; split between groups."""
+    GATE_UP = "gate_up"
+    """gate above up; each half is split by itself, so that a rank holds rows of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron parameter and the HF tensors that it is made of; {layer} is the layer's index in the whole model."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family: its rules, and what they can't say."""
+
+    rules: tuple[Rule, ...]
+    has_qk_norm: bool = False
+    """Queries and keys are normalised head by head."""
+    has_qkv_bias: bool = False
+    """The projections to q, k and v have a bias."""
+
+
+_MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+def _layer_rule(megatron: str, layout: Layout, *hf: str) -> Rule:
+    return Rule(_MEGATRON_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), layout)
+
+
+_DECODER = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.VOCAB),
+    _layer_rule("input_layernorm.weight", Layout.REPLICATED, "input_layernorm.weight"),
+    _layer_rule(
+        "self_attention.linear_qkv.weight", Layout.QKV, "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    ),
+    _layer_rule("self_attention.linear_proj.weight", Layout.ROW, "self_attn.o_proj.weight"),
+    _layer_rule("pre_mlp_layernorm.weight", Layout.REPLICATED, "post_attention_layernorm.weight"),
+    _layer_rule("mlp.linear_fc1.weight", Layout.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer_rule("mlp.linear_fc2.weight", Layout.ROW, "mlp.down_proj.weight"),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED),
+    Rule("output_layer.weight", ("lm_head.weight",), Layout.VOCAB),
+)
+_QK_NORM = (
+    _layer_rule("self_attention.q_layernorm.weight", Layout.REPLICATED, "self_attn.q_norm.weight"),
+    _layer_rule("self_attention.k_layernorm.weight", Layout.REPLICATED, "self_attn.k_norm.weight"),
+)
+_QKV_BIAS = (
+    _layer_rule("self_attention.linear_qkv.bias", Layout.QKV, "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+)
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family(_DECODER + _QK_NORM, has_qk_norm=True),
+    "qwen2": Family(_DECODER + _QKV_BIAS, has_qkv_bias=True),
+    "llama": Family(_DECODER),
+}
+"""By transformers' model_type."""
+
+
+def family_of(hf_config: Any) -> Family:
+    """The family of a model.
+
+    Raises: DataError naming the architecture, or the option of it that has no counterpart here.
+    """
+    kind = hf_config.model_type
+    if kind not in FAMILIES:
+        raise DataError(f"config.json: model_type = {kind} can't be trained; supported are {', '.join(sorted(FAMILIES))}")
+    rope_type = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
+    refused = {
+        "hidden_act": (hf_config.hidden_act, "silu"),
+        "attention_bias": (bool(getattr(hf_config, "attention_bias", False)), False),
+        "mlp_bias": (bool(getattr(hf_config, "mlp_bias", False)), False),
+        "use_sliding_window": (bool(getattr(hf_config, "use_sliding_window", False)), False),
+        "rope_type": (rope_type, "default"),
+    }
+    for name, (value, supported) in refused.items():
+        if value != supported:
+            raise DataError(f"config.json: {name} = {value} of {kind} has no counterpart in the learner, which supports {supported}")
+    return FAMILIES[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Sizes of the attention, as the QKV layout needs them."""
+
+    groups: int
+    """Key-value heads."""
+    queries_per_group: int
+    width: int
+    """Channels of a head."""
+
+    @classmethod
+    def of(cls, hf_config: Any) -> HeadShape:
+        width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+        groups = hf_config.num_key_value_heads
+        return cls(groups, hf_config.num_attention_heads // groups, width)
+
+
+def merge_qkv(q: Tensor, k: Tensor, v: Tensor, heads: HeadShape) -> Tensor:
+    """HF's three projections as Megatron's one; rows are output channels, trailing dimensions stay."""
+    parts = (x.view(heads.groups, -1, *x.shape[1:]) for x in (q, k, v))
+    return torch.cat(list(parts), dim=1).flatten(0, 1)
+
+
+def split_qkv(qkv: Tensor, heads: HeadShape) -> tuple[Tensor, ...]:
+    """The inverse of `merge_qkv`."""
+    w = heads.width
+    grouped = qkv.view(heads.groups, (heads.queries_per_group + 2) * w, *qkv.shape[1:])
+    return tuple(x.flatten(0, 1) for x in grouped.split([heads.queries_per_group * w, w, w], dim=1))
+
+
+def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: int, placement: Placement) -> Tensor:
+    """This rank's part of the Megatron parameter made of HF tensors.
+
+    Args:
+        rows: rows of the parameter on this rank; more than the HF tensor has when the vocabulary is padded.
+    """
+    parts, part = placement.tensor_parallel, placement.tensor_rank
+    match rule.layout:
+        case Layout.REPLICATED:
+            return tensors[0]
+        case Layout.VOCAB:
+            padded = F.pad(tensors[0], (0, 0, 0, rows * parts - tensors[0].shape[0]))
+            return padded.chunk(parts)[part]
+        case Layout.ROW:
+            return tensors[0].chunk(parts, dim=1)[part]
+        case Layout.QKV:
+            return merge_qkv(*tensors, heads).chunk(parts)[part]
+        case Layout.GATE_UP:
+            return torch.cat([tensor.chunk(parts)[part] for tensor in tensors])
+
+
+def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int) -> tuple[Tensor, ...]:
+    """The HF tensors that all ranks' parts of a Megatron parameter make up, in the rule's order."""
+    match rule.layout:
+        case Layout.REPLICATED:
+            return (parts[0],)
+        case Layout.VOCAB:
+            return (torch.cat(list(parts))[:vocab_size],)
+        case Layout.ROW:
+            return (torch.cat(list(parts), dim=1),)
+        case Layout.QKV:
+            return split_qkv(torch.cat(list(parts)), heads)
+        case Layout.GATE_UP:
+            return tuple(torch.cat(list(halves)) for halves in zip(*(part.chunk(2) for part in parts), strict=True))
+
+
+def bind(model: torch.nn.Module, family: Family) -> list[tuple[Rule, torch.nn.Parameter]]:
+    """Each of this rank's parameters with its rule, the layer's index filled in.
+
+    Raises: DataError if a parameter has no rule: the table and the model do not describe the same thing.
+    """
+    rules = {rule.megatron: rule for rule in family.rules}
+    numbers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}  # type: ignore[union-attr,arg-type]
+    bound = []
+    for name, parameter in model.named_parameters():
+        layer = next((prefix for prefix in numbers if name.startswith(prefix)), None)
+        pattern = name if layer is None else _MEGATRON_LAYER + name.removeprefix(layer)
+        if pattern not in rules:
+            raise DataError(f"learner/convert.py: no rule for Megatron's parameter {name}")
+        rule = rules[pattern]
+        if layer is not None:
+            number = numbers[layer]
+            rule = Rule(name, tuple(hf.format(layer=number) for hf in rule.hf), rule.layout)
+        bound.append((rule, parameter))
+    return bound
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], placement: Placement) -> None:
+    """Fill the model with HF tensors.
+
+    Args:
+        read: HF name -> whole tensor.
+    Raises: DataError if a shape is not what config.json says.
+    """
+    family, heads = family_of(hf_config), HeadShape.of(hf_config)
+    for rule, parameter in bind(model, family):
+        weight = to_megatron(rule, [read(name) for name in rule.hf], heads, parameter.shape[0], placement)
+        if weight.shape != parameter.shape:
+            raise DataError(
+                f"{' + '.join(rule.hf)}: shape {tuple(weight.shape)} after conversion, but config.json makes {tuple(parameter.shape)} of it"
+            )
+        parameter.copy_(weight)
+
+
+@torch.no_grad()
+def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iterator[tuple[str, Tensor]]:
+    """HF names and whole tensors, one parameter at a time. Every tensor-parallel rank must go through it; the tensors may share
+    memory with the model's.
+    """
+    family, heads = family_of(hf_config), HeadShape.of(hf_config)
+    for rule, parameter in bind(model, family):
+        parts = [parameter.detach()]
+        if placement.tensor_parallel > 1 and rule.layout is not Layout.REPLICATED:
+            parts = [torch.empty_like(parameter) for _ in range(placement.tensor_parallel)]
+            dist.all_gather(parts, parameter.detach().contiguous(), group=placement.tensor_group)
+        yield from zip(rule.hf, to_hf(rule, parts, heads, hf_config.vocab_size), strict=True)

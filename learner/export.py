@@ -1,0 +1,76 @@
+"""Weights on their way out: buckets under Hugging Face names for the engines, and folders that transformers loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from correction.checksum import tensor_checksum
+from learner import hf_folder
+
+SHARD_BYTES = 4 * 2**30
+"""Largest file of weights in a saved folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One tensor of the model under its Hugging Face name."""
+
+    name: str
+    dtype: str
+    """torch's name without "torch.", e.g. "float32"."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """Some of a version's weights, as they were when the bucket was made."""
+
+    index: int
+    """Place among the version's buckets, from 0."""
+    tensors: dict[str, Tensor]
+    """HF name -> contiguous copy."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def weight_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device | str = "cpu") -> Iterator[WeightBucket]:
+    """Copies of the weights, together up to bucket_bytes; a larger tensor is a bucket of its own.
+
+    Args:
+        device: where the copies go.
+    """
+    index, size = 0, 0
+    tensors: dict[str, Tensor] = {}
+    for name, weight in weights:
+        if tensors and size + weight.nbytes > bucket_bytes:
+            yield WeightBucket(index, tensors)
+            index, size, tensors = index + 1, 0, {}
+        tensors[name] = weight.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        size += weight.nbytes
+    if tensors:
+        yield WeightBucket(index, tensors)
+
+
+def weight_specs(weights: Iterable[tuple[str, Tensor]]) -> tuple[WeightSpec, ...]:
+    """Names, types and shapes, in export order."""
+    return tuple(WeightSpec(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape)) for name, weight in weights)
+
+
+def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """HF name -> checksum of what an engine must hold."""
+    return {name: tensor_checksum(weight) for name, weight in weights}
+
+
+def write_hf_folder(weights: Iterable[tuple[str, Tensor]], source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """A folder like `source` (config, tokenizer, generation config) with these weights."""
+    Path(target).mkdir(parents=True, exist_ok=True)
+    hf_folder.copy_side_files(source, target)
+    hf_folder.write_shards(target, (bucket.tensors for bucket in weight_buckets(weights, SHARD_BYTES)))

@@ -1,0 +1,319 @@
+"""One rank of the learner: what an actor wraps. Every rank makes the same calls with the same arguments, in the same order."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correction.batch import CorrectedBatch, PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import for_step
+from correction.errors import ConfigError, DataError
+from correction.loss import loss_metrics, policy_scale
+from learner import balance, checkpoint, convert, export, hf_folder, model, parallel
+from learner.config import LearnerConfig
+from learner.export import WeightBucket, WeightSpec
+from learner.loss import correction_objective, supervised_objective
+from learner.megatron import DistributedDataParallel
+from learner.optimizer import GuardedOptimizer
+from learner.step import Pass, StepResult, Stopwatch, attach_schedule, run_microbatches, train_step
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What `load` makes."""
+
+    folder: Path
+    hf_config: Any
+    model: DistributedDataParallel
+    optimizer: GuardedOptimizer
+
+
+class LearnerRank:
+    """A Megatron rank: model, optimizer, and what is done with them.
+
+    Life: constructed (joins the process group), `load`ed, then any of the other calls, `close`d. All calls but the constructor's and
+    the exports' compute collectively: a rank that is not called lets the others wait until collective_timeout_s.
+    """
+
+    def __init__(self, config: LearnerConfig, rank: int = 0, world_size: int = 1, master_addr: str = "127.0.0.1", master_port: int = 0):
+        """Join the group of ranks.
+
+        Args:
+            master_addr, master_port: where rank 0 listens; unused when world_size is 1.
+        Raises: ConfigError if the world has another size than the config, or the device isn't there.
+        """
+        self.config = config
+        self.placement = parallel.join(config, rank, world_size, master_addr, master_port)
+        self._loaded: _Loaded | None = None
+        self._reference: list[Tensor] | None = None
+
+    # Weights in
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Build the model of a Hugging Face folder with its weights, and a fresh optimizer.
+
+        Raises: DataError naming file, tensor or option if the folder can't be trained.
+        """
+        hf_config, policy = self._read(folder)
+        wrapped = model.wrap(policy)
+        attach_schedule(wrapped)
+        self._loaded = _Loaded(Path(folder), hf_config, wrapped, GuardedOptimizer(wrapped, self.config))
+        self._reference = None
+
+    def load_reference(self, folder: str | os.PathLike[str]) -> None:
+        """Keep the weights of another folder of the same shape on the CPU, for `reference_logprobs`."""
+        _, policy = self._read(folder)
+        shapes = [tuple(parameter.shape) for parameter in policy.parameters()]
+        if shapes != [tuple(parameter.shape) for parameter in self._policy.parameters()]:
+            raise DataError(f"{folder}: the reference model has other shapes than the model in training, {self._require().folder}")
+        dtype = self.config.torch_dtype
+        self._reference = [parameter.detach().to("cpu", dtype) for parameter in policy.parameters()]
+
+    # What the model says
+
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """[N] float32, CPU: log pi_theta of each token in the loss mask under the batch's temperature, 0 elsewhere.
+
+        Raises: DataError if the mask holds a sequence's first token.
+        """
+        return self._forward(batch).logprobs
+
+    def reference_logprobs(self, batch: PackedBatch) -> Tensor:
+        """[N] float32, CPU: the same under the reference's weights.
+
+        Raises: ConfigError without `load_reference`.
+        """
+        if self._reference is None:
+            raise ConfigError("reference_logprobs: no reference model; call load_reference(folder) first")
+        with self._swapped(self._reference):
+            return self._forward(batch).logprobs
+
+    # Training
+
+    def step(self, corrected: CorrectedBatch, correction_config: CorrectionConfig, *, step: int) -> StepResult:
+        """Train on one whole batch; every rank is given all of it and takes its share.
+
+        A batch has optimizer_steps_per_batch minibatches of whole groups; each is one optimizer step, whose denominator is counted on
+        the minibatch (correction.for_step), so that each step has a loss of the size of a batch's. A deferred batch has one.
+        Args:
+            step: number of this batch; with the seed it decides the split into minibatches.
+        Raises: ConfigError if a deferred batch is to have several optimizer steps; DataError if nothing is in the batch.
+        """
+        started = time.perf_counter()
+        watch = Stopwatch(self.placement.device)
+        with watch.phase("prepare"):
+            shares = self._shares(corrected, correction_config, step)
+        objective = correction_objective(correction_config)
+        state = self._require()
+        done: list[tuple[Pass, float, float, bool]] = []
+        for _, share in shares:
+            done.append(
+                train_step(
+                    state.model,
+                    state.optimizer,
+                    share,
+                    objective,
+                    gradient_scale=lambda sums: policy_scale(sums, correction_config),
+                    loss_of=lambda sums: loss_metrics(sums, correction_config)["loss"],
+                    config=self.config,
+                    placement=self.placement,
+                    watch=watch,
+                )
+            )
+        first_epoch = len(shares) // self.config.epochs_per_batch
+        logprobs, entropy = _first_values(corrected, shares[:first_epoch], [one[0] for one in done])
+        sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
+        metrics = loss_metrics(sums, correction_config)
+        losses = [loss for _, loss, _, _ in done]
+        watch.seconds["total"] = time.perf_counter() - started
+        return StepResult(
+            step=step,
+            loss=sum(losses) / len(losses),
+            metrics={name: value for name, value in metrics.items() if name != "loss"},
+            target_logprobs=logprobs,
+            entropy=entropy,
+            grad_norms=tuple(norm for _, _, norm, _ in done),
+            learning_rate=state.optimizer.learning_rate,
+            tokens=corrected.batch.num_tokens,
+            trained_tokens=int(corrected.batch.loss_mask.sum()),
+            optimizer_steps=sum(updated for _, _, _, updated in done),
+            skipped_steps=sum(not updated for _, _, _, updated in done),
+            microbatches=sum(one[0].microbatches for one in done),
+            seconds=watch.seconds,
+        )
+
+    def supervised_step(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> float:
+        """One optimizer step on the mean cross-entropy of the masked tokens.
+
+        Args:
+            token_ids: [N] int64; offsets: [S + 1] int64; loss_mask: [N] bool, False at first tokens.
+        Returns: the loss before the step, nats per token.
+        """
+        corrected = _plain_batch(token_ids, offsets, loss_mask)
+        state = self._require()
+        _, loss, _, _ = train_step(
+            state.model,
+            state.optimizer,
+            corrected,
+            supervised_objective,
+            gradient_scale=lambda sums: 1.0,
+            loss_of=lambda sums: float(sums[0]),
+            config=self.config,
+            placement=self.placement,
+            watch=Stopwatch(self.placement.device),
+        )
+        return loss
+
+    # Weights out
+
+    def weight_buckets(self, bucket_bytes: int = 2**28, device: torch.device | str = "cpu") -> Iterator[WeightBucket]:
+        """Copies of all weights under HF names. Under tensor parallelism every rank must go through all of them."""
+        return export.weight_buckets(self._weights(), bucket_bytes, device)
+
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """Names, types and shapes of what `weight_buckets` yields, in its order."""
+        return export.weight_specs(self._weights())
+
+    def weight_checksums(self) -> dict[str, str]:
+        """HF name -> checksum, to be compared with an engine's own."""
+        return export.weight_checksums(self._weights())
+
+    def save_hf(self, folder: str | os.PathLike[str]) -> None:
+        """Write a Hugging Face folder with the present weights; rank 0 writes, all ranks call."""
+        if self.placement.rank == 0:
+            export.write_hf_folder(self._weights(), self._require().folder, folder)
+        else:
+            for _ in self._weights():
+                pass
+        self.placement.barrier()
+
+    # Checkpoints
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything that an exact continuation needs, atomically.
+
+        Raises: DataError if the folder exists.
+        """
+        checkpoint.save(folder, self._require().model, self._require().optimizer, self.placement)
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Continue from a checkpoint of the same model; `load` comes first (of any folder of that model).
+
+        Raises: DataError if the folder is no complete checkpoint, or of other shapes.
+        """
+        checkpoint.restore(folder, self._require().model, self._require().optimizer, self.placement)
+
+    def close(self) -> None:
+        """Free the model and leave the process group."""
+        self._loaded, self._reference = None, None
+        parallel.leave()
+
+    # Inside
+
+    def _require(self) -> _Loaded:
+        if self._loaded is None:
+            raise ConfigError("LearnerRank: no model yet; call load(folder) first")
+        return self._loaded
+
+    @property
+    def _policy(self) -> model.PolicyModel:
+        return model.unwrap(self._require().model)
+
+    def _read(self, folder: str | os.PathLike[str]) -> tuple[Any, model.PolicyModel]:
+        hf_config, weights = hf_folder.read_config(folder), hf_folder.HFWeights(folder)
+        policy = model.build(hf_config, self.config, self.placement)
+        convert.load(policy, hf_config, weights.__getitem__, self.placement)
+        return hf_config, policy
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        return convert.export(self._policy, self._require().hf_config, self.placement)
+
+    def _forward(self, batch: PackedBatch) -> Pass:
+        return run_microbatches(
+            self._require().model,
+            _uncorrected(batch),
+            None,
+            config=self.config,
+            placement=self.placement,
+            watch=Stopwatch(self.placement.device),
+        )
+
+    def _shares(self, corrected: CorrectedBatch, correction_config: CorrectionConfig, step: int) -> list[tuple[list[int], CorrectedBatch]]:
+        """The batch's optimizer steps: which sequences, and what is trained on them."""
+        count, epochs = self.config.optimizer_steps_per_batch, self.config.epochs_per_batch
+        if corrected.batch.num_tokens == 0:
+            raise DataError(f"learner: batch of step {step} has no tokens; a step needs at least one sequence")
+        if count * epochs == 1:
+            return [(list(range(corrected.batch.num_sequences)), corrected)]
+        if corrected.is_deferred:
+            raise ConfigError(
+                f"learner: optimizer_steps_per_batch {count} x epochs_per_batch {epochs} with a deferred batch: after the first optimizer "
+                "step the current policy is not the proximal one. Compute proximal logprobs and call correct() instead of defer()."
+            )
+        shares = []
+        for epoch in range(epochs):
+            seed = hash((self.config.seed, step, epoch)) % 2**63  # of integers: the same in every process
+            for sequences in balance.minibatches(corrected.batch.group_ids, count, seed=seed):
+                shares.append((sequences, for_step(corrected, sequences, correction_config)))
+        return shares
+
+    @contextmanager
+    def _swapped(self, weights: list[Tensor]) -> Iterator[None]:
+        """The model with other weights for a while; its own come back untouched, whatever happens."""
+        parameters = list(self._policy.parameters())
+        own = [parameter.data for parameter in parameters]
+        try:
+            for parameter, other in zip(parameters, weights, strict=True):
+                parameter.data = other.to(parameter.device)
+            yield
+        finally:
+            for parameter, data in zip(parameters, own, strict=True):
+                parameter.data = data
+
+
+def _first_values(
+    corrected: CorrectedBatch, shares: list[tuple[list[int], CorrectedBatch]], passes: list[Pass]
+) -> tuple[Tensor, float | None]:
+    """Logprobs [N] and mean entropy of the trained tokens, each from the first pass that it was in."""
+    batch = corrected.batch
+    logprobs, entropies = torch.zeros(2, batch.num_tokens, dtype=torch.float32)
+    for (sequences, _), done in zip(shares, passes, strict=False):
+        index = batch.token_index(sequences)
+        logprobs[index], entropies[index] = done.logprobs, done.entropies
+    trained = entropies[batch.loss_mask]
+    return logprobs, float(trained.double().mean()) if len(trained) else None
+
+
+def _uncorrected(batch: PackedBatch) -> CorrectedBatch:
+    ones = torch.ones(batch.num_tokens)
+    return CorrectedBatch(batch, importance_weights=ones, keep_mask=batch.loss_mask, token_scale=ones)
+
+
+def _plain_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> CorrectedBatch:
+    """Demonstrations as a batch whose token_scale makes a sum the mean over masked tokens.
+
+    Raises: DataError if no token is masked.
+    """
+    count = int(loss_mask.sum())
+    if count == 0:
+        raise DataError("supervised_step: loss_mask is False everywhere; there is nothing to learn from these sequences")
+    zeros = torch.zeros(len(token_ids))
+    batch = PackedBatch(
+        token_ids=token_ids,
+        offsets=offsets,
+        loss_mask=loss_mask,
+        behavior_logprobs=zeros,
+        advantages=zeros,
+        weight_versions=torch.full((len(token_ids),), -1, dtype=torch.int32),
+        group_ids=torch.arange(len(offsets) - 1),
+    ).validate()
+    return replace(_uncorrected(batch), token_scale=torch.full((len(token_ids),), 1.0 / count))

@@ -1,0 +1,129 @@
+"""Logprobs and entropy of sampled tokens, from hidden states, without the logits of a whole batch in memory.
+
+The head is applied to `chunk_tokens` tokens at a time, forward and again backward, and split over the vocabulary under tensor
+parallelism. Peak memory beyond inputs and outputs: chunk_tokens * rows of the head on the rank * 4 bytes * 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correction.batch import PackedBatch
+from correction.errors import DataError
+
+
+def predicted_tokens(batch: PackedBatch) -> Tensor:
+    """[M] int64: flat indices of the tokens whose logprob is wanted: those in the loss mask. Token j is predicted at j - 1.
+
+    Raises: DataError if the mask holds a sequence's first token, which nothing predicts.
+    """
+    first = batch.offsets[:-1][batch.lengths > 0]
+    if bool(batch.loss_mask[first].any()):
+        sequence = int((batch.offsets[:-1] == first[batch.loss_mask[first]][0]).nonzero()[-1])
+        raise DataError(f"PackedBatch.loss_mask is True for the first token of sequence {sequence}: no token before it predicts it")
+    return batch.loss_mask.nonzero()[:, 0]
+
+
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature)[target] and the entropy of that distribution; both differentiable.
+
+    Args:
+        hidden: [M, H], the position that predicts each target.
+        weight: [V / ranks, H], this rank's rows of the head.
+        targets: [M] int64, ids in the whole vocabulary.
+        vocab_size: real tokens; rows of the head beyond it are padding and take no part.
+        group: ranks that hold the other rows; None: this rank holds all.
+    Returns: [M] float32 logprobs and [M] float32 entropies, in nats.
+    """
+    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+    start = rank * weight.shape[0]
+    vocab_size = weight.shape[0] * ranks if vocab_size is None else vocab_size
+    real_rows = min(max(vocab_size - start, 0), weight.shape[0])
+    return _HeadLogprobs.apply(hidden, weight[:real_rows], targets, temperature, start, group if ranks > 1 else None, chunk_tokens)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """With z the logits over temperature, p = softmax(z), H = -sum p log p:  d logp/dz = onehot - p,  dH/dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, start: int, group: Any, chunk_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        logprobs, entropies, normalizers = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        for chunk in _chunks(count, chunk_tokens):
+            logits = _logits(hidden[chunk], weight, temperature)
+            largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
+            logits -= largest[:, None]
+            local, is_local = _local_ids(targets[chunk], start, weight.shape[0])
+            target_logits = torch.where(is_local, logits.gather(-1, local[:, None])[:, 0], 0.0)
+            exponentials = logits.exp()
+            sums = torch.stack([exponentials.sum(-1), (exponentials.mul_(logits)).sum(-1), target_logits])
+            total, weighted, target_logits = _all_reduce(sums, group, dist.ReduceOp.SUM)
+            log_total = total.log()
+            logprobs[chunk] = target_logits - log_total
+            entropies[chunk] = log_total - weighted / total
+            normalizers[chunk] = log_total + largest
+        ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
+        ctx.settings = temperature, start, group, chunk_tokens
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
+        temperature, start, group, chunk_tokens = ctx.settings
+        logprob_grad, entropy_grad = grads
+        hidden_grad, weight_grad = torch.zeros_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for chunk in _chunks(hidden.shape[0], chunk_tokens):
+            log_p = _logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
+            if entropy_grad is None:
+                grad = log_p.exp_()
+                grad *= 0.0 if logprob_grad is None else -logprob_grad[chunk, None]
+            else:
+                slope = log_p.add(entropies[chunk, None]).mul_(entropy_grad[chunk, None])
+                if logprob_grad is not None:
+                    slope += logprob_grad[chunk, None]
+                grad = log_p.exp_().mul_(slope).neg_()
+            if logprob_grad is not None:
+                local, is_local = _local_ids(targets[chunk], start, weight.shape[0])
+                grad.scatter_add_(-1, local[:, None], torch.where(is_local, logprob_grad[chunk], 0.0)[:, None])
+            grad = grad.div_(temperature).to(hidden.dtype)
+            torch.mm(grad, weight, out=hidden_grad[chunk])
+            weight_grad += grad.t() @ hidden[chunk]
+        return _all_reduce(hidden_grad, group, dist.ReduceOp.SUM), weight_grad.to(weight.dtype), None, None, None, None, None
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """[m, V] float32, divided by the temperature as the sampler does."""
+    return (hidden @ weight.t()).float().div_(temperature)
+
+
+def _local_ids(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Row of each target on this rank (0 if it has none), and whether it has it."""
+    local = targets - start
+    is_local = (local >= 0) & (local < rows)
+    return torch.where(is_local, local, 0), is_local
+
+
+def _all_reduce(tensor: Tensor, group: Any, operation: Any) -> Tensor:
+    if group is not None:
+        dist.all_reduce(tensor, op=operation, group=group)
+    return tensor

@@ -1,0 +1,81 @@
+"""The loss of one micro-batch: the model's forward pass, the logprobs of the trained tokens, the objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from correction.batch import CorrectedBatch, PackedBatch
+from correction.config import CorrectionConfig
+from correction.loss import policy_loss
+from learner.attention import pack
+from learner.logprobs import head_logprobs, predicted_tokens
+from learner.model import unwrap
+from learner.parallel import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What the model says of the tokens of a micro-batch; 0 at tokens outside the loss mask."""
+
+    logprobs: Tensor
+    """[N] float32, nats, under the batch's temperature."""
+    entropies: Tensor
+    """[N] float32, nats: entropy of the distribution from which the token was drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Loss of a micro-batch: scalar with gradient, and sums that add up over micro-batches and ranks."""
+
+    loss: Tensor
+    sums: Tensor
+    """1-D float64, detached."""
+
+
+def forward_hidden(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
+    """[1, N, hidden] of the packed sequences; each attends to itself alone and starts at position 0."""
+    positions, packed = pack(batch.offsets, batch.token_ids.device)
+    return model(batch.token_ids[None], positions, None, packed_seq_params=packed)
+
+
+def token_values(model: torch.nn.Module, hidden: Tensor, batch: PackedBatch, placement: Placement, chunk_tokens: int) -> TokenValues:
+    """Logprobs and entropies of the tokens in the loss mask, from the model's hidden states."""
+    policy = unwrap(model)
+    tokens = predicted_tokens(batch)
+    logprobs, entropies = head_logprobs(
+        hidden[0].index_select(0, tokens - 1),
+        policy.head_weight,
+        batch.token_ids[tokens],
+        temperature=batch.temperature,
+        vocab_size=policy.real_vocab_size,
+        group=placement.tensor_group,
+        chunk_tokens=chunk_tokens,
+    )
+    blank = logprobs.new_zeros(batch.num_tokens)
+    return TokenValues(blank.index_copy(0, tokens, logprobs), blank.index_copy(0, tokens, entropies))
+
+
+def correction_objective(config: CorrectionConfig) -> Callable[[CorrectedBatch, TokenValues], Objective]:
+    """The objective of reinforcement learning, as the correction settings describe it."""
+
+    def objective(corrected: CorrectedBatch, values: TokenValues) -> Objective:
+        result = policy_loss(corrected, values.logprobs, config, values.entropies)
+        return Objective(result.loss, result.partials)
+
+    return objective
+
+
+def supervised_objective(corrected: CorrectedBatch, values: TokenValues) -> Objective:
+    """Cross-entropy of the tokens in the loss mask, scaled by token_scale. Sums: the loss."""
+    loss = -(values.logprobs * corrected.token_scale).sum()
+    return Objective(loss, loss.detach().double()[None])
+
+
+def without_loss(corrected: CorrectedBatch) -> CorrectedBatch:
+    """The same tokens with nothing to train."""
+    nothing = torch.zeros_like(corrected.keep_mask)
+    return replace(corrected, batch=replace(corrected.batch, loss_mask=nothing), keep_mask=nothing)

@@ -1,0 +1,52 @@
+"""Every name of megatron-core that the learner uses, imported behind the CPU hook. The one place to look when its version changes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from learner import cpu_hook
+
+cpu_hook.install()
+
+with warnings.catch_warnings():
+    # Apex and TransformerEngine are optional: torch's own AdamW and linear layers take their place.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|apex|transformer_engine).*")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+# One line a step is the caller's business; these repeat the settings of every buffer and every optimizer.
+for _chatty in ("distributed", "optimizer", "optimizer_param_scheduler", "parallel_state", "num_microbatches_calculator"):
+    logging.getLogger(f"megatron.core.{_chatty}").setLevel(logging.WARNING)
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "Float16Module",
+    "GPTModel",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "PackedSeqParams",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "finalize_model_grads",
+    "get_cuda_rng_tracker",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "model_parallel_cuda_manual_seed",
+    "parallel_state",
+]

@@ -1,0 +1,132 @@
+"""Megatron's GPTModel in the shape that a Hugging Face config describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from learner import convert
+from learner.attention import PackedAttention
+from learner.config import LearnerConfig
+from learner.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Float16Module,
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+)
+from learner.norm import HFRMSNorm
+from learner.parallel import Placement
+
+
+class PolicyModel(GPTModel):
+    """GPTModel that hands out the last layer's hidden states, [1, N, hidden], and leaves its head to learner/logprobs.py.
+
+    The logits of all tokens are by far the largest tensor of a step; nobody needs them at the same time.
+    """
+
+    real_vocab_size: int
+    """Tokens of the Hugging Face model; the rows beyond are padding."""
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states.transpose(0, 1) if self.post_process else hidden_states
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocabulary rows of this rank, hidden]: the output projection, which may be the embedding."""
+        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+
+
+def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> PolicyModel:
+    """The model of a Hugging Face config, with random weights.
+
+    Raises: DataError if the architecture isn't supported.
+    """
+    transformer = transformer_config(hf_config, config, placement)
+    model = PolicyModel(
+        transformer,
+        _block_spec(transformer),
+        vocab_size=-(-hf_config.vocab_size // placement.tensor_parallel) * placement.tensor_parallel,
+        max_sequence_length=hf_config.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=_rotary_base(hf_config),
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+    )
+    model.real_vocab_size = hf_config.vocab_size
+    return model.to(placement.device)
+
+
+def wrap(model: PolicyModel) -> DistributedDataParallel:
+    """The model under Megatron's data parallelism, which *sums* gradients over ranks and accumulates them in float32."""
+    inner = Float16Module(model.config, model) if model.config.bf16 else model
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, check_for_nan_in_grad=False)
+    return DistributedDataParallel(model.config, settings, inner)
+
+
+def unwrap(model: torch.nn.Module) -> PolicyModel:
+    """The GPTModel inside its wrappers."""
+    while not isinstance(model, PolicyModel):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placement) -> TransformerConfig:
+    """Megatron's settings for a Hugging Face config."""
+    family, heads, dtype = convert.family_of(hf_config), convert.HeadShape.of(hf_config), config.torch_dtype
+    return TransformerConfig(
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        ffn_hidden_size=hf_config.intermediate_size,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=heads.groups,
+        kv_channels=heads.width,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        qk_layernorm=family.has_qk_norm,
+        add_qkv_bias=family.has_qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=placement.tensor_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=placement.device.type == "cpu",
+        perform_initialization=False,  # every weight comes from the folder
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, even without experts
+        # The loss is a sum whose denominator is already in it: no averaging over micro-batches or ranks.
+        calculate_per_token_loss=True,
+        # Fused kernels come with TransformerEngine, Apex or Triton.
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=False,
+    )
+
+
+def _block_spec(transformer: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layers, with attention that takes packed sequences and norms in Hugging Face's order of operations."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = HFRMSNorm
+    parts.self_attention.submodules.core_attention = PackedAttention
+    if transformer.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = HFRMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer), layer_norm=HFRMSNorm)
+
+
+def _rotary_base(hf_config: Any) -> float:
+    base = getattr(hf_config, "rope_theta", None)
+    return float(base if base is not None else hf_config.rope_parameters["rope_theta"])

@@ -1,0 +1,151 @@
+"""A Qwen3-architecture model of a few million parameters with its own tokenizer: something to train where no weights can be had.
+
+The result is a plain Hugging Face folder: config.json, safetensors, tokenizer with a chat template, generation_config.json.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from correction.errors import DataError
+
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML, as Qwen has it."""
+
+
+class NanoModelConfig(BaseModel):
+    """Shape of the nano model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    layers: int = Field(default=4, ge=1)
+    """Transformer layers."""
+    hidden_size: int = Field(default=256, ge=1)
+    """Width of the residual stream."""
+    heads: int = Field(default=4, ge=1)
+    """Query heads."""
+    key_value_heads: int = Field(default=2, ge=1)
+    """Key-value heads; must divide heads."""
+    head_dim: int = Field(default=64, ge=2)
+    """Channels of a head, even."""
+    intermediate_size: int = Field(default=768, ge=1)
+    """Width of the gated feed-forward layer."""
+    max_position_embeddings: int = Field(default=512, ge=2)
+    """Longest sequence, prompt and answer."""
+    max_vocab_size: int = Field(default=512, ge=260)
+    """Most tokens of the tokenizer: 256 bytes, 3 special tokens, and merges learnt from the given texts."""
+    merge_share: float = Field(default=0.5, ge=0, le=1)
+    """A merge has to occur in about this share of the texts: what all questions have in common becomes words, what varies stays letters
+    and digits, which a nano model can compute with."""
+    tie_word_embeddings: bool = True
+    """One matrix for input embedding and output projection."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary position embedding."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial matrices."""
+    seed: int = 0
+    """Of the initial weights."""
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.heads % self.key_value_heads:
+            raise ValueError(f"key_value_heads = {self.key_value_heads} must divide heads = {self.heads}")
+        return self
+
+
+def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], config: NanoModelConfig | None = None) -> int:
+    """Write the folder.
+
+    Args:
+        texts: what the tokenizer learns its merges from: questions and answers of the task.
+    Returns: the number of parameters, an embedding that is also the head counted once.
+    Raises: DataError if the folder holds a model already.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen3ForCausalLM
+
+    from learner import hf_folder
+
+    config, target = config or NanoModelConfig(), Path(folder)
+    if (target / "config.json").exists():
+        raise DataError(f"{target}: holds a model already; remove it or choose another folder")
+    target.mkdir(parents=True, exist_ok=True)
+    tokenizer = _fast_tokenizer(train_tokenizer(list(texts), config.max_vocab_size, config.merge_share), config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Qwen3ForCausalLM(_hf_config(config, tokenizer))
+    tokenizer.save_pretrained(target)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(target)
+    GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    ).save_pretrained(target)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    hf_folder.write_shards(target, [{name: weight for name, weight in model.state_dict().items() if name not in tied}])
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def train_tokenizer(texts: Sequence[str], max_vocab_size: int, merge_share: float = 0.0) -> Tokenizer:
+    """Byte-level BPE in which every digit is a token of its own, so that a number's length is its digit count; any text round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=max_vocab_size,
+        min_frequency=max(2, round(merge_share * len(texts))),
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    roles = ["user", "assistant", "system"] * max(100, len(texts))  # the template's own words are in every prompt
+    tokenizer.train_from_iterator([*texts, *roles], trainer)
+    return tokenizer
+
+
+def _fast_tokenizer(tokenizer: Tokenizer, config: NanoModelConfig) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        model_max_length=config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _hf_config(config: NanoModelConfig, tokenizer: Any) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        initializer_range=config.init_std,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )

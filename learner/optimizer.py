@@ -1,0 +1,119 @@
+"""Megatron's optimizer and learning-rate schedule, in the steps that a guarded update needs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from learner.config import LearnerConfig
+from learner.megatron import (
+    DistributedDataParallel,
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    clip_grad_by_total_norm_fp32,
+    get_megatron_optimizer,
+)
+
+
+class GuardedOptimizer:
+    """Adam under Megatron's wrapper. Life of a step: `zero_grad`, backward passes, `finish` (norm, guard, clip, update)."""
+
+    def __init__(self, model: DistributedDataParallel, config: LearnerConfig):
+        self._model = model
+        self._optimizer = get_megatron_optimizer(_optimizer_config(config), [model])
+        self._optimizer.reload_model_params()  # float32 master weights, where they are apart, from the weights just loaded
+        self._schedule = _schedule(self._optimizer, config)
+        self._settings = {
+            "max_lr": config.learning_rate,
+            "min_lr": config.min_learning_rate,
+            "betas": config.betas,
+            "eps": config.adam_eps,
+        }
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the last update."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def steps(self) -> int:
+        """Updates made; a skipped step is none."""
+        return int(self._schedule.num_steps)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients: both of them.
+
+        Megatron accumulates in its own buffer, and the optimizer leaves `param.grad` pointing into that buffer. Clearing only the
+        buffer lets autograd add the next gradient into it a second time: from the second step on all gradients are doubled, which
+        clipping and Adam hide for a while.
+        """
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def finish(self, *, gradient_scale: float = 1.0, loss_is_finite: bool = True) -> tuple[float, bool]:
+        """Scale, measure, clip and apply the accumulated gradient, or skip it.
+
+        The decision rests on numbers that are equal on all ranks (the norm is reduced), so all ranks skip together or none does.
+        Args:
+            gradient_scale: factor on the gradient that was known only after the last micro-batch.
+        Returns: norm of the whole gradient before clipping, and whether the weights changed.
+        """
+        if gradient_scale != 1.0:
+            self._model.scale_gradients(gradient_scale)
+        found_infinity = self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if found_infinity or not loss_is_finite or not math.isfinite(norm):
+            return norm, False
+        self._clip(norm)
+        self._schedule.step(1)  # before the update, so that the first one has a rate above zero
+        return norm, bool(self._optimizer.step_with_ready_grads())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self._optimizer.state_dict(), "schedule": self._schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group in self._optimizer.param_groups:  # what a recipe says now wins over what it said then
+            group.update(self._settings)
+        self._schedule.load_state_dict(state["schedule"])
+
+    def _clip(self, norm: float) -> None:
+        for optimizer in self._optimizer.chained_optimizers:
+            if optimizer.config.clip_grad > 0 and not optimizer.is_stub_optimizer:
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, norm)
+
+
+def _optimizer_config(config: LearnerConfig) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.learning_rate,
+        min_lr=config.min_learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=config.dtype == "bfloat16",
+        params_dtype=config.torch_dtype,
+    )
+
+
+def _schedule(optimizer: Any, config: LearnerConfig) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.learning_rate,
+        min_lr=config.min_learning_rate,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps or config.warmup_steps + 1,  # unused by a constant rate, but it must exceed the warm-up
+        lr_decay_style=config.decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # on resume the recipe's settings win, and the step count is kept
+    )

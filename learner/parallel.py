@@ -1,0 +1,149 @@
+"""The learner's process group and Megatron's groups within it: who holds which part of the model and of the batch."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from correction.errors import ConfigError
+from learner.config import LearnerConfig
+from learner.megatron import model_parallel_cuda_manual_seed, parallel_state
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where this process stands among the ranks, and on which device it computes."""
+
+    rank: int
+    world_size: int
+    data_rank: int
+    """Index of this rank's share of a batch."""
+    data_parallel: int
+    tensor_rank: int
+    tensor_parallel: int
+    device: torch.device
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same part of the model and different sequences."""
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the parts of one matrix and the same sequences."""
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def sum_over_data(self, tensor: Tensor) -> Tensor:
+        """The tensor, summed in place over the ranks that share a batch."""
+        if self.data_parallel > 1:
+            dist.all_reduce(tensor, group=self.data_group)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def choose_device(config: LearnerConfig, local_rank: int = 0) -> torch.device:
+    """The device of a rank.
+
+    Raises: ConfigError for cuda without a GPU, and for cpu where torch sees one (megatron-core then allocates on the GPU by itself).
+    """
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError(
+            "learner.device = cuda: torch sees no GPU here. Set learner.device: auto or cpu, or install a CUDA build of torch."
+        )
+    if config.device == "cpu" and has_gpu:
+        raise ConfigError(
+            "learner.device = cpu: torch sees a GPU, and megatron-core would allocate on it. Hide it: CUDA_VISIBLE_DEVICES=''."
+        )
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if has_gpu else torch.device("cpu")
+
+
+def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, master_port: int) -> Placement:
+    """Enter the process group (gloo on CPU, NCCL on GPU) and build Megatron's groups.
+
+    A process has one group for life: a second call with the same sizes reuses it.
+    Args:
+        master_addr, master_port: where rank 0 listens; unused when world_size is 1.
+    Raises: ConfigError if the sizes don't fit together or differ from those of the group that exists.
+    """
+    if world_size != config.world_size:
+        raise ConfigError(
+            f"learner: data_parallel {config.data_parallel} x tensor_parallel {config.tensor_parallel} are {config.world_size} ranks, "
+            f"but {world_size} were started"
+        )
+    device = choose_device(config, int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        _initialize(config, device, rank, world_size, master_addr, master_port)
+    elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        raise ConfigError(
+            f"learner: this process is rank {dist.get_rank()} of {dist.get_world_size()} already and can't become {rank} of {world_size}"
+        )
+    if parallel_state.get_tensor_model_parallel_world_size() != config.tensor_parallel:
+        raise ConfigError(
+            f"learner.tensor_parallel = {config.tensor_parallel}: this process was set up for "
+            f"{parallel_state.get_tensor_model_parallel_world_size()}; use a fresh process"
+        )
+    torch.set_num_threads(config.threads)
+    model_parallel_cuda_manual_seed(config.seed)
+    return Placement(
+        rank=rank,
+        world_size=world_size,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
+        device=device,
+    )
+
+
+def leave() -> None:
+    """Give up the groups, so that the process can end or join anew."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=config.collective_timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # no port is opened
+    else:
+        if backend == "gloo":
+            _use_interface_towards(master_addr)
+        dist.init_process_group(
+            backend, init_method=f"tcp://{master_addr}:{master_port}", rank=rank, world_size=world_size, timeout=timeout
+        )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tensor_parallel)
+
+
+def _use_interface_towards(master_addr: str) -> None:
+    """Let gloo listen only on the interface that leads to the master, unless the user has named one.
+
+    Left alone, gloo takes the address of the machine's own name, which may be another network's, or none.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # an empty value is an error for gloo
+    family = socket.AF_INET6 if ":" in master_addr else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((master_addr, 9))  # a datagram socket sends nothing here; it only picks the route
+        local_address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.split("%")[0] == local_address for address in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return

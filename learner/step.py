@@ -1,0 +1,194 @@
+"""One training step: accumulate gradients over micro-batches and ranks, guard, clip, update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correction.batch import CorrectedBatch
+from learner import balance
+from learner.config import LearnerConfig
+from learner.loss import Objective, TokenValues, forward_hidden, token_values, without_loss
+from learner.megatron import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
+from learner.optimizer import GuardedOptimizer
+from learner.parallel import Placement
+
+ObjectiveFunction = Callable[[CorrectedBatch, TokenValues], Objective]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one batch did to the weights. Equal on all ranks."""
+
+    step: int
+    """The caller's number of this batch."""
+    loss: float
+    """Mean over the optimizer steps of the batch's loss."""
+    metrics: dict[str, float]
+    """The objective's own numbers (correction.loss_metrics), from sums over all optimizer steps."""
+    target_logprobs: Tensor
+    """[N] float32, CPU: log pi_theta of each trained token in the first forward pass that it was in, 0 elsewhere. With one optimizer
+    step per batch these are the weights from which the update starts: the proximal policy."""
+    entropy: float | None
+    """Mean over trained tokens in nats, in those same forward passes; None if no token is trained."""
+    grad_norms: tuple[float, ...]
+    """Norm of the whole gradient before clipping, for each optimizer step."""
+    learning_rate: float
+    """Of the last update."""
+    tokens: int
+    """In the batch, prompts included."""
+    trained_tokens: int
+    """In the loss mask."""
+    optimizer_steps: int
+    """Updates made."""
+    skipped_steps: int
+    """Updates not made, because loss or gradient was not finite."""
+    microbatches: int
+    """Forward and backward passes of this rank."""
+    seconds: dict[str, float]
+    """By phase: prepare, forward_backward, gather, optimizer, total."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Mean over the optimizer steps; not finite if one was skipped for that reason."""
+        return math.fsum(self.grad_norms) / len(self.grad_norms) if all(map(math.isfinite, self.grad_norms)) else math.nan
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds by phase."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the micro-batches of one optimizer step, or of one forward, came to."""
+
+    sums: Tensor | None
+    """Objective sums over micro-batches and ranks."""
+    logprobs: Tensor
+    """[N] float32, CPU, of the whole batch: complete on every rank."""
+    entropies: Tensor
+    """[N], likewise."""
+    microbatches: int
+
+
+def run_microbatches(
+    model: torch.nn.Module,
+    corrected: CorrectedBatch,
+    objective: ObjectiveFunction | None,
+    *,
+    config: LearnerConfig,
+    placement: Placement,
+    watch: Stopwatch,
+) -> Pass:
+    """Forward passes of this rank's share through Megatron's schedule, and backward passes if there is an objective.
+
+    Gradients are left in Megatron's buffer, summed over micro-batches and ranks: the objective's scales are those of the whole batch,
+    so nothing is averaged.
+    """
+    batch = corrected.batch
+    with watch.phase("prepare"):
+        plan = balance.plan(batch.lengths.tolist(), placement.data_parallel, config.tokens_per_microbatch, model.config.hidden_size)
+        parts = plan.microbatches[placement.data_rank]
+        blank = [i for i, length in enumerate(batch.lengths.tolist()) if length > 0][:1]
+        microbatches = [(corrected.select(part) if part else without_loss(corrected.select(blank))).to(placement.device) for part in parts]
+    outputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def forward_step(data: Iterator[CorrectedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        microbatch = next(data)
+        hidden = forward_hidden(model, microbatch.batch)
+
+        def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            values = token_values(model, hidden, microbatch.batch, placement, config.logprob_chunk_tokens)
+            result = objective(microbatch, values) if objective else None
+            outputs.append((values.logprobs.detach(), values.entropies.detach(), result.sums if result else None))
+            loss = result.loss if result else values.logprobs.new_zeros(())
+            return loss, torch.zeros((), dtype=torch.int), {}
+
+        return hidden, finish
+
+    with watch.phase("forward_backward"), torch.set_grad_enabled(objective is not None):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=[model],
+            num_microbatches=len(microbatches),
+            seq_length=batch.num_tokens,
+            micro_batch_size=1,
+            forward_only=objective is None,
+        )
+    with watch.phase("gather"):
+        return _gather(outputs, parts, corrected, placement)
+
+
+def _gather(
+    outputs: Sequence[tuple[Tensor, Tensor, Tensor | None]], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement
+) -> Pass:
+    """Each rank fills in its own tokens; adding up completes the batch, exactly, because all others are 0."""
+    values = torch.zeros(2, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
+    for part, (logprobs, entropies, _) in zip(parts, outputs, strict=True):
+        if part:
+            index = corrected.batch.token_index(part).to(placement.device)
+            values[0, index], values[1, index] = logprobs, entropies
+    placement.sum_over_data(values)
+    sums = None
+    if outputs and outputs[0][2] is not None:
+        sums = placement.sum_over_data(torch.stack([sums for _, _, sums in outputs if sums is not None]).sum(0)).cpu()
+    logprobs, entropies = values.cpu()
+    return Pass(sums=sums, logprobs=logprobs, entropies=entropies, microbatches=len(parts))
+
+
+def train_step(
+    model: DistributedDataParallel,
+    optimizer: GuardedOptimizer,
+    corrected: CorrectedBatch,
+    objective: ObjectiveFunction,
+    *,
+    gradient_scale: Callable[[Tensor], float],
+    loss_of: Callable[[Tensor], float],
+    config: LearnerConfig,
+    placement: Placement,
+    watch: Stopwatch,
+) -> tuple[Pass, float, float, bool]:
+    """One optimizer step on a corrected batch.
+
+    Args:
+        gradient_scale: sums of the whole batch -> factor on its gradient.
+        loss_of: sums of the whole batch -> its loss.
+    Returns: the pass, the loss, the gradient norm, whether the weights changed.
+    """
+    optimizer.zero_grad()
+    done = run_microbatches(model, corrected, objective, config=config, placement=placement, watch=watch)
+    assert done.sums is not None
+    loss = loss_of(done.sums)
+    with watch.phase("optimizer"):
+        norm, updated = optimizer.finish(gradient_scale=gradient_scale(done.sums), loss_is_finite=math.isfinite(loss))
+    return done, loss, norm, updated
+
+
+def attach_schedule(model: DistributedDataParallel) -> None:
+    """Tell Megatron's schedule how to end a backward pass: sum gradients over ranks, and divide by nothing."""
+
+    def finalize(models: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+        finalize_model_grads(models, None, **options)
+
+    model.config.finalize_model_grads_func = finalize
+    model.config.no_sync_func = model.no_sync
