@@ -14,7 +14,13 @@ from actors.config import RunConfig
 from correction.errors import ConfigError
 
 # Torch tensors in actor arguments and results are views of the object store instead of pickled copies.
-_ENVIRONMENT = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Python warnings of third parties are about things that a user of evenkeel can't change.
+_ENVIRONMENT = {
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "PYTHONWARNINGS": "ignore",
+    "TQDM_DISABLE": "1",
+}
 
 
 class Cluster:

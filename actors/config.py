@@ -9,11 +9,26 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 from correction.config import CorrectionConfig
 from learner.config import LearnerConfig
+from learner.nano import NanoModelConfig
+from learner.warmup import WarmupConfig
 from rollout.config import RolloutConfig
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class InitConfig(_Section):
+    """The model that `evenkeel init-model` makes when there are no weights to start from."""
+
+    architecture: NanoModelConfig = Field(default_factory=NanoModelConfig)
+    """Shape of the model and its tokenizer."""
+    warmup: WarmupConfig = Field(default_factory=WarmupConfig)
+    """Supervised start on demonstrations of the task, so that RL begins with a policy that is sometimes right."""
+    learner: LearnerConfig = Field(default_factory=lambda: LearnerConfig(learning_rate=1e-3, warmup_steps=20))
+    """Optimizer of the supervised start."""
+    tokenizer_texts: PositiveInt = 2000
+    """Questions from which the tokenizer learns its words."""
 
 
 class RayConfig(_Section):
@@ -126,6 +141,8 @@ class RunConfig(_Section):
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
+    init: InitConfig | None = None
+    """For `evenkeel init-model`: how to make the model folder from nothing; empty: the folder has to be there."""
 
     @model_validator(mode="after")
     def _minibatches_divide_the_batch(self) -> RunConfig:

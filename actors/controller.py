@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -63,7 +63,9 @@ class Controller:
 
     async def run(self) -> RunSummary:
         """Train to the configured number of steps, or until Ctrl-C. Raises: EvenkeelError kinds, with what to change."""
+        self._observer.phase("starting Ray")
         with Cluster(self._config), self._handled_interrupts():
+            self._observer.serve()
             try:
                 await self._start()
                 return await self._beside_failures(self._whole_run())
@@ -74,8 +76,9 @@ class Controller:
         before = None
         if self._step == 0:
             before = await self._evaluate_now("before training")
+        self._observer.training_begins(time.monotonic() - self._began)
         feeding = asyncio.create_task(self._pool.feed(self._prompts(), self._unfinished, self._observer.admitted))
-        feeding.add_done_callback(self._pool.report_feed_end)
+        feeding.add_done_callback(self._pool.note_end)
         try:
             await self._train()
         finally:
@@ -83,6 +86,7 @@ class Controller:
         if self._step > self._last_saved:
             await self._save()
         after = None if self._stop_requested else await self._evaluate_now("after training")
+        await self._observer.flush()
         return RunSummary(self._step, before, after, time.monotonic() - self._began, self._stop_requested)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -178,7 +182,7 @@ class Controller:
         self._last_saved = self._step
         self._ledger = Ledger(self._folder.path / "ledger.jsonl")
         self._ledger.rewind(self._step)
-        self._held_out = self._task.held_out(config.evaluation.problems)
+        self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         bind, deadlines = config.metrics.bind, config.deadlines
         model = self._resume_from.hf if self._resume_from else config.model
 
@@ -208,7 +212,7 @@ class Controller:
             observer.joined(info)
         if self._resume_from:
             await self._learner.restore(self._resume_from.state / "learner", self._version, deadline_s=deadlines.checkpoint_s)
-        if config.correction.needs_reference:
+        if config.correction.kl.coefficient > 0:
             await self._learner.load_reference(config.model)
         self._service = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64).remote(
             self._service_config(), self._queue, self._learner
@@ -239,14 +243,16 @@ class Controller:
             groups_per_step=config.groups_per_step,
             optimizer_steps_per_batch=config.learner.total_optimizer_steps_per_batch,
             temperature=config.rollout.sampling.temperature,
-            overlong=config.rollout.sampling.overlong,
+            overlong=config.rollout.overlong,
+            max_tokens=config.rollout.sampling.max_tokens,
             dynamic_sampling=config.dynamic_sampling,
-            has_reference=config.correction.needs_reference,
+            has_reference=config.correction.kl.coefficient > 0,
             batch_s=config.deadlines.batch_s,
         )
 
     def _prompts(self) -> Iterator[Prompt]:
-        return self._task.train(self._state.prompt_position if self._state else 0)
+        start = self._state.prompt_position if self._state else 0
+        return (self._task.train_prompt(position) for position in itertools.count(start))
 
     def _receipt(self, target: Any, receipt: Any, difference: float | None) -> None:
         self._pool.wake()
@@ -300,10 +306,3 @@ class Controller:
 
 async def _awaited(reference: Any) -> Any:
     return await reference
-
-
-def train(config: RunConfig, folder: RunFolder, task: Task, observer: Observer, resume_from: Checkpoint | None) -> RunSummary:
-    """Run to the end; the blocking form that the command line uses."""
-    return asyncio.run(Controller(config, folder, task, observer, resume_from=resume_from).run())
-
-

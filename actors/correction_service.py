@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer, needs_proximal_forward
 from correction.diagnostics import diagnose
 from correction.errors import DeadlineExceeded
+from rollout.config import OverlongConfig
 from rollout.packing import PackingCounts, pack_groups
 from rollout.trajectory import Group
 
@@ -39,7 +41,8 @@ class ServiceConfig:
     groups_per_step: int
     optimizer_steps_per_batch: int
     temperature: float
-    overlong: str
+    overlong: OverlongConfig
+    max_tokens: int
     dynamic_sampling: bool
     has_reference: bool
     batch_s: float
@@ -133,8 +136,8 @@ class CorrectionService:
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
         began = time.monotonic()
-        deferred = self._config.correction.proximal_kind == "recompute" and not self._needs_forward
-        corrected = defer(batch, self._config.correction) if deferred else correct(batch, self._config.correction)
+        settle = correct if self._needs_forward else defer  # defer is correct where nothing waits for a proximal policy
+        corrected = settle(batch, self._config.correction)
         return PreparedBatch(version, corrected, tuple(groups), counts, proximal_s, time.monotonic() - began)
 
     @property
@@ -162,13 +165,14 @@ class CorrectionService:
             learner_version=version,
             advantage=self._advantages,
             overlong=self._config.overlong,
+            max_tokens=self._config.max_tokens,
             temperature=self._config.temperature,
         )
 
     @property
     def _advantages(self) -> Callable[[Tensor, Tensor], Tensor]:
-        estimator = self._config.correction.advantage
-        return lambda rewards, group_ids: group_advantages(rewards, group_ids, estimator=estimator)
+        part = self._config.correction.advantage
+        return partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon)
 
     async def _forward(self, version: int, groups: list[Group]) -> tuple[Tensor | None, Tensor | None, float]:
         async with self._learner_at:

@@ -62,7 +62,7 @@ class LearnerRankActor:
 
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
-        from learner.rank import LearnerRank
+        from learner.learner_rank import LearnerRank
 
         self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
         self._learner.load(model)
@@ -105,12 +105,32 @@ class LearnerRankActor:
         references = []
         for bucket in self._learner.weight_buckets(bucket_bytes):
             if self._rank == 0:
-                references.append(ray.put(pack(list(bucket.items()))))
-        probe = self._learner.score(probe_ids) if probe_ids else []
+                references.append(ray.put(pack(list(bucket.tensors.items()))))
+        probe = self._score(probe_ids) if probe_ids else []
         checksums = self._learner.weight_checksums() if with_checksums else {}
         if self._rank != 0:
             return None
         return WeightSnapshot(self._version, references, probe, checksums, time.monotonic() - began)
+
+    def _score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
+        import torch
+
+        from correction.batch import PackedBatch
+
+        n = len(token_ids)
+        mask = torch.ones(n, dtype=torch.bool)
+        mask[0] = False
+        batch = PackedBatch(
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            offsets=torch.tensor([0, n]),
+            loss_mask=mask,
+            behavior_logprobs=torch.zeros(n),
+            advantages=torch.zeros(n),
+            weight_versions=torch.full((n,), -1, dtype=torch.int32),
+            group_ids=torch.zeros(1, dtype=torch.int64),
+        )
+        return [float(value) for value in self._learner.logprobs(batch)[1:]]
 
     def save(self, folder: Path, hf_folder: Path | None) -> None:
         self._learner.save(folder)
@@ -130,18 +150,27 @@ class LearnerRankActor:
     def broadcast(self, bucket_bytes: int) -> None:
         """Send the weights through the group; raises SyncError when it failed, the learner goes on."""
         for bucket in self._learner.weight_buckets(bucket_bytes):
-            self._broadcaster.send(bucket)
+            self._broadcaster.send(bucket.tensors)
 
     def weight_specs(self, bucket_bytes: int) -> list[list[WeightSpec]]:
         """Names, dtypes and shapes, bucket by bucket, in the order in which `broadcast` sends them."""
         from rollout.weight_bucket import WeightSpec
 
-        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.items()] for bucket in self._learner.weight_buckets(bucket_bytes)]
+        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.tensors.items()] for bucket in self._learner.weight_buckets(bucket_bytes)]
 
     def close_broadcast(self) -> None:
         if getattr(self, "_broadcaster", None) is not None:
             self._broadcaster.close()
             self._broadcaster = None
+
+
+def _is_on_gpu(config: LearnerConfig) -> bool:
+    """Decided where the run starts: a rank's own process sees only what Ray gives it."""
+    if config.device != "auto":
+        return config.device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
 
 
 class LearnerGroup:
@@ -161,7 +190,7 @@ class LearnerGroup:
         world_size = config.world_size
         actor = ray.remote(LearnerRankActor).options(
             num_cpus=1,
-            num_gpus=1 if config.device == "cuda" else 0,
+            num_gpus=1 if _is_on_gpu(config) else 0,
             max_restarts=0,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
         )

@@ -14,11 +14,11 @@ from actors.config import RunConfig
 from actors.correction_service import PreparedBatch
 from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint
-from actors.metric_views import MetricViews
+from actors.metric_views import MetricsView, TensorBoardView, WandbView
 from actors.metrics import StepMetrics
 from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
 from actors.run_folder import RunFolder
-from actors.step_report import batch_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
+from actors.step_report import batch_metrics, diagnostic_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
 from actors.terminal import TerminalView
 from actors.trajectory_queue import Ticket
 from rollout.trajectory import Prompt
@@ -33,17 +33,32 @@ log = logging.getLogger("evenkeel")
 class Observer:
     """Collects between two steps, writes at each. It decides nothing about the run."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
-        """totals: of an earlier part of the run, see `totals()`."""
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        view: TerminalView,
+        totals: dict[str, float] | None = None,
+        *,
+        resumed_from: int | None = None,
+    ) -> None:
+        """
+        Args:
+            totals: of an earlier part of the run, see `totals()`.
+            resumed_from: last step of that part.
+        """
         self._config, self._folder, self._view = config, folder, view
-        self._views = MetricViews(folder, config.metrics)
+        self._views: list[MetricsView] = [TensorBoardView(folder.tensorboard_path, resumed_from=resumed_from)]
+        if config.metrics.wandb_project:
+            settings = config.model_dump(mode="json")
+            self._views.append(WandbView(project=config.metrics.wandb_project, name=config.name, folder=folder.path, config=settings))
         self._totals: dict[str, float] = dict(totals or {})
         self._finished: list[GroupSummary] = []
         self._receipts: list[SyncReceipt] = []
         self._differences: list[float] = []
         self._load: WorkerLoad | None = None
         self._step_ended = time.monotonic()
-        self._began = time.monotonic() - self._totals.get("time/elapsed_s", 0.0)
+        self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._writing: asyncio.Task[None] | None = None
         self._held_out: dict[str, float] = {}
@@ -115,9 +130,13 @@ class Observer:
         self._folder.append_evaluation(metrics)
         self._folder.write_trajectories(result.step, result.text(prompts), kind="held_out")
         self._held_out = {name: value for name, value in numbers.items() if name != "held_out/seconds"}
-        self._views.evaluation(metrics)
-        self._endpoint.publish(dict(metrics))
+        self._show(metrics)
         self.event("info", f"held-out accuracy after {result.step} steps: {result.accuracy} (95% Wilson), {result.seconds:.1f} s")
+
+    def training_begins(self, elapsed_s: float) -> None:
+        """The clock of the first step starts here, that of the run `elapsed_s` ago."""
+        self._step_ended = time.monotonic()
+        self._began = time.monotonic() - elapsed_s
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -143,25 +162,21 @@ class Observer:
         metrics.update(self._learner_share(phases, batch, seconds))
         self._queue_numbers(metrics, counts)
         metrics.update(self._extra)
+        metrics.update(self._totals)
         self._finished, self._receipts, self._differences, self._extra, self._load = [], [], [], {}, load
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, step=step, limit=self._config.metrics.trajectories_per_step)
             self._folder.write_trajectories(step, text)
-        before, self._writing = self._writing, asyncio.create_task(self._write_when_diagnosed(metrics, diagnostics, self._writing))
-        del before
+        self._writing = asyncio.create_task(self._write_when_diagnosed(metrics, diagnostics, self._writing))
 
     async def _write_when_diagnosed(
         self, metrics: StepMetrics, diagnostics: Awaitable[dict[str, float]], previous: asyncio.Task[None] | None
     ) -> None:
         if previous is not None:
             await previous
-        metrics.update(await diagnostics)
-        for name in self._totals:
-            metrics.set(name, self._totals[name])
-        self._totals["time/elapsed_s"] = metrics["time/elapsed_s"]
+        metrics.update(diagnostic_metrics(await diagnostics))
         self._folder.append_metrics(metrics)
-        self._views.step(metrics)
-        self._endpoint.publish(dict(metrics))
+        self._show(metrics)
         self._view.step({**metrics, **self._held_out})
 
     async def flush(self) -> None:
@@ -173,8 +188,14 @@ class Observer:
         """Running totals, for a checkpoint."""
         return dict(self._totals)
 
+    def _show(self, metrics: StepMetrics) -> None:
+        for view in self._views:
+            view.write(metrics)
+        self._endpoint.publish(dict(metrics))
+
     def close(self) -> None:
-        self._views.close()
+        for view in self._views:
+            view.close()
         for part in ("_endpoint", "_discovery"):
             if hasattr(self, part):
                 getattr(self, part).close()

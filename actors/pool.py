@@ -316,9 +316,10 @@ class RolloutPool:
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self.note_end)
 
-    def _finished(self, task: asyncio.Task[Any]) -> None:
+    def note_end(self, task: asyncio.Task[Any]) -> None:
+        """A task of the pool has ended; its error, if any, is the pool's."""
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and not self._failure.done():
             self._failure.set_exception(task.exception())

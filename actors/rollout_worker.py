@@ -20,7 +20,7 @@ from actors.weight_buckets import unpack
 from rollout.chat import load_tokenizer
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
-from rollout.reward_pool import RewardPool
+from rollout.rewards import RewardPool
 from rollout.sampling import sample_trajectories
 from rollout.trajectory import Group, Prompt, Trajectory
 from rollout.weight_bucket import UpdateReceipt, WeightSpec
@@ -89,7 +89,7 @@ class RolloutWorker:
         """Sample the G trajectories of a prompt, score them, put the group into the queue."""
         trajectories, generate_s = await self._sample(ticket.prompt, self._config.sampling.samples_per_group)
         began = time.monotonic()
-        scored = await self._rewards.score(ticket.prompt, trajectories)
+        scored = await self._rewards.score(trajectories, ticket.prompt)
         group = Group(
             group_id=ticket.group_id,
             prompt=ticket.prompt,
@@ -106,7 +106,7 @@ class RolloutWorker:
         """One scored answer to each prompt (evaluation); not put into the queue."""
         async def one(prompt: Prompt) -> Trajectory:
             trajectories, _ = await self._sample(prompt, 1, temperature)
-            return (await self._rewards.score(prompt, trajectories))[0]
+            return (await self._rewards.score(trajectories, prompt))[0]
 
         return list(await asyncio.gather(*(one(p) for p in prompts)))
 
@@ -173,7 +173,7 @@ class RolloutWorker:
 
     async def stop(self) -> None:
         await self._engine.shutdown()
-        self._rewards.close()
+        await self._rewards.close()
         self._endpoint.close()
 
 

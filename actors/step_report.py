@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.correction_service import PreparedBatch
@@ -70,6 +70,32 @@ def learner_metrics(result: StepResult) -> dict[str, float]:
         "learner/optimizer_steps": result.optimizer_steps,
         **{f"loss/{name}": value for name, value in result.metrics.items()},
     }
+
+
+_DIAGNOSTICS = {
+    **{
+        f"{prefix}{ours}": f"{name}/{theirs}"
+        for prefix, name in (("mismatch_", "mismatch"), ("", "mismatch_and_staleness"))
+        for ours, theirs in (
+            ("k1_kl", "k1"),
+            ("k3_kl", "k3"),
+            ("log_ratio_abs_max", "max_abs_log_ratio"),
+            ("log_ratio_std", "log_ratio_std"),
+        )
+    },
+    "rho_max": "rho/max",
+    "ess_token": "rho/ess",
+    "rejected_fraction": "rejection/rejected_share",
+    "rejected_by_veto": "rejection/vetoed_share",
+    "truncated_fraction": "rejection/truncated_share",
+}
+"""Diagnostics that have a place of their own in the catalogue, by their name in correction.diagnostics."""
+_ALREADY_COUNTED = ("staleness_mean", "staleness_max", "mixed_version_fraction")
+
+
+def diagnostic_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
+    """The correction's numbers by name of the catalogue; those without a place of their own go into the family correction/."""
+    return {_DIAGNOSTICS.get(name, f"correction/{name}"): value for name, value in diagnostics.items() if name not in _ALREADY_COUNTED}
 
 
 def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) -> dict[str, float]:

@@ -107,7 +107,7 @@ class _State:
         self.rewards: list[float] = []
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %"), _Text("left"),
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %  "), _Text("left"),
             expand=True,
         )
         self._task = self._progress.add_task("steps", total=total_steps, left="")
@@ -174,8 +174,8 @@ class _State:
         text = f"{self.held_out['held_out/accuracy']:.3f}"
         if "held_out/wilson_low" in self.held_out:
             text += f" [{self.held_out['held_out/wilson_low']:.3f}, {self.held_out['held_out/wilson_high']:.3f}]"
-        if self.first_held_out != self.held_out:
-            text += f", at first {self.first_held_out['held_out/accuracy']:.3f}"
+        if self.first_held_out["held_out/accuracy"] != self.held_out["held_out/accuracy"]:
+            text = f"{self.first_held_out['held_out/accuracy']:.3f} → {text}"
         return text
 
     def _side(self, speed: str, waits: str) -> str:
@@ -217,7 +217,7 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
         ("learner waits", "wait/learner_share", "{:.0%}"),
         ("staleness", "staleness/mean", "{:.2f}"),
         ("mismatch k3", "mismatch/k3", "{:.1e}"),
-        ("k3", "mismatch_and_staleness/k3", "{:.1e}"),
+        ("k3 with staleness", "mismatch_and_staleness/k3", "{:.1e}"),
         ("rejected", "rejection/rejected_share", "{:.2%}"),
     ]
     parts = [f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics]

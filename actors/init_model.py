@@ -1,0 +1,81 @@
+"""A policy from nothing: a nano model with its own tokenizer, warmed up on demonstrations of the run's task."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.progress import Progress
+
+from actors.config import InitConfig, RunConfig
+from correction.errors import ConfigError
+from learner.learner_rank import LearnerRank
+from learner.nano import build_nano_model
+from learner.warmup import Demonstration, warm_up
+from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.tasks import build_task
+
+_RECORD = "evenkeel_init.json"
+
+
+def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str], None]) -> Path:
+    """Make `config.model` as `config.init` says.
+
+    Args:
+        if_missing: leave a folder that is there as it is.
+    Raises: ConfigError if the recipe has no section `init`, or the folder is there and would be overwritten.
+    """
+    if config.init is None:
+        raise ConfigError("the recipe has no section `init`, which says what model to make; or name a model folder of yours in `model`")
+    record = json.loads(config.init.model_dump_json()) | {"task": json.loads(config.rollout.task.model_dump_json())}
+    if (config.model / "config.json").exists():
+        _check_existing(config.model, record, if_missing, say)
+        return config.model
+    began = time.monotonic()
+    partial = config.model.with_name(config.model.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _build(config, config.init, partial, say)
+    (partial / _RECORD).write_text(json.dumps(record, indent=2))
+    config.model.parent.mkdir(parents=True, exist_ok=True)
+    partial.rename(config.model)
+    say(f"model folder {config.model} made in {time.monotonic() - began:.0f} s")
+    return config.model
+
+
+def _check_existing(folder: Path, record: dict[str, object], if_missing: bool, say: Callable[[str], None]) -> None:
+    if not if_missing:
+        raise ConfigError(f"model = {folder} is there already: remove it to make it anew, or pass --if-missing to keep it")
+    path = folder / _RECORD
+    made_so = path.exists() and json.loads(path.read_text()) == record
+    say(f"model folder {folder} is there" + ("" if made_so else ", made with other settings than this recipe's; remove it to make it anew"))
+
+
+def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str], None]) -> None:
+    """A folder with a random model and its tokenizer, the warm-up, and the folder with what came of it."""
+    blank = folder.with_suffix(".blank")
+    shutil.rmtree(blank, ignore_errors=True)
+    unencoded = build_task(config.rollout.task).demonstrations(init.tokenizer_texts)
+    parameters = build_nano_model(blank, [d.prompt for d in unencoded], init.architecture)
+    encoder = ChatEncoder.for_task(load_tokenizer(blank), config.rollout.task)
+    say(f"nano model: {parameters / 1e6:.2f}M parameters, vocabulary of {len(encoder.tokenizer)}")
+    task = build_task(config.rollout.task, encoder)
+    worked = task.demonstrations(init.warmup.steps * init.warmup.sequences_per_step)
+    say(str(task.check(demonstrations=worked)))
+    learner = LearnerRank(init.learner)
+    learner.load(blank)
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("supervised warm-up", total=init.warmup.steps)
+        losses = warm_up(
+            learner,
+            [Demonstration(*encoder.encode_demonstration(d.prompt, d.answer)) for d in worked],
+            init.warmup,
+            on_step=lambda step, loss: progress.update(bar, completed=step + 1),
+        )
+    learner.save_hf(folder)
+    learner.close()
+    shutil.rmtree(blank)
+    if losses:
+        say(f"supervised warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.3f} nats a token")

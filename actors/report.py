@@ -1,0 +1,154 @@
+"""report.html: one page on a run, self-contained, of whatever the run folder holds so far."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from actors.metrics import StepMetrics
+from actors.report_plots import Plot, draw_plots
+from actors.run_folder import RunFolder
+from actors.scatter import ScatterSample
+from actors.terminal import duration
+
+_MOST_EVENTS = 200
+_MOST_SAMPLE_CHARACTERS = 20_000
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Write the page of a run, finished or not.
+
+    Returns: path of report.html in the run folder.
+    """
+    steps, evaluations, events = folder.read_metrics(), folder.read_evaluations(), folder.read_events()
+    config = folder.read_config()
+    notable = [event for event in events if event.level != "info"]
+    page = _template().render(
+        name=config.get("name", folder.path.name),
+        folder=str(folder.path),
+        written=datetime.now().isoformat(sep=" ", timespec="seconds"),
+        version=version("evenkeel"),
+        status=_status(steps, config),
+        headline=_headline(evaluations),
+        summary=summary_rows(steps, evaluations, config),
+        plots=_plots(steps, evaluations, folder),
+        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        notable=notable[-_MOST_EVENTS:],
+        notable_left_out=max(0, len(notable) - _MOST_EVENTS),
+        events=events[-_MOST_EVENTS:],
+        events_left_out=max(0, len(events) - _MOST_EVENTS),
+        samples=_samples(folder),
+    )
+    return folder.write_text("report.html", page)
+
+
+def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], config: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, value) of the table at the head of the page; what isn't known has no row."""
+    rows: list[tuple[str, str]] = []
+    for title, metrics in _first_and_last(evaluations):
+        rows.append((f"held-out accuracy {title}", f"{_accuracy(metrics)} (95 % Wilson), after {metrics.step} steps"))
+    if not steps:
+        return rows
+    last = steps[-1]
+    if "time/elapsed_s" in last:
+        rows.append(("wall time", duration(last["time/elapsed_s"])))
+    rows.append(("steps", f"{last.step} of {config['steps']}" if "steps" in config else str(last.step)))
+    for label, name, form in (
+        ("step time, median", "time/step_s", "{:.2f} s"),
+        ("rollout, median", "throughput/rollout_tokens_per_s", "{:,.0f} tokens/s"),
+        ("learner, median", "throughput/learner_tokens_per_s", "{:,.0f} tokens/s"),
+        ("rollouts wait, median", "wait/rollout_share", "{:.0%} of the time"),
+        ("learner waits, median", "wait/learner_share", "{:.0%} of the time"),
+    ):
+        if values := _values(steps, name):
+            rows.append((label, form.format(statistics.median(values))))
+    for label, name, form in (
+        ("k3 KL at staleness 0, largest of any batch", "mismatch/k3", "{:.2g} nats"),
+        ("|log ratio| at staleness 0, largest", "mismatch/max_abs_log_ratio", "{:.2g} nats"),
+        ("k3 KL of all tokens, largest of any batch", "mismatch_and_staleness/k3", "{:.2g} nats"),
+        ("|log ratio| of all tokens, largest", "mismatch_and_staleness/max_abs_log_ratio", "{:.2g} nats"),
+        ("probe: engine against learner, largest", "sync/probe_max_abs_difference", "{:.2g} nats"),
+        ("staleness in versions, largest", "staleness/max", "{:.0f}"),
+    ):
+        if values := _values(steps, name):
+            rows.append((label, form.format(max(values))))
+    if values := _values(steps, "staleness/mixed_version_share"):
+        rows.append(("trajectories with tokens of several versions", f"{statistics.fmean(values):.1%}"))
+    counted = [("groups trained", "groups/trained_total"), ("groups discarded", "groups/discarded_total"),
+               ("groups dropped as stale", "groups/stale_dropped_total"), ("reward exceptions", "reward/exceptions_total"),
+               ("reward time-outs", "reward/timeouts_total"), ("skipped steps", "steps/skipped_total")]
+    return rows + [(label, f"{last[name]:,.0f}") for label, name in counted if name in last]
+
+
+def _status(steps: Sequence[StepMetrics], config: dict[str, Any]) -> str:
+    if not steps:
+        return "No step is finished yet."
+    total = config.get("steps")
+    if total is not None and steps[-1].step < int(total):
+        return f"Stands at step {steps[-1].step} of {total}."
+    return f"Finished after {steps[-1].step} steps."
+
+
+def _headline(evaluations: Sequence[StepMetrics]) -> dict[str, str] | None:
+    """Accuracy before and after, for the head of the page; None before the second evaluation."""
+    pair = dict(_first_and_last(evaluations))
+    if len(pair) < 2:
+        return None
+    before, after = pair["before"], pair["after"]
+    gain = after["held_out/accuracy"] - before["held_out/accuracy"]
+    return {"before": _accuracy(before), "after": _accuracy(after), "gain": f"{gain:+.3f}"}
+
+
+def _first_and_last(evaluations: Sequence[StepMetrics]) -> list[tuple[str, StepMetrics]]:
+    known = [metrics for metrics in evaluations if "held_out/accuracy" in metrics]
+    return list(zip(("before", "after"), [known[0], known[-1]] if len(known) > 1 else known, strict=False))
+
+
+def _accuracy(metrics: StepMetrics) -> str:
+    text = f"{metrics['held_out/accuracy']:.3f}"
+    if "held_out/wilson_low" in metrics:
+        text += f" [{metrics['held_out/wilson_low']:.3f}, {metrics['held_out/wilson_high']:.3f}]"
+    return text + (f" of {metrics['held_out/problems']:.0f}" if "held_out/problems" in metrics else "")
+
+
+def _values(steps: Sequence[StepMetrics], name: str) -> list[float]:
+    return [metrics.finite()[name] for metrics in steps if name in metrics.finite()]
+
+
+def _plots(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], folder: RunFolder) -> list[Plot]:
+    try:
+        scatter = ScatterSample.load(folder.scatter_path)
+    except (OSError, ValueError, KeyError):    # not written yet
+        scatter = None
+    return draw_plots(steps, evaluations, scatter)
+
+
+def _samples(folder: RunFolder) -> list[tuple[str, str]]:
+    """(title, text) of the first, the middle and the last samples of training, and of the first and last evaluation."""
+    training, held_out = folder.trajectory_files(), folder.trajectory_files("held_out")
+    chosen = dict.fromkeys([files[i] for files, picks in ((training, (0, 0.5, 1)), (held_out, (0, 1))) if files
+                            for i in (round(pick * (len(files) - 1)) for pick in picks)])
+    return [(_sample_title(path), _shortened(path.read_text(errors="replace"))) for path in chosen]
+
+
+def _sample_title(path: Path) -> str:
+    kind, _, step = path.stem.rpartition("_")
+    return f"step {int(step)}" if kind == "step" else f"held-out, after {int(step)} steps"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SAMPLE_CHARACTERS else text[:_MOST_SAMPLE_CHARACTERS] + "\n[cut here; the rest is in the run folder]"
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("actors"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html.j2")

@@ -1,0 +1,349 @@
+"""The pictures of a run's report: each a title, an inline SVG and a caption that says what to look at.
+
+Drawn by matplotlib. Ink and grid take the page's colours, so that they can be read on a light and on a dark page; the curves' own
+colours are of middle lightness for the same reason.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+
+from actors.metrics import CATALOGUE, StepMetrics
+from actors.scatter import ScatterSample
+
+_LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
+_INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards
+_COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
+_ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "fontsize": 9, "handlelength": 1.2, "borderaxespad": 0.1}
+"""Where a legend hides no curve."""
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",    # text stays text: it can be selected, and takes the page's font
+    "font.size": 10,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "lines.linewidth": 1.6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One figure of the report."""
+
+    title: str
+    svg: str
+    """An <svg> element."""
+    caption: str
+    """What to look at, and what would be bad news."""
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Curves:
+    """A plot of metrics over steps."""
+
+    title: str
+    names: tuple[str, ...]
+    y_label: str
+    caption: str
+    scale: str = "linear"
+    """linear, log, or share (0 to 100 %)."""
+    is_smoothed: bool = True
+    """Draw a running mean over the faint single steps."""
+
+
+_CURVES = (
+    _Curves(
+        "Reward",
+        ("reward/mean",),
+        "mean reward of the batch",
+        "Should rise and then level off. It is measured on training prompts at the sampling temperature; held-out accuracy is the judge.",
+    ),
+    _Curves(
+        "Parts of the reward",
+        ("reward/component/",),
+        "mean of each part",
+        "The sum of the parts trains. One that rises while another falls shows what the policy really learns.",
+    ),
+    _Curves(
+        "k3 KL from behaviour to proximal policy",
+        ("mismatch/k3", "mismatch_and_staleness/k3"),
+        "nats a token",
+        "Staleness 0 is pure mismatch between the two engines at equal weights: it should be flat and low (float32 on a CPU: below 1e-11). "
+        "All tokens carry staleness as well. A rise over the run is the early sign of a collapse.",
+        "log",
+    ),
+    _Curves(
+        "Spread of the log-ratio",
+        ("mismatch/log_ratio_std", "mismatch_and_staleness/log_ratio_std", "mismatch_and_staleness/max_abs_log_ratio"),
+        "nats",
+        "Standard deviation of log pi_prox - log mu, and its largest absolute value. Single tokens do harm long before the mean shows it.",
+        "log",
+    ),
+    _Curves(
+        "Entropy",
+        ("learner/entropy",),
+        "nats a token",
+        "A slow fall is learning; a fall to nearly 0 while the reward is still low means that exploration ended too early.",
+    ),
+    _Curves(
+        "Gradient norm",
+        ("learner/grad_norm",),
+        "L2 norm before clipping",
+        "Single peaks are clipped and do no harm; a steady rise, above all together with the k3 KL, does.",
+    ),
+    _Curves(
+        "Throughput",
+        ("throughput/rollout_tokens_per_s", "throughput/learner_tokens_per_s"),
+        "tokens/s",
+        "Rollouts count sampled tokens over wall time, the learner prompt and response tokens over its training time.",
+    ),
+    _Curves(
+        "Share of time that each side waits",
+        ("wait/rollout_share", "wait/learner_share"),
+        "share of the step",
+        "The side that never waits is the bottleneck: give it more machines. Both high at once: look at weight sync and rewards.",
+        "share",
+    ),
+    _Curves(
+        "Length of sampled and of trained answers",
+        ("length/sampled_tokens", "length/trained_tokens"),
+        "tokens",
+        "The two should lie together. Trained answers shorter than sampled ones mean that long answers get lost on the way.",
+    ),
+    _Curves(
+        "Answers cut off",
+        ("length/truncated_share",),
+        "share of the batch",
+        "Answers that met max_tokens. A high share makes the limit a part of the task.",
+        "share",
+    ),
+    _Curves(
+        "What the correction took away",
+        ("rejection/rejected_share", "rejection/vetoed_share", "rejection/truncated_share", "learner/clip_share"),
+        "share",
+        "Rejected and cut tokens, vetoed sequences, and tokens that the trust region stopped. Well below a tenth is usual.",
+        "share",
+    ),
+    _Curves(
+        "Groups without gradient",
+        ("groups/all_right", "groups/all_wrong"),
+        "groups of the batch",
+        "Trajectories of these groups all got the same reward. Many all-wrong groups: the task is too hard; many all-right ones: too easy.",
+    ),
+    _Curves(
+        "Where the time goes",
+        ("time/step_s", "time/generate_s", "time/train_s", "time/sync_s"),
+        "seconds",
+        "In asynchronous training the step should be about as long as the longer of generating and training, not as both together.",
+    ),
+)
+
+
+def draw_plots(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], scatter: ScatterSample | None) -> list[Plot]:
+    """All plots for which a run has numbers, the most telling ones first."""
+    plots = [draw_accuracy(evaluations)]
+    for curves in _CURVES:
+        plots.append(draw_curves(curves, steps))
+        if curves.title == "Spread of the log-ratio":
+            plots += [draw_scatter(scatter), draw_staleness(steps)]
+    return [plot for plot in plots if plot is not None]
+
+
+def draw_accuracy(evaluations: Sequence[StepMetrics]) -> Plot | None:
+    """Held-out accuracy with its 95 % Wilson band."""
+    points = [metrics for metrics in evaluations if "held_out/accuracy" in metrics]
+    if not points:
+        return None
+    x = [metrics.step for metrics in points]
+
+    def draw(axes: Axes) -> None:
+        y = [metrics["held_out/accuracy"] for metrics in points]
+        low = [metrics.get("held_out/wilson_low", value) for metrics, value in zip(points, y, strict=True)]
+        high = [metrics.get("held_out/wilson_high", value) for metrics, value in zip(points, y, strict=True)]
+        axes.errorbar(x, y, [np.subtract(y, low).clip(0), np.subtract(high, y).clip(0)], fmt="none", ecolor=_COLOURS[0], capsize=3)
+        axes.fill_between(x, low, high, color=_COLOURS[0], alpha=0.18, linewidth=0)
+        axes.plot(x, y, "o-", color=_COLOURS[0], markersize=4)
+        axes.set_ylim(0, 1.02)
+        axes.set_ylabel("share answered rightly")
+        _step_axis(axes, x)
+
+    caption = "Questions that training never sees. Bars and band are 95 % Wilson intervals; points whose intervals overlap may be equal."
+    return Plot("Held-out accuracy", _svg("held_out", draw), caption)
+
+
+def draw_curves(curves: _Curves, steps: Sequence[StepMetrics]) -> Plot | None:
+    """Metrics over steps; None if the run has none of them."""
+    series = [entry for name in curves.names for entry in _series(name, steps)]
+    if curves.scale == "log":
+        series = [(label, x[y > 0], y[y > 0]) for label, x, y in series]
+    series = [entry for entry in series if len(entry[1])]
+    if not series:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for (label, x, y), colour in zip(series, itertools.cycle(_COLOURS), strict=False):
+            smooth = running_mean(np.log(y) if curves.scale == "log" else y, max(1, len(y) // 25))
+            smooth = np.exp(smooth) if curves.scale == "log" else smooth
+            if curves.is_smoothed and len(y) > 25:
+                axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.9)
+                axes.plot(x, smooth, color=colour, label=label)
+            else:
+                axes.plot(x, y, color=colour, label=label, marker="o" if len(y) < 3 else None, markersize=4)
+        if len(series) > 1:
+            axes.legend(ncols=4, columnspacing=1.2, **_ABOVE)
+        axes.set_ylabel(curves.y_label)
+        _value_axis(axes, curves.scale, [y for _, _, y in series])
+        _step_axis(axes, [step for _, x, _ in series for step in x])
+
+    return Plot(curves.title, _svg(curves.title, draw), curves.caption)
+
+
+def draw_staleness(steps: Sequence[StepMetrics]) -> Plot | None:
+    """Shares of trained tokens by staleness, one band a version."""
+    prefix = "staleness/tokens/"
+    rows = [metrics for metrics in steps if any(name.startswith(prefix) for name in metrics)]
+    if not rows:
+        return None
+    labels = {name[len(prefix) :] for metrics in rows for name in metrics if name.startswith(prefix)}
+    ages = sorted(labels, key=lambda age: int(age.rstrip("+")))
+    counts = np.array([[metrics.get(prefix + age, 0.0) for metrics in rows] for age in ages])
+    shares = counts / np.maximum(counts.sum(axis=0), 1.0)
+    x = [metrics.step for metrics in rows]
+
+    def draw(axes: Axes) -> None:
+        edges = np.append(x, x[-1] + 1)
+        floor = np.zeros(len(x))
+        for age, share, colour in zip(ages, shares, itertools.cycle(_COLOURS), strict=False):
+            top = floor + share
+            axes.stairs(top, edges, baseline=floor, fill=True, color=colour, alpha=0.75, linewidth=0, label=f"staleness {age}")
+            floor = top
+        axes.legend(ncols=4, columnspacing=1.2, **_ABOVE)
+        axes.set_ylabel("share of trained tokens")
+        _value_axis(axes, "share", [np.array([1.0])])
+        _step_axis(axes, x)
+
+    caption = (
+        "How many versions lay between sampling a token and training on it. Nothing may be older than max_staleness; "
+        "a run that is always at that bound is one in which rollouts are far ahead of the learner."
+    )
+    return Plot("Staleness", _svg("staleness", draw), caption)
+
+
+def draw_scatter(sample: ScatterSample | None) -> Plot | None:
+    """pi_prox against mu of sampled tokens, and their log-ratio against mu."""
+    if sample is None or not len(sample.step):
+        return None
+    mu, prox = sample.behavior_logprobs.astype(np.float64), sample.proximal_logprobs.astype(np.float64)
+    finite = np.isfinite(mu) & np.isfinite(prox)
+    fresh = sample.staleness <= 0
+    distance = np.maximum(np.abs(prox - mu), _LEAST_DISTANCE)
+    layers = [("staleness 0", finite & fresh, _COLOURS[0]), ("older", finite & ~fresh, _COLOURS[1])]
+
+    def draw(left: Axes, right: Axes) -> None:
+        lowest = float(np.minimum(mu, prox)[finite].min(initial=-1.0))
+        left.plot([lowest, 0], [lowest, 0], color=_GRID, linewidth=1)
+        for label, chosen, colour in reversed(layers):    # the few fresh ones on top
+            if chosen.any():
+                # As a bitmap: thousands of vector points would make the page slow.
+                left.scatter(mu[chosen], prox[chosen], s=6, color=colour, alpha=0.5, linewidths=0, label=label, rasterized=True)
+                right.scatter(mu[chosen], distance[chosen], s=6, color=colour, alpha=0.5, linewidths=0, rasterized=True)
+        left.set(xlabel="log mu (nats): the engine that sampled", ylabel="log pi_prox (nats): the learner")
+        left.legend(ncols=2, markerscale=2.5, **_ABOVE)
+        _value_axis(right, "log", [distance[finite]])
+        right.set(xlabel="log mu (nats)", ylabel="|log pi_prox - log mu| (nats)")
+
+    caption = (
+        f"{int(finite.sum()):,} trained tokens of steps {int(sample.step.min())} to {int(sample.step.max())}, drawn at random. "
+        "On the left all should lie on the diagonal, those of staleness 0 exactly. On the right is the distance from it: what staleness 0 "
+        "shows is mismatch of the engines (single precision: up to 1e-5), the rest is what newer weights changed."
+    )
+    return Plot("pi_prox against mu", _svg("scatter", draw, panels=2), caption, is_wide=True)
+
+
+def running_mean(values: np.ndarray, half_width: int) -> np.ndarray:
+    """Mean over up to 2 half_width + 1 neighbours; fewer at the ends, so that nothing is made up there. [n] -> [n]"""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    first, last = np.maximum(index - half_width, 0), np.minimum(index + half_width + 1, len(values))
+    return np.asarray((sums[last] - sums[first]) / (last - first))
+
+
+def _series(name: str, steps: Sequence[StepMetrics]) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """(label, steps, values) of a metric, or of each member of a family; steps without the metric are left out."""
+    if not name.endswith("/"):
+        found = [(metrics.step, metrics[name]) for metrics in steps if name in metrics and np.isfinite(metrics[name])]
+        return [(_label(name), np.array([x for x, _ in found]), np.array([y for _, y in found]))]
+    members = sorted({member for metrics in steps for member in metrics if member.startswith(name)})
+    return [(member[len(name) :], *_series(member, steps)[0][1:]) for member in members]
+
+
+def _label(name: str) -> str:
+    metric = CATALOGUE.get(name)
+    if metric is None:
+        return name
+    where = {"mismatch": "staleness 0", "mismatch_and_staleness": "all tokens"}.get(name.split("/")[0])
+    return metric.label if where is None else (where if name.endswith(("k3", "std")) else f"{metric.label}, {where}")
+
+
+def _step_axis(axes: Axes, steps: Sequence[int]) -> None:
+    low, high = min(steps), max(steps)
+    axes.set_xlim(low - 0.02 * (high - low) - 0.5, high + 0.02 * (high - low) + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.set_xlabel("step")
+
+
+def _value_axis(axes: Axes, scale: str, values: Sequence[np.ndarray]) -> None:
+    low, high = min(float(y.min()) for y in values), max(float(y.max()) for y in values)
+    if scale == "log":
+        axes.set_yscale("log")
+        if high < 20 * low:    # at least one decade, or the axis has no labelled tick
+            axes.set_ylim(low / 4, high * 4)
+        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif scale == "share":
+        axes.set_ylim(0, min(1.02, max(0.05, high * 1.1)))
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0 if high > 0.05 else 1))
+    elif low >= 0:
+        axes.set_ylim(0, high * 1.08 if high > 0 else 1.0)
+
+
+def _svg(name: str, draw: Callable[..., None], *, panels: int = 1) -> str:
+    """An <svg> element with what `draw` puts on its axes; sized by the page."""
+    # A salt of its own keeps the ids of one picture's clip paths apart from another's; both end up on one page.
+    style: Any = {**_STYLE, "svg.hashsalt": name}
+    with rc_context(style):
+        figure = Figure(figsize=(5.6 * panels, 3.1 if panels == 1 else 4.2), layout="constrained")
+        draw(*np.atleast_1d(figure.subplots(1, panels)))
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", dpi=160, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    markup = buffer.getvalue()
+    markup = markup[markup.index("<svg") :]
+    markup = re.sub(r"<metadata>.*?</metadata>", "", markup, flags=re.DOTALL)
+    markup = re.sub(r'<svg ([^>]*?)\bwidth="[^"]*"', r"<svg \1", markup, count=1)
+    markup = re.sub(r'<svg ([^>]*?)\bheight="[^"]*"', r"<svg \1", markup, count=1)
+    markup = re.sub(r'<g id="[^"]*">', "<g>", markup)    # names of groups, the same in every picture; nothing refers to them
+    return markup.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")

@@ -1,0 +1,133 @@
+"""One training run as the command line knows it: checks, folder, controller, summary, report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+
+from actors.config import RunConfig
+from actors.config_tools import load_config
+from actors.controller import Controller, RunSummary
+from actors.observer import Observer
+from actors.report import write_report
+from actors.resume import TrainingState
+from actors.run_folder import Checkpoint, RunFolder
+from actors.terminal import TerminalView
+from correction.errors import ConfigError, DataError, EvenkeelError
+from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.tasks import Task, build_task
+
+
+def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None) -> RunSummary:
+    """Run a recipe, or go on with a run folder; prints as it goes.
+
+    Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
+    """
+    if resume is not None:
+        folder = RunFolder.open(resume)
+        config = load_config(RunConfig, folder.path / "config.yaml", overrides)
+        checkpoint: Checkpoint | None = folder.latest_checkpoint()
+    else:
+        config, checkpoint = load_config(RunConfig, recipe, overrides), None
+        task, notes = prepare_task(config)  # before a folder is made: most mistakes show here
+        folder = RunFolder.create(config.run_dir, config.name)
+    try:
+        if resume is not None:
+            task, notes = prepare_task(config)
+            _check_resumable(config, folder, checkpoint)
+        folder.write_config(config)
+        return _run_in(folder, config, task, notes, checkpoint)
+    finally:
+        folder.close()
+
+
+def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
+    """The task of a run and what to say about it. Raises: DataError, ConfigError."""
+    check_model_folder(config.model)
+    tokenizer = load_tokenizer(config.model)
+    encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.max_prompt_tokens(model_context(config.model)))
+    task = build_task(config.rollout.task, encoder)
+    report = task.check()
+    return task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+
+
+def check_model_folder(path: Path) -> None:
+    """Raises: DataError if this is no model folder."""
+    if not (path / "config.json").is_file():
+        reason = "is not there" if not path.exists() else "has no config.json"
+        raise DataError(
+            f"model = {path}: {reason}; a model is a Hugging Face folder with config.json, safetensors and a tokenizer. "
+            f"`evenkeel init-model RECIPE` makes a small one"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
+
+
+def model_context(path: Path) -> int:
+    """Longest sequence that the model was made for, tokens."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings)
+
+
+def _check_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
+    assert checkpoint is not None
+    if checkpoint.step >= config.steps:
+        raise ConfigError(
+            f"{folder.path} has done {checkpoint.step} of {config.steps} steps: nothing is left. Add steps={checkpoint.step + 100} to train on"
+        )
+    folder.rewind(checkpoint.step)
+
+
+def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], checkpoint: Checkpoint | None) -> RunSummary:
+    view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
+    totals = TrainingState.load(checkpoint.state).totals if checkpoint else None
+    observer = Observer(config, folder, view, totals, resumed_from=checkpoint.step if checkpoint else None)
+    try:
+        observer.event("info", config.batch_arithmetic())
+        for note in notes:
+            observer.event("info", note)
+        if checkpoint:
+            observer.event("info", f"going on from step {checkpoint.step} ({checkpoint.path})")
+        summary = asyncio.run(Controller(config, folder, task, observer, resume_from=checkpoint).run())
+    except EvenkeelError as error:
+        observer.event("error", str(error))
+        view.close()
+        raise
+    except BaseException as error:
+        observer.event("error", f"{type(error).__name__}: {error}")
+        view.close()
+        raise
+    finally:
+        observer.close()
+        report = _report(folder)
+    view.close(_summary_text(summary, folder, report, config.evaluation.temperature))
+    return summary
+
+
+def _report(folder: RunFolder) -> Path | None:
+    """The report, also of a run that failed; its own failure must not hide the run's."""
+    try:
+        return write_report(folder)
+    except Exception as error:
+        folder.event("warning", f"no report: {type(error).__name__}: {error}")
+        return None
+
+
+def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, temperature: float) -> str:
+    lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {summary.steps} steps in {summary.seconds:.0f} s"]
+    how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+    for when, evaluation in (("before", summary.before), ("after", summary.after)):
+        if evaluation is not None:
+            lines.append(f"held-out accuracy {when}: {evaluation.accuracy} (95% Wilson, {how})")
+    lines.append(f"run folder:  {folder.path}")
+    checkpoints = folder.checkpoints()
+    if checkpoints:
+        lines.append(f"model:       {checkpoints[-1].hf}")
+    if report is not None:
+        lines.append(f"report:      {report}")
+    if summary.stopped_early:
+        lines.append(f"to go on:    evenkeel train --resume {folder.path}")
+    return "\n".join(lines)
