@@ -1,0 +1,97 @@
+"""Text to token ids: the model's tokenizer and its chat template. From here on only ids travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from correction.errors import ConfigError, DataError
+from rollout.config import TaskConfig
+
+
+def load_tokenizer(folder: Path | str) -> Any:
+    """The tokenizer of a Hugging Face model folder.
+
+    Raises: DataError if the folder or its tokenizer is missing or unusable.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"model = {folder}: no such folder; make one with `evenkeel init-model {folder}`, or download a model there")
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+        raise DataError(f"model = {folder}: the folder has no tokenizer (no tokenizer.json); copy the model's own into it")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise DataError(f"model = {folder}: unusable tokenizer ({type(error).__name__}: {error}); copy the files afresh") from error
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Turns the text of a user turn into the ids that the engine is given."""
+
+    tokenizer: Any
+    """A transformers tokenizer."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt, tokens; None: no limit."""
+    system_prompt: str | None = None
+    """Text of a system turn before it."""
+    apply_chat_template: bool = True
+    """False: the bare text."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the chat template."""
+
+    def __post_init__(self) -> None:
+        if self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError(
+                "rollout.task.apply_chat_template = true, but the model's tokenizer has no chat template; "
+                "set rollout.task.apply_chat_template: false, or put chat_template.jinja into the model folder"
+            )
+        if self.tokenizer.eos_token_id is None:
+            raise DataError("the model's tokenizer has no eos_token, so no answer could end; set it in tokenizer_config.json")
+
+    @classmethod
+    def for_task(cls, tokenizer: Any, task: TaskConfig, max_prompt_tokens: int | None = None) -> ChatEncoder:
+        """The encoder that a task's settings ask for; `max_prompt_tokens` from RolloutConfig.max_prompt_tokens."""
+        return cls(
+            tokenizer,
+            max_prompt_tokens=max_prompt_tokens if max_prompt_tokens is not None else task.max_prompt_tokens,
+            system_prompt=task.system_prompt,
+            apply_chat_template=task.apply_chat_template,
+            chat_template_kwargs=task.chat_template_kwargs,
+        )
+
+    def encode(self, user_text: str) -> tuple[int, ...]:
+        """Ids of the whole prompt, generation prompt included; see `excess` for its length."""
+        if not self.apply_chat_template:
+            text = user_text if self.system_prompt is None else f"{self.system_prompt}\n\n{user_text}"
+            return tuple(self.tokenizer.encode(text))
+        messages = [{"role": "user", "content": user_text}]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        ids = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
+        )
+        return tuple(ids)
+
+    def encode_demonstration(self, user_text: str, answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(prompt ids, answer ids with the end-of-sequence token): what supervised training needs.
+
+        The two are encoded apart, as they are when the policy answers, so that no token straddles the border.
+        """
+        answer_ids = self.tokenizer.encode(answer, add_special_tokens=False)
+        return self.encode(user_text), (*answer_ids, self.tokenizer.eos_token_id)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids without special tokens: what a reward is given."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def excess(self, user_text: str) -> str | None:
+        """Why this prompt can't be asked, or None if it fits."""
+        length = len(self.encode(user_text))
+        if self.max_prompt_tokens is None or length <= self.max_prompt_tokens:
+            return None
+        return f"its prompt has {length} tokens, more than the {self.max_prompt_tokens} that fit (context less rollout.sampling.max_tokens)"

@@ -1,0 +1,321 @@
+"""Settings of everything between a prompt and its scored group: task, reward, sampling, engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from correction.errors import ConfigError
+from rollout.engine_config import EngineConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+# --- task -----------------------------------------------------------------------------------------------------------
+
+
+class _Task(_Section):
+    """What every kind of task has."""
+
+    seed: int = 0
+    """Which questions are drawn, and in which order. The split into training and held-out does not depend on it."""
+    prompt_template: str = "{question}"
+    """What the user turn says; {question} stands for the task's own text."""
+    system_prompt: str | None = None
+    """Text of a system turn before the question; empty: none."""
+    apply_chat_template: bool = True
+    """Put the tokenizer's chat template round the question; false: the bare text, for a base model without one."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Handed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
+    held_out_size: PositiveInt = 512
+    """Distinct questions to keep for evaluation."""
+    held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """Share of all distinct questions that may be held out; a hash of the question's text decides which."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are skipped and counted; empty: whatever max_tokens leaves of the engine's context."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_a_place_for_the_question(cls, template: str) -> str:
+        if "{question}" not in template:
+            raise ValueError(f"prompt_template = {template!r} lacks {{question}}: every prompt would be the same; put it in")
+        return template
+
+
+class ReasoningGymTask(_Task):
+    """Questions of a procedural data set of the reasoning-gym package; there is no end of them."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """Which kind of task this is."""
+    dataset: str
+    """Name of the data set, e.g. chain_sum."""
+    options: dict[str, Any] = {}
+    """Settings of the data set, as its own config class names them, e.g. {min_terms: 2, max_terms: 2}."""
+
+    @field_validator("options")
+    @classmethod
+    def _leaves_seed_and_size_alone(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, instead in (("seed", "rollout.task.seed"), ("size", "rollout.task.held_out_size; training questions have no end")):
+            if name in options:
+                raise ValueError(f"options.{name} = {options[name]!r}: evenkeel sets it, so that the streams stay disjoint; use {instead}")
+        return options
+
+
+class _RowsTask(_Task):
+    prompt_field: str = "prompt"
+    """Column of the question."""
+    answer_field: str | None = "answer"
+    """Column of the reference answer; empty for a reward that needs none."""
+    demonstration_field: str | None = None
+    """Column of a worked answer for the supervised warm-up; empty: the reference answer itself."""
+    shuffle: bool = True
+    """A new order in every epoch; false: the order of the file, every time."""
+
+
+class FileTask(_RowsTask):
+    """Rows of a .jsonl, .json or .parquet file."""
+
+    kind: Literal["file"] = "file"
+    """Which kind of task this is."""
+    path: Path
+    """The file of training rows."""
+    held_out_path: Path | None = None
+    """A file of held-out rows; empty: some of the training file's distinct questions are kept back."""
+
+
+class HuggingFaceTask(_RowsTask):
+    """Rows of a Hugging Face data set: a name on the hub, a folder of data files, or one written by save_to_disk."""
+
+    kind: Literal["huggingface"] = "huggingface"
+    """Which kind of task this is."""
+    path: str
+    """Name or folder, as datasets.load_dataset takes it."""
+    subset: str | None = None
+    """The data set's configuration name, where it has several."""
+    split: str = "train"
+    """Split of the training rows."""
+    held_out_split: str | None = None
+    """Split of the held-out rows; empty: some of the training split's distinct questions are kept back."""
+
+
+TaskConfig = Annotated[ReasoningGymTask | FileTask | HuggingFaceTask, Field(discriminator="kind")]
+
+# --- reward ---------------------------------------------------------------------------------------------------------
+
+
+class WholeText(_Section):
+    """The scorer sees the whole completion."""
+
+    kind: Literal["whole"] = "whole"
+    """Which part of the completion is the answer."""
+
+
+class LastLine(_Section):
+    """The last line that is not blank."""
+
+    kind: Literal["last_line"] = "last_line"
+    """Which part of the completion is the answer."""
+
+
+class AfterMarker(_Section):
+    """What follows the last occurrence of a marker; nothing when the marker is missing."""
+
+    kind: Literal["after"] = "after"
+    """Which part of the completion is the answer."""
+    marker: str = Field(min_length=1)
+    """E.g. "####" or "</think>"."""
+
+
+class RegexMatch(_Section):
+    """The last match of a pattern (its first group, if it has one); nothing without a match."""
+
+    kind: Literal["regex"] = "regex"
+    """Which part of the completion is the answer."""
+    pattern: str
+    """Python regular expression, in DOTALL mode, e.g. "<answer>(.*?)</answer>"."""
+
+
+Extraction = Annotated[WholeText | LastLine | AfterMarker | RegexMatch, Field(discriminator="kind")]
+
+
+class _Reward(_Section):
+    """What every kind of reward has."""
+
+    extraction: Extraction = Field(default_factory=WholeText)
+    """Which part of the completion the scorer is given, stripped of blanks at both ends (the whole text stays as it is)."""
+    deadline_s: PositiveFloat = 10.0
+    """Longest time for one completion; then the scoring process is killed and the trajectory counts as failed."""
+    start_deadline_s: PositiveFloat = 60.0
+    """Longest time for a scoring process to import what it needs."""
+    processes: PositiveInt = 2
+    """Scoring processes of each rollout worker: so many completions are scored at a time."""
+    memory_gib: PositiveFloat | None = 4.0
+    """A scoring process that needs more fails the call instead of the machine (RLIMIT_DATA); empty: no limit."""
+
+
+class ReasoningGymReward(_Reward):
+    """The scorer of the reasoning-gym data set that made the question."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """Which scorer."""
+
+
+class MathVerifyReward(_Reward):
+    """1 if math-verify finds completion and reference answer equal as mathematics, else 0."""
+
+    kind: Literal["math_verify"] = "math_verify"
+    """Which scorer."""
+    float_rounding: int = Field(default=6, ge=0)
+    """Decimal places to which numbers are compared."""
+
+
+class ExactMatchReward(_Reward):
+    """1 if the answer is the reference answer, blanks at both ends aside, else 0."""
+
+    kind: Literal["exact_match"] = "exact_match"
+    """Which scorer."""
+    ignore_case: bool = False
+    """Take A and a for the same."""
+
+
+class FunctionReward(_Reward):
+    """A function of your own, plain or async. It may take prompt, completion, answer and metadata (any of them, by name)
+    and returns a number, or a dict of named parts: each is a metric, their sum trains."""
+
+    kind: Literal["function"] = "function"
+    """Which scorer."""
+    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    """module:function; the module must be importable from where the run starts."""
+
+
+RewardConfig = Annotated[ReasoningGymReward | MathVerifyReward | ExactMatchReward | FunctionReward, Field(discriminator="kind")]
+
+# --- sampling and packing -------------------------------------------------------------------------------------------
+
+
+class SamplingConfig(_Section):
+    """How the engines sample while training."""
+
+    temperature: PositiveFloat = 1.0
+    """Logits are divided by it, in the engine and in the learner alike."""
+    max_tokens: PositiveInt = 256
+    """Longest answer; what is cut there is counted, and treated as rollout.overlong says."""
+    samples_per_group: int = Field(default=8, ge=2)
+    """Answers to each prompt: a group, which is its own baseline, and so needs two."""
+    top_p: float = 1.0
+    """Only 1.0: see the refusal."""
+    top_k: int = -1
+    """Only -1, the whole vocabulary: see the refusal."""
+    min_p: float = 0.0
+    """Only 0.0: see the refusal."""
+    repetition_penalty: float = 1.0
+    """Only 1.0: see the refusal."""
+    frequency_penalty: float = 0.0
+    """Only 0.0: see the refusal."""
+    presence_penalty: float = 0.0
+    """Only 0.0: see the refusal."""
+    min_tokens: int = 0
+    """Only 0: see the refusal."""
+
+    @model_validator(mode="after")
+    def _refuse_what_would_bias_the_ratios(self) -> SamplingConfig:
+        for name in ("top_p", "top_k", "min_p"):
+            self._refuse_unless_default(name, "tokens would come from a part of the vocabulary, but their logprobs from the whole of it")
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+            self._refuse_unless_default(name, "tokens would be drawn from penalised logits, but the learner knows no penalty")
+        self._refuse_unless_default("min_tokens", "the end of the answer would be forbidden in the engine, but not in the learner")
+        return self
+
+    def _refuse_unless_default(self, name: str, reason: str) -> None:
+        value, neutral = getattr(self, name), type(self).model_fields[name].default
+        if value != neutral:
+            raise ValueError(f"{name} = {value}: {reason}, and every importance ratio would be biased. Set {name}: {neutral}")
+
+
+class TrainOverlong(_Section):
+    """Answers cut at max_tokens are trained like any other, with the reward that they got."""
+
+    kind: Literal["train"] = "train"
+    """What becomes of an answer cut at max_tokens."""
+
+
+class MaskOverlong(_Section):
+    """They are left out of the loss; their rewards stay in the group's baseline (DAPO's overlong filtering)."""
+
+    kind: Literal["mask"] = "mask"
+    """What becomes of an answer cut at max_tokens."""
+
+
+class PenaliseOverlong(_Section):
+    """They are trained with a lower reward; with ramp_tokens, so are those that come close (DAPO's soft overlong punishment)."""
+
+    kind: Literal["penalise"] = "penalise"
+    """What becomes of an answer cut at max_tokens."""
+    penalty: PositiveFloat = 1.0
+    """Taken off the reward of a cut answer."""
+    ramp_tokens: int = Field(default=0, ge=0)
+    """Over the last so many tokens before max_tokens the penalty grows linearly from 0, for finished answers too."""
+
+
+OverlongConfig = Annotated[TrainOverlong | MaskOverlong | PenaliseOverlong, Field(discriminator="kind")]
+
+
+class RolloutConfig(_Section):
+    """What happens to a prompt."""
+
+    workers: PositiveInt = 1
+    """Rollout workers, each with an engine of its own."""
+    task: TaskConfig
+    """Where the questions come from."""
+    reward: RewardConfig
+    """What an answer is worth."""
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    """How answers are sampled for training."""
+    overlong: OverlongConfig = Field(default_factory=TrainOverlong)
+    """Answers cut at max_tokens. train is what GRPO does: they rarely score, so answers learn to end in time; mask doesn't punish
+    what might have become right, but then nothing keeps answers short; penalise presses harder."""
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """The SGLang engine of each worker."""
+
+    @model_validator(mode="after")
+    def _scorer_knows_the_questions(self) -> RolloutConfig:
+        if self.reward.kind == "reasoning_gym" and self.task.kind != "reasoning_gym":
+            raise ValueError(
+                f"reward.kind = reasoning_gym with task.kind = {self.task.kind}: reasoning-gym scores only the questions that it made. "
+                "Set reward.kind to exact_match, math_verify or function"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_leaves_room_for_a_prompt(self) -> RolloutConfig:
+        context = self.engine.context_length
+        if context is not None and self.sampling.max_tokens >= context:
+            raise ValueError(
+                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in engine.context_length = {context}; "
+                f"lower the one or raise the other"
+            )
+        if isinstance(self.overlong, PenaliseOverlong) and self.overlong.ramp_tokens > self.sampling.max_tokens:
+            raise ValueError(
+                f"overlong.ramp_tokens = {self.overlong.ramp_tokens} is more than sampling.max_tokens = {self.sampling.max_tokens}: "
+                "even an empty answer would be punished; lower it"
+            )
+        return self
+
+    def max_prompt_tokens(self, model_context: int) -> int:
+        """Longest prompt that can be asked: task.max_prompt_tokens, or what max_tokens leaves of the context.
+
+        Args:
+            model_context: context length from the model's own config, tokens.
+        Raises: ConfigError if no room is left.
+        """
+        room = (self.engine.context_length or model_context) - self.sampling.max_tokens
+        if room < 1:
+            raise ConfigError(
+                f"rollout.sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in the model's context of "
+                f"{model_context} tokens; lower it"
+            )
+        return min(room, self.task.max_prompt_tokens or room)

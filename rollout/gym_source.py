@@ -1,0 +1,154 @@
+"""Questions of reasoning-gym's procedural data sets: training by position, held-out, demonstrations."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from correction.errors import ConfigError, DataError
+from rollout.config import ReasoningGymTask
+from rollout.questions import Question, SkippedRow, hash_share, text_key
+from rollout.reward_process import create_reasoning_gym
+
+logger = logging.getLogger(__name__)
+
+_CANDIDATES = 16
+"""Questions drawn for one training position until one is on the training side: 1e-16 of failing at a held-out share of a tenth."""
+_POSITIONS = 64
+"""Training positions served by one reasoning-gym data set object. Each has a seed of its own, because many data sets draw entry i
+from Random(seed + i), and some make all their entries at once."""
+_NOTICE_S = 10.0
+
+
+class ReasoningGymSource:
+    """A procedural data set; its questions have no end, and a hash of the text decides on which side each is."""
+
+    def __init__(self, config: ReasoningGymTask, excess: Callable[[str], str | None]) -> None:
+        """
+        Args:
+            excess: why a question's text can't be asked (too long), or None; such a question is passed over.
+        Raises: ConfigError for an unknown data set or option.
+        """
+        self._config = config
+        self._excess = excess
+        self._open: dict[str, tuple[int, Any]] = {}
+        self._too_long: dict[str, SkippedRow] = {}
+        self._held_out: tuple[Question, ...] | None = None
+        _refuse_unknown_names(config)
+        try:
+            self._chunk("train", 0)
+        except Exception as error:
+            raise ConfigError(f"rollout.task.options = {config.options}: reasoning-gym's {config.dataset} refuses them: {error}") from error
+
+    @property
+    def name(self) -> str:
+        return f"reasoning-gym {self._config.dataset}"
+
+    @property
+    def questions_per_epoch(self) -> None:
+        return None
+
+    @property
+    def distinct_train_questions(self) -> None:
+        return None
+
+    @property
+    def skipped(self) -> tuple[SkippedRow, ...]:
+        return tuple(self._too_long.values())
+
+    @property
+    def held_out(self) -> tuple[Question, ...]:
+        if self._held_out is None:
+            self._held_out = tuple(self._find_held_out())
+        return self._held_out
+
+    def train_question(self, position: int) -> Question:
+        return self._training_side("train", position)
+
+    def demonstration_questions(self) -> Iterator[Question]:
+        position = 0
+        while True:
+            yield self._training_side("demonstrations", position)
+            position += 1
+
+    def _training_side(self, stream: str, position: int) -> Question:
+        """The first question of this position's candidates that is on the training side and fits."""
+        chunk, slot = divmod(position, _POSITIONS)
+        dataset = self._chunk(stream, chunk)
+        for index in range(slot * _CANDIDATES, (slot + 1) * _CANDIDATES):
+            question = _as_question(dataset[index])
+            if hash_share(question.text) >= self._config.held_out_fraction and self._fits(f"{stream}, entry {chunk}/{index}", question):
+                return question
+        raise DataError(
+            f"{self.name}: {_CANDIDATES} questions in a row are held out or too long ({len(self._too_long)} were too long so far); "
+            f"take a setting with more or shorter questions, or lower rollout.task.held_out_fraction"
+        )
+
+    def _find_held_out(self) -> Iterator[Question]:
+        """Distinct questions of the held-out side; gives up when four times the expected number of tries was not enough."""
+        wanted = self._config.held_out_size
+        tries = int(4 * wanted / self._config.held_out_fraction)
+        seen: set[str] = set()
+        next_notice = time.monotonic() + _NOTICE_S
+        for number in range(tries):
+            chunk, index = divmod(number, _POSITIONS * _CANDIDATES)
+            question = _as_question(self._chunk("held_out", chunk)[index])
+            key = text_key(question.text)
+            is_new = key not in seen and hash_share(key) < self._config.held_out_fraction
+            if is_new and self._fits(f"held_out, entry {chunk}/{index}", question):
+                seen.add(key)
+                yield question
+            if len(seen) == wanted:
+                return
+            if time.monotonic() > next_notice:
+                logger.info("%s: %d of %d held-out questions found after %d tries", self.name, len(seen), wanted, number + 1)
+                next_notice = time.monotonic() + _NOTICE_S
+
+    def _fits(self, entry: str, question: Question) -> bool:
+        reason = self._excess(question.text)
+        if reason is not None:
+            place = f"{self.name}, {entry}"
+            self._too_long[place] = SkippedRow(place, reason)
+        return reason is None
+
+    def _chunk(self, stream: str, chunk: int) -> Any:
+        """The data set object of a stretch of a stream; the last one of each stream is kept."""
+        number, dataset = self._open.get(stream, (None, None))
+        if number != chunk:
+            key = f"{self._config.seed}/{stream}/{chunk}".encode()
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % 2**31      # numpy's seeds end at 2**32
+            dataset = create_reasoning_gym(self._config.dataset, self._config.options, seed=seed, size=_POSITIONS * _CANDIDATES)
+            self._open[stream] = (chunk, dataset)
+        return dataset
+
+
+def _as_question(entry: dict[str, Any]) -> Question:
+    answer = entry["answer"]
+    return Question(entry["question"], "" if answer is None else str(answer), metadata=dict(entry))
+
+
+def _refuse_unknown_names(config: ReasoningGymTask) -> None:
+    import reasoning_gym  # noqa: F401 - fills the table of data sets
+    from reasoning_gym.factory import DATASETS
+
+    if config.dataset not in DATASETS:
+        raise ConfigError(
+            f"rollout.task.dataset = {config.dataset}: reasoning-gym has no such data set among its {len(DATASETS)}"
+            + _nearest(config.dataset, DATASETS)
+        )
+    names = [f.name for f in dataclasses.fields(DATASETS[config.dataset][1])]
+    for option in config.options:
+        if option not in names:
+            raise ConfigError(
+                f"rollout.task.options.{option}: {config.dataset} has no such option (it has {', '.join(names)})" + _nearest(option, names)
+            )
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)
+    return f"; did you mean {found[0]}?" if found else ""

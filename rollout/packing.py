@@ -1,0 +1,202 @@
+"""Groups of scored trajectories become one packed batch, with advantages; what was left out is counted.
+
+What trains: the valid trajectories (scored, complete) of groups that have at least two of them. A failed trajectory is in neither
+baseline nor loss. Versions, logprobs and rewards are taken as they come; nothing is corrected here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from correction.batch import PackedBatch
+from correction.errors import DataError
+from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong
+from rollout.trajectory import FinishReason, Group, Trajectory
+
+Advantage = Callable[[Tensor, Tensor], Tensor]
+"""(rewards [S] float32, group_ids [S] int64) -> advantages [S]."""
+
+NO_VERSION = -1
+"""weight_versions of a token that no weights sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingCounts:
+    """What went into a batch and what did not."""
+
+    groups: int
+    """Groups handed in."""
+    groups_discarded: int
+    """Groups with fewer than two valid trajectories: not in the batch."""
+    groups_uniform: int
+    """Trainable groups whose raw rewards are all alike: no gradient (unless an overlong penalty sets them apart)."""
+    groups_all_right: int
+    """Trainable groups of which every valid answer is right."""
+    groups_all_wrong: int
+    """Trainable groups of which no valid answer is right."""
+    trajectories: int
+    """Trajectories handed in."""
+    trajectories_failed: int
+    """Without reward: the scorer raised or timed out, or the engine gave up."""
+    trajectories_overlong: int
+    """Valid ones cut at max_tokens or at the context's end, in trainable groups."""
+    trajectories_penalised: int
+    """Those whose reward an overlong penalty lowered."""
+    trajectories_mixed: int
+    """Sequences of the batch with tokens of more than one weight version."""
+    sequences: int
+    """Trajectories in the batch: those of trainable groups, less overlong ones that are masked."""
+    prompt_tokens: int
+    """Prompt tokens in the batch, those of shared prompts counted each time."""
+    response_tokens: int
+    """Trained tokens in the batch."""
+
+
+def is_trainable(group: Group) -> bool:
+    """Whether a group can be its own baseline: at least two valid trajectories."""
+    return len(group.valid) >= 2
+
+
+def pack_groups(
+    groups: Sequence[Group],
+    *,
+    learner_version: int,
+    advantage: Advantage,
+    overlong: OverlongConfig,
+    max_tokens: int,
+    temperature: float = 1.0,
+    right_reward: float = 1.0,
+) -> tuple[PackedBatch, PackingCounts]:
+    """One batch of all trainable groups, in the order given.
+
+    Rewards for the advantages are the raw ones, less an overlong penalty. A masked overlong trajectory is in the baseline and not in
+    the batch. Prompt tokens have loss_mask False, version -1 and logprob 0; the advantage stands at every token of its sequence.
+    Args:
+        learner_version: of the weights from which the update starts.
+        advantage: (rewards [S], group_ids [S]) -> [S].
+        overlong: train, mask or penalise what was cut.
+        max_tokens: of the sampling; the end of a penalty's ramp.
+        right_reward: raw reward from which an answer counts as right.
+    Returns: the batch (possibly of no sequence at all) and the counts.
+    Raises: DataError for a trajectory whose logprobs or versions don't fit its tokens, or an unsuitable advantage.
+    """
+    trainable = [group for group in groups if is_trainable(group)]
+    scored = [(group, trajectory) for group in trainable for trajectory in group.valid]
+    penalties = [overlong_penalty(trajectory, overlong, max_tokens) for _, trajectory in scored]
+    advantages = _advantages(scored, penalties, advantage)
+    is_kept = [not (isinstance(overlong, MaskOverlong) and _is_overlong(trajectory)) for _, trajectory in scored]
+    kept = [pair for pair, keep in zip(scored, is_kept, strict=True) if keep]
+    batch = _pack(kept, advantages[torch.tensor(is_kept, dtype=torch.bool)], learner_version, temperature)
+    return batch, _count(groups, trainable, kept, penalties, batch, right_reward)
+
+
+def overlong_penalty(trajectory: Trajectory, overlong: OverlongConfig, max_tokens: int) -> float:
+    """What to take off a trajectory's reward for its length, >= 0.
+
+    With L response tokens and a ramp of R: penalty * clip((L - (max_tokens - R)) / R, 0, 1); a cut answer pays all of it.
+    Source: Yu et al. (2025), DAPO, equation 13 (there the penalty is 1).
+    """
+    if not isinstance(overlong, PenaliseOverlong):
+        return 0.0
+    if _is_overlong(trajectory):
+        return overlong.penalty
+    if overlong.ramp_tokens == 0:
+        return 0.0
+    into_ramp = len(trajectory.response_ids) - (max_tokens - overlong.ramp_tokens)
+    return overlong.penalty * min(max(into_ramp / overlong.ramp_tokens, 0.0), 1.0)
+
+
+def _is_overlong(trajectory: Trajectory) -> bool:
+    return trajectory.finish_reason is FinishReason.LENGTH
+
+
+def _advantages(scored: Sequence[tuple[Group, Trajectory]], penalties: Sequence[float], advantage: Advantage) -> Tensor:
+    """[S] float32."""
+    rewards = [float(trajectory.reward or 0.0) - penalty for (_, trajectory), penalty in zip(scored, penalties, strict=True)]
+    if not rewards:
+        return torch.zeros(0)
+    group_ids = torch.tensor([group.group_id for group, _ in scored], dtype=torch.int64)
+    values = advantage(torch.tensor(rewards, dtype=torch.float32), group_ids)
+    if values.shape != (len(rewards),) or not bool(torch.isfinite(values).all()):
+        raise DataError(
+            f"the advantage estimator returned shape {tuple(values.shape)} for {len(rewards)} rewards, or values that are not finite"
+        )
+    return values.to(torch.float32)
+
+
+def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_version: int, temperature: float) -> PackedBatch:
+    token_ids: list[int] = []
+    loss_mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    lengths: list[int] = []
+    for _, trajectory in kept:
+        prompt, response = len(trajectory.prompt_ids), len(trajectory.response_ids)
+        if len(trajectory.behavior_logprobs) != response:
+            raise DataError(f"{trajectory.prompt_id}: {len(trajectory.behavior_logprobs)} logprobs for {response} response tokens")
+        token_ids += [*trajectory.prompt_ids, *trajectory.response_ids]
+        loss_mask += [False] * prompt + [True] * response
+        logprobs += [0.0] * prompt + list(trajectory.behavior_logprobs)
+        versions += [NO_VERSION] * prompt + _token_versions(trajectory)
+        lengths.append(prompt + response)
+    lengths_S = torch.tensor(lengths, dtype=torch.int64)
+    return PackedBatch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)]),
+        loss_mask=torch.tensor(loss_mask, dtype=torch.bool),
+        behavior_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        advantages=advantages.repeat_interleave(lengths_S),
+        weight_versions=torch.tensor(versions, dtype=torch.int32),
+        group_ids=torch.tensor([group.group_id for group, _ in kept], dtype=torch.int64),
+        learner_version=learner_version,
+        temperature=temperature,
+    ).validate()
+
+
+def _token_versions(trajectory: Trajectory) -> list[int]:
+    """The version of each response token.
+
+    Raises: DataError if the spans leave a gap, overlap, or end elsewhere than the response.
+    """
+    versions: list[int] = []
+    for span in trajectory.version_spans:
+        if span.start != len(versions) or span.end < span.start:
+            break
+        versions += [span.version] * (span.end - span.start)
+    if len(versions) != len(trajectory.response_ids) or (trajectory.version_spans and trajectory.version_spans[-1].end != len(versions)):
+        raise DataError(
+            f"{trajectory.prompt_id}: version spans {[(s.start, s.end) for s in trajectory.version_spans]} "
+            f"don't cover its {len(trajectory.response_ids)} response tokens in order"
+        )
+    return versions
+
+
+def _count(
+    groups: Sequence[Group],
+    trainable: Sequence[Group],
+    kept: Sequence[tuple[Group, Trajectory]],
+    penalties: Sequence[float],
+    batch: PackedBatch,
+    right_reward: float,
+) -> PackingCounts:
+    right_of_groups = [[(t.reward or 0.0) >= right_reward for t in group.valid] for group in trainable]
+    trained = int(batch.loss_mask.sum())
+    return PackingCounts(
+        groups=len(groups),
+        groups_discarded=len(groups) - len(trainable),
+        groups_uniform=sum(group.is_uniform for group in trainable),
+        groups_all_right=sum(all(right) for right in right_of_groups),
+        groups_all_wrong=sum(not any(right) for right in right_of_groups),
+        trajectories=sum(len(group.trajectories) for group in groups),
+        trajectories_failed=sum(not t.is_valid for group in groups for t in group.trajectories),
+        trajectories_overlong=sum(_is_overlong(t) for group in trainable for t in group.valid),
+        trajectories_penalised=sum(penalty > 0 for penalty in penalties),
+        trajectories_mixed=sum(trajectory.is_mixed for _, trajectory in kept),
+        sequences=len(kept),
+        prompt_tokens=batch.num_tokens - trained,
+        response_tokens=trained,
+    )

@@ -1,0 +1,274 @@
+"""What runs in a scoring process: `python -m rollout.reward_process FD PARENT_PID`, started and killed by rollout/rewards.py.
+
+It imports the standard library and what the one scorer needs; never torch. Messages are pickles with a length before them, over a
+socket of its own, so that a scorer may print what it likes. The first message is the specification (`RewardConfig` as a dict), the
+answer {"ready": True} or {"error": why}; after that each request is answered by {"components": ...} or {"error": why}.
+
+A scoring process must never outlive its parent: the kernel kills it when the parent dies, even in the middle of a C function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import difflib
+import importlib
+import inspect
+import math
+import os
+import pickle
+import re
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+LENGTH = struct.Struct("!Q")
+"""Before each pickle: its size in bytes."""
+SINGLE = "reward"
+"""Name of the only component when a reward is a bare number."""
+_PR_SET_PDEATHSIG = 1
+
+Scorer = Callable[[dict[str, Any]], Any]
+"""Takes a request (prompt, completion, answer, metadata), returns a number or a dict of numbers."""
+
+
+class RewardLoadError(Exception):
+    """The scorer can't be set up; the message is for the user."""
+
+
+def main(fd: int, parent_pid: int) -> None:
+    """Answer requests until the parent closes the socket."""
+    die_with_parent(parent_pid)
+    connection = socket.socket(fileno=fd)
+    spec = _receive(connection)
+    if spec is None:
+        return
+    _limit_memory(spec["memory_gib"])
+    try:
+        score = build_scorer(spec)
+    except RewardLoadError as error:
+        _send(connection, {"error": str(error)})
+        return
+    _send(connection, {"ready": True})
+    while (request := _receive(connection)) is not None:
+        _send(connection, score_request(score, request))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL at the death of the thread that started this process (Linux; elsewhere the closed socket ends it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:      # it died before the kernel was asked
+        os._exit(1)
+
+
+def score_request(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
+    """{"components": {name: value}} of one completion, or {"error": reason}."""
+    try:
+        return {"components": components(score(request))}
+    except MemoryError:
+        return {"error": "the reward ran out of memory (rollout.reward.memory_gib)"}
+    except Exception as error:
+        return {"error": f"the reward raised {type(error).__name__}: {error}"}
+
+
+def components(value: Any) -> dict[str, float]:
+    """Named parts of what a scorer returned; a bare number is called "reward".
+
+    Raises: ValueError or TypeError if it is no number, or not finite.
+    """
+    named = value if isinstance(value, dict) else {SINGLE: value}
+    if not named:
+        raise ValueError("an empty dict has no sum; return at least one part")
+    return {str(name): _finite(name, part) for name, part in named.items()}
+
+
+def _finite(name: str, part: Any) -> float:
+    if isinstance(part, str) or not hasattr(part, "__float__"):
+        raise TypeError(f"{name} = {part!r} is no number; return a float, or a dict of floats")
+    number = float(part)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} = {number} is not finite")
+    return number
+
+
+# --- scorers --------------------------------------------------------------------------------------------------------
+
+
+def build_scorer(spec: dict[str, Any]) -> Scorer:
+    """The scorer of a specification, with everything imported that it needs.
+
+    Raises: RewardLoadError.
+    """
+    extract = build_extraction(spec["extraction"])
+    score = _SCORERS[spec["kind"]](spec)
+    return lambda request: score({**request, "completion": extract(request["completion"])})
+
+
+def build_extraction(spec: dict[str, Any]) -> Callable[[str], str]:
+    """The function that cuts the answer out of a completion; it returns "" where there is none."""
+    if spec["kind"] == "whole":
+        return lambda text: text
+    if spec["kind"] == "last_line":
+        return lambda text: next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    if spec["kind"] == "after":
+        return lambda text: text.rpartition(spec["marker"])[2].strip() if spec["marker"] in text else ""
+    try:
+        pattern = re.compile(spec["pattern"], re.DOTALL)
+    except re.error as error:
+        raise RewardLoadError(f"rollout.reward.extraction.pattern = {spec['pattern']!r} is no regular expression: {error}") from error
+    return lambda text: _last_match(pattern, text)
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str:
+    last = None
+    for last in pattern.finditer(text):  # noqa: B007 - only the last one counts
+        pass
+    if last is None:
+        return ""
+    return str((last[1] if pattern.groups else last[0]) or "").strip()
+
+
+def create_reasoning_gym(name: str, options: dict[str, Any], *, seed: int, size: int) -> Any:
+    """A reasoning-gym data set; the options are those of its own config class."""
+    import reasoning_gym
+
+    if name == "composite":      # the only one whose options are objects
+        from reasoning_gym.composite import DatasetSpec
+
+        options = {**options, "datasets": [DatasetSpec(**spec) for spec in options.get("datasets", [])]}
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
+
+
+def _reasoning_gym(spec: dict[str, Any]) -> Scorer:
+    dataset = create_reasoning_gym(spec["dataset"], spec["options"], seed=0, size=1)
+    return lambda request: dataset.score_answer(request["completion"], entry=request["metadata"])
+
+
+def _math_verify(spec: dict[str, Any]) -> Scorer:
+    """math-verify's own alarms are off: at five seconds they call a comparison "unequal", which would train as a wrong answer.
+
+    Here the deadline ends it, and it is counted as what it is.
+    """
+    from math_verify import parse, verify
+
+    def score(request: dict[str, Any]) -> float:
+        answer = request["answer"]
+        is_marked_up = "$" in answer or "\\boxed" in answer
+        reference = parse(answer if is_marked_up else f"\\boxed{{{answer}}}", parsing_timeout=None)
+        if not reference:
+            raise ValueError(f"math-verify can't read the reference answer {answer!r}")
+        found = parse(request["completion"], parsing_timeout=None)
+        return float(verify(reference, found, float_rounding=spec["float_rounding"], timeout_seconds=None))
+
+    score({"answer": "1/2", "completion": "0.5"})     # the first call compiles grammars: not on the first completion's time
+    return score
+
+
+def _exact_match(spec: dict[str, Any]) -> Scorer:
+    def normal(text: str) -> str:
+        return text.strip().casefold() if spec["ignore_case"] else text.strip()
+
+    return lambda request: float(normal(request["completion"]) == normal(request["answer"]))
+
+
+def _function(spec: dict[str, Any]) -> Scorer:
+    function = _import_function(spec["path"])
+    wanted = _accepted_names(function, spec["path"])
+
+    def score(request: dict[str, Any]) -> Any:
+        result = function(**{name: request[name] for name in wanted})
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+    return score
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _import_function(path: str) -> Callable[..., Any]:
+    module_name, _, attributes = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise RewardLoadError(
+            f"rollout.reward.path = {path}: importing {module_name} raised {type(error).__name__}: {error}; "
+            f"start the run where the module lies, or install it"
+        ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            near = difflib.get_close_matches(attribute, dir(found), n=1)
+            raise RewardLoadError(
+                f"rollout.reward.path = {path}: {module_name} has no {attribute}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise RewardLoadError(f"rollout.reward.path = {path} is {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _accepted_names(function: Callable[..., Any], path: str) -> tuple[str, ...]:
+    """Which of the four arguments the function takes."""
+    offered = ("prompt", "completion", "answer", "metadata")
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return offered
+    names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    unknown = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in offered]
+    if unknown:
+        raise RewardLoadError(f"rollout.reward.path = {path}: the function asks for {', '.join(unknown)}; it can have {', '.join(offered)}")
+    return tuple(name for name in names if name in offered)
+
+
+_SCORERS: dict[str, Callable[[dict[str, Any]], Scorer]] = {
+    "reasoning_gym": _reasoning_gym,
+    "math_verify": _math_verify,
+    "exact_match": _exact_match,
+    "function": _function,
+}
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def pack_message(value: Any) -> bytes:
+    """A message as it goes over the socket."""
+    payload = pickle.dumps(value)
+    return LENGTH.pack(len(payload)) + payload
+
+
+def _send(connection: socket.socket, value: Any) -> None:
+    connection.sendall(pack_message(value))
+
+
+def _receive(connection: socket.socket) -> Any:
+    """The next message, or None when the parent has closed the socket."""
+    header = _exactly(connection, LENGTH.size)
+    payload = header and _exactly(connection, LENGTH.unpack(header)[0])
+    return pickle.loads(payload) if payload else None
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+def _limit_memory(gib: float | None) -> None:
+    """Private writable memory, so that what a library merely reserves or maps doesn't count."""
+    if gib is not None:
+        import resource
+
+        size = int(gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,308 @@
+"""Scoring of completions in processes that can be killed, awaited from an event loop.
+
+A scorer may hang in the middle of a C function (sympy on 5^5^5^5), crash, or eat memory, and the run has to go on. So each scoring
+process has a socket of its own and is killed (SIGKILL, with all that it started) when a call passes its deadline; the next call on it
+meets a fresh one, and calls on other processes never notice. This is not a general pool: those share pipes and locks among
+their workers, which a worker that dies hard takes with it, and they import the parent's `__main__` in each of them (here: ray, torch).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from correction.errors import ConfigError
+from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
+from rollout.reward_process import LENGTH, SINGLE, pack_message
+from rollout.trajectory import FinishReason, Prompt, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCounts:
+    """What a pool has done since it was made; sums, so that those of several pools add up."""
+
+    calls: int = 0
+    """Completions sent to a scorer."""
+    errors: int = 0
+    """Calls that raised, returned no finite number, or whose process died."""
+    timeouts: int = 0
+    """Calls that passed the deadline."""
+    restarts: int = 0
+    """Scoring processes started in place of killed or dead ones."""
+    busy_s: float = 0.0
+    """Time in scorers, added up over processes, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCheck:
+    """What the trial at start-up found."""
+
+    start_s: float
+    """Until all scoring processes were ready, seconds."""
+    call_s: float | None = None
+    """Time of the trial call, seconds; None if there was no question to try."""
+    reward_of_answer: float | None = None
+    """Reward of the reference answer itself; usually the highest there is."""
+    components: tuple[str, ...] = ()
+    """Names of the parts, if the reward has any."""
+
+
+class RewardCallError(Exception):
+    """A call that gave no reward; the message says why."""
+
+
+class RewardTimeout(RewardCallError):
+    """A call that passed its deadline."""
+
+
+class RewardPool:
+    """`processes` scoring processes for the groups of one rollout worker. Use it from one event loop.
+
+    A process is started, ready after it has answered its specification, and lent to one call at a time. A call that
+    doesn't end in an answer kills it, and it is started again at once: importing overlaps with the calls on the others.
+    """
+
+    def __init__(self, config: RewardConfig, task: TaskConfig | None = None) -> None:
+        """
+        Args:
+            task: the task that makes the questions; a reasoning_gym reward takes its data set from there.
+        Raises: ConfigError if a reasoning_gym reward has no such task.
+        """
+        self._config = config
+        spec = reward_specification(config, task)
+        self._processes = [_ScoringProcess(spec, config.start_deadline_s) for _ in range(config.processes)]
+        self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()      # first in, first out: a fresh process gets time to import
+        for process in self._processes:
+            self._idle.put_nowait(process)
+        self._calls = self._errors = self._timeouts = 0
+        self._busy_s = 0.0
+
+    @property
+    def counts(self) -> RewardCounts:
+        restarts = sum(max(process.starts - 1, 0) for process in self._processes)
+        return RewardCounts(self._calls, self._errors, self._timeouts, restarts, self._busy_s)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the scoring processes that are up."""
+        return tuple(process.pid for process in self._processes if process.pid is not None)
+
+    async def check(self, sample: Prompt | None = None) -> RewardCheck:
+        """Start all processes and score the sample's own reference answer, so that a mistake shows now and not at step 300.
+
+        Raises: ConfigError if the scorer can't be set up, or fails on the sample.
+        """
+        began = time.monotonic()
+        try:
+            for process in self._processes:
+                process.start()
+            for process in self._processes:
+                await process.ready()
+            start_s = time.monotonic() - began
+            if sample is None:
+                return RewardCheck(start_s)
+            began = time.monotonic()
+            parts = await self._call(_request(sample, sample.answer))
+        except RewardCallError as error:
+            await self.close()
+            place = self._config.path if isinstance(self._config, FunctionReward) else self._config.kind
+            on = "" if sample is None else f" (tried on {sample.prompt_id} with its own answer {sample.answer!r:.60})"
+            raise ConfigError(f"rollout.reward ({place}): {error}{on}") from error
+        names = () if set(parts) == {SINGLE} else tuple(parts)
+        return RewardCheck(start_s, time.monotonic() - began, sum(parts.values()), names)
+
+    async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
+        """The same trajectories with reward and components, or with an error where there is none; in the same order.
+
+        Those that have failed already or were given up by the engine are not scored.
+        """
+        return tuple(await asyncio.gather(*(self._score_one(trajectory, prompt) for trajectory in trajectories)))
+
+    async def close(self) -> None:
+        """Kill all scoring processes. A later call starts them again."""
+        for process in self._processes:
+            process.kill()
+
+    async def _score_one(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
+        if trajectory.error is not None:
+            return trajectory
+        if trajectory.finish_reason is FinishReason.ABORT or not trajectory.response_ids:
+            return replace(trajectory, reward=None, error="the engine gave the request up: no complete answer")
+        try:
+            parts = await self._call(_request(prompt, trajectory.text))
+        except RewardCallError as error:
+            return replace(trajectory, reward=None, reward_components={}, error=str(error))
+        return replace(trajectory, reward=sum(parts.values()), reward_components={} if set(parts) == {SINGLE} else parts)
+
+    async def _call(self, request: dict[str, Any]) -> dict[str, float]:
+        process = await self._idle.get()
+        self._calls += 1
+        try:
+            await process.ready()
+            began = time.monotonic()
+            try:
+                return await process.call(request, self._config.deadline_s)
+            finally:
+                self._busy_s += time.monotonic() - began
+        except RewardTimeout:
+            self._timeouts += 1
+            raise
+        except RewardCallError:
+            self._errors += 1
+            raise
+        finally:
+            self._idle.put_nowait(process)
+
+
+def reward_specification(config: RewardConfig, task: TaskConfig | None) -> dict[str, Any]:
+    """What a scoring process has to know.
+
+    Raises: ConfigError if a reasoning_gym reward has no reasoning_gym task.
+    """
+    spec = config.model_dump()
+    if isinstance(config, ReasoningGymReward):
+        if not isinstance(task, ReasoningGymTask):
+            raise ConfigError("rollout.reward.kind = reasoning_gym needs rollout.task.kind = reasoning_gym: it scores only what it made")
+        spec |= {"dataset": task.dataset, "options": task.options}
+    return spec
+
+
+def _request(prompt: Prompt, completion: str) -> dict[str, Any]:
+    return {"prompt": prompt.text, "completion": completion, "answer": prompt.answer, "metadata": prompt.metadata}
+
+
+class _ScoringProcess:
+    """One child process with its socket: down -> started -> ready -> (killed: down)."""
+
+    def __init__(self, spec: dict[str, Any], start_deadline_s: float) -> None:
+        self._spec = spec
+        self._start_deadline_s = start_deadline_s
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_ready = False
+        self.starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    def start(self) -> None:
+        """Start the child and send it its specification, without waiting for its imports.
+
+        The child dies with the thread that calls this, so it must be the event loop's, not one of an executor.
+        """
+        if self._child is not None:
+            return
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),      # the user's module is found as here
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "rollout.reward_process", str(theirs.fileno()), str(os.getpid())]
+        # A session of its own: Ctrl-C is for the run, and killing the session's group takes along what the scorer started.
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+        )
+        theirs.close()
+        ours.sendall(pack_message(self._spec))
+        ours.setblocking(False)
+        self._socket = ours
+        self.starts += 1
+
+    async def ready(self) -> None:
+        """Wait until the child has imported what it needs.
+
+        Raises: RewardCallError.
+        """
+        if self._is_ready:
+            return
+        self.start()
+        reply = await self._reply(self._start_deadline_s, "its imports", "rollout.reward.start_deadline_s")
+        if "error" in reply:
+            self.kill()
+            raise RewardCallError(reply["error"])
+        self._is_ready = True
+
+    async def call(self, request: dict[str, Any], deadline_s: float) -> dict[str, float]:
+        """Parts of the reward of one request. Anything but an answer kills the child and starts another.
+
+        Raises: RewardCallError, RewardTimeout.
+        """
+        assert self._socket is not None
+        message = pack_message(request)
+        reply = await self._reply(deadline_s, "one completion", "rollout.reward.deadline_s", message)
+        if "error" in reply:
+            raise RewardCallError(reply["error"])
+        return reply["components"]  # type: ignore[no-any-return]
+
+    def kill(self) -> None:
+        """End the child and everything in its session, now."""
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+        if self._socket is not None:
+            self._socket.close()
+        self._child = self._socket = None
+        self._is_ready = False
+
+    async def _reply(self, deadline_s: float, what: str, setting: str, message: bytes = b"") -> dict[str, Any]:
+        assert self._socket is not None
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await _exchange(self._socket, message)
+        except TimeoutError:
+            self._restart()
+            raise RewardTimeout(f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed") from None
+        except (ConnectionError, EOFError):
+            exit_code = self._exit_code()
+            self._restart()
+            raise RewardCallError(f"the scoring process died at {what} ({exit_code})") from None
+        except BaseException:      # cancelled: the answer to this request must not be taken for the next one's
+            self.kill()
+            raise
+
+    def _restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def _exit_code(self) -> str:
+        """How the child ended, in words; it has closed its socket, so its end is at most moments away."""
+        assert self._child is not None
+        try:
+            code = self._child.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            return "it closed its socket"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+async def _exchange(connection: socket.socket, message: bytes) -> dict[str, Any]:
+    """Send a message, if there is one, and return the next reply.
+
+    Raises: EOFError, ConnectionError if the child is gone.
+    """
+    loop = asyncio.get_running_loop()
+    if message:
+        await loop.sock_sendall(connection, message)
+    (size,) = LENGTH.unpack(await _exactly(loop, connection, LENGTH.size))
+    return pickle.loads(await _exactly(loop, connection, size))  # type: ignore[no-any-return]
+
+
+async def _exactly(loop: asyncio.AbstractEventLoop, connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = await loop.sock_recv(connection, size - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return bytes(data)

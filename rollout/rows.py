@@ -1,0 +1,230 @@
+"""Rows of questions from JSONL, JSON and Parquet files and from Hugging Face data sets. Bad rows are skipped, each with its reason."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from correction.errors import DataError
+from rollout.config import FileTask, HuggingFaceTask
+from rollout.questions import Question, SkippedRow, hash_share, text_key
+
+FileReader = Callable[[Path], Iterator[tuple[str, Any]]]
+"""Yields (place, row); a row that can't even be read comes as a DataError instead of a dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a source held."""
+
+    questions: tuple[Question, ...]
+    skipped: tuple[SkippedRow, ...]
+
+
+class RowSource:
+    """Rows of a file or data set. Held out are rows of their own, or the distinct texts with the smallest hashes."""
+
+    def __init__(self, config: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> None:
+        """
+        Args:
+            excess: why a question's text can't be asked (too long), or None; a row with a reason is skipped.
+        Raises: DataError if there is nothing to read, or nothing left to train on.
+        """
+        self._config = config
+        self._excess = excess
+        rows = self._read(held_out=False)
+        self._skipped = rows.skipped
+        has_own_held_out = (config.held_out_path if isinstance(config, FileTask) else config.held_out_split) is not None
+        if has_own_held_out:
+            held_out_rows = self._read(held_out=True)
+            self._skipped += held_out_rows.skipped
+            self._held_out = tuple({text_key(q.text): q for q in reversed(held_out_rows.questions)}.values())[::-1][: config.held_out_size]
+        else:
+            self._held_out = _smallest_hashes(rows.questions, config.held_out_size, config.held_out_fraction)
+        kept_back = {text_key(question.text) for question in self._held_out}
+        self._train = tuple(question for question in rows.questions if text_key(question.text) not in kept_back)
+        if not self._train:
+            raise DataError(f"{self.name}: every row is held out, none is left to train on; add rows, or lower rollout.task.held_out_size")
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def name(self) -> str:
+        config = self._config
+        return str(config.path) if isinstance(config, FileTask) else f"{config.path} [{config.split}]"
+
+    @property
+    def questions_per_epoch(self) -> int:
+        return len(self._train)
+
+    @property
+    def skipped(self) -> tuple[SkippedRow, ...]:
+        return self._skipped
+
+    @property
+    def held_out(self) -> tuple[Question, ...]:
+        return self._held_out
+
+    def train_question(self, position: int) -> Question:
+        epoch, index = divmod(position, len(self._train))
+        return self._train[self._epoch_order(epoch)[index]]
+
+    def demonstration_questions(self) -> Iterator[Question]:
+        while True:
+            yield from self._train
+
+    @property
+    def distinct_train_questions(self) -> int:
+        return len({text_key(question.text) for question in self._train})
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        """Rows in the order of an epoch; the last one asked for is kept."""
+        if self._order[0] != epoch:
+            order = list(range(len(self._train)))
+            if self._config.shuffle:
+                random.Random(f"{self._config.seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]
+
+    def _read(self, *, held_out: bool) -> Rows:
+        config = self._config
+        if isinstance(config, FileTask):
+            path = config.held_out_path if held_out else config.path
+            assert path is not None
+            return read_file(path, config, self._excess)
+        split = config.held_out_split if held_out else config.split
+        assert split is not None
+        return read_dataset(config, split, self._excess)
+
+
+def _smallest_hashes(questions: Sequence[Question], size: int, fraction: float) -> tuple[Question, ...]:
+    """The distinct questions with the smallest hashes, at most `size` and at most that fraction of all (but one at least)."""
+    distinct = {text_key(question.text): question for question in reversed(questions)}      # the first of equals stays
+    by_hash = sorted(distinct, key=hash_share)
+    return tuple(distinct[key] for key in by_hash[: min(size, max(1, int(fraction * len(by_hash))))])
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -> Rows:
+    """Questions of a file.
+
+    Args:
+        excess: why a question's text can't be asked (too long), or None; a row with a reason is skipped.
+    Raises: DataError if the file is missing, of an unknown kind, or without a usable row.
+    """
+    readers: dict[str, FileReader] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise DataError(f"rollout.task.path = {path}: unknown kind of file {path.suffix!r}; use one of {', '.join(readers)}")
+    if not path.is_file():
+        raise DataError(f"rollout.task.path = {path}: no such file (seen from {Path.cwd()}); correct the path, or run from its folder")
+    return _collect(readers[path.suffix](path), str(path), task, excess)
+
+
+def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str | None]) -> Rows:
+    """Questions of one split of a Hugging Face data set.
+
+    Raises: DataError if it can't be loaded or has no usable row.
+    """
+    import datasets
+
+    name = f"{task.path} [{split}]"
+    try:
+        if (Path(task.path) / "dataset_dict.json").exists():
+            table = datasets.load_from_disk(task.path)[split]
+        elif (Path(task.path) / "state.json").exists():
+            table = datasets.load_from_disk(task.path)
+        else:
+            table = datasets.load_dataset(task.path, task.subset, split=split)
+    except Exception as error:
+        raise DataError(
+            f"rollout.task.path = {task.path} (split {split}): datasets can't load it ({type(error).__name__}: {error}); "
+            f"check path, subset and split, or load it once with a network connection"
+        ) from error
+    return _collect(((f"{name}, row {i + 1}", row) for i, row in enumerate(table)), name, task, excess)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _parsed(line)
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return DataError(f"no valid JSON ({error.msg} at column {error.colno})")
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"rollout.task.path = {path}: no valid JSON ({error}); one object a line belongs into a .jsonl file") from error
+    if not isinstance(rows, list):
+        raise DataError(f"rollout.task.path = {path}: holds {type(rows).__name__}, not a list of objects")
+    return ((f"{path}, row {i + 1}", row) for i, row in enumerate(rows))
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except ArrowException as error:
+        raise DataError(f"rollout.task.path = {path}: no readable Parquet file ({error})") from error
+
+
+def _collect(rows: Iterator[tuple[str, Any]], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> Rows:
+    questions: list[Question] = []
+    skipped: list[SkippedRow] = []
+    for place, row in rows:
+        try:
+            question = _question(row, task)
+            if reason := excess(question.text):
+                raise DataError(reason)
+        except DataError as error:
+            skipped.append(SkippedRow(place, str(error)))
+        else:
+            questions.append(question)
+    if not questions:
+        first = f"; the first: {skipped[0]}" if skipped else ""
+        raise DataError(
+            f"{name}: none of its {len(skipped)} rows can be used{first}. A row needs the text fields "
+            f'"{task.prompt_field}" (rollout.task.prompt_field) and "{task.answer_field}" (rollout.task.answer_field)'
+        )
+    return Rows(tuple(questions), tuple(skipped))
+
+
+def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
+    """Raises: DataError with the reason to skip the row."""
+    if isinstance(row, DataError):
+        raise row
+    if not isinstance(row, dict):
+        raise DataError(f"holds {type(row).__name__}, not an object with fields")
+    text = _field(row, task.prompt_field)
+    if not isinstance(text, str):
+        raise DataError(f'field "{task.prompt_field}" is {type(text).__name__}, not text')
+    if not text.strip():
+        raise DataError(f'field "{task.prompt_field}" is empty')
+    answer = "" if task.answer_field is None else _field(row, task.answer_field)
+    demonstration = None if task.demonstration_field is None else str(_field(row, task.demonstration_field))
+    used = {task.prompt_field, task.answer_field, task.demonstration_field}
+    return Question(text, str(answer), {name: value for name, value in row.items() if name not in used}, demonstration)
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    if row.get(name) is None:
+        raise DataError(f'no field "{name}" (it has {", ".join(str(key) for key in row if row[key] is not None) or "none"})')
+    return row[name]

@@ -1,0 +1,68 @@
+"""Chat template to token ids, with the tiny model's own tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from correction.errors import ConfigError, DataError
+from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.config import ReasoningGymTask
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    return load_tokenizer(tiny_model)
+
+
+def test_ids_are_those_of_the_rendered_template(tokenizer: Any) -> None:
+    encoder = ChatEncoder(tokenizer, system_prompt="Be brief.")
+    rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 2<|im_end|>\n<|im_start|>assistant\n"
+    ids = encoder.encode("1 + 2")
+    assert ids == tuple(tokenizer.encode(rendered, add_special_tokens=False))
+    assert tokenizer.decode(list(ids)) == rendered
+
+
+def test_without_a_template_the_text_stays_bare(tokenizer: Any) -> None:
+    encoder = ChatEncoder(tokenizer, apply_chat_template=False)
+    assert tokenizer.decode(list(encoder.encode("1 + 2 ="))) == "1 + 2 ="
+
+
+def test_a_demonstration_ends_with_the_end_of_sequence_token(tokenizer: Any) -> None:
+    encoder = ChatEncoder(tokenizer)
+    prompt_ids, answer_ids = encoder.encode_demonstration("1 + 2", "3")
+    assert prompt_ids == encoder.encode("1 + 2")
+    assert answer_ids == (*tokenizer.encode("3", add_special_tokens=False), tokenizer.eos_token_id)
+    assert encoder.decode(answer_ids) == "3"
+
+
+def test_a_prompt_may_be_exactly_as_long_as_what_fits(tokenizer: Any) -> None:
+    length = len(ChatEncoder(tokenizer).encode("1 + 2"))
+    assert ChatEncoder(tokenizer, max_prompt_tokens=length).excess("1 + 2") is None
+    reason = ChatEncoder(tokenizer, max_prompt_tokens=length - 1).excess("1 + 2")
+    assert reason is not None and f"{length} tokens, more than the {length - 1}" in reason
+
+
+def test_the_tasks_settings_reach_the_encoder(tokenizer: Any) -> None:
+    task = ReasoningGymTask(dataset="chain_sum", system_prompt="S", apply_chat_template=False, max_prompt_tokens=7)
+    encoder = ChatEncoder.for_task(tokenizer, task)
+    assert (encoder.system_prompt, encoder.apply_chat_template, encoder.max_prompt_tokens) == ("S", False, 7)
+    assert ChatEncoder.for_task(tokenizer, task, max_prompt_tokens=5).max_prompt_tokens == 5
+
+
+def test_a_missing_template_and_a_missing_tokenizer_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    class Untemplated:
+        chat_template = None
+        eos_token_id = 1
+
+    with pytest.raises(ConfigError, match="apply_chat_template: false"):
+        ChatEncoder(Untemplated())
+    with pytest.raises(DataError, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        load_tokenizer(tmp_path / "missing")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="unusable tokenizer"):
+        load_tokenizer(tmp_path)

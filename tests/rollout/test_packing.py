@@ -1,0 +1,171 @@
+"""Groups to a packed batch: closed forms of advantages, masks, versions and overlong penalties, and what the counts say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from correction.batch import PackedBatch
+from correction.errors import DataError
+from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
+from rollout.packing import PackingCounts, is_trainable, overlong_penalty, pack_groups
+from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
+
+PROMPT_IDS = (7, 8, 9)
+MAX_TOKENS = 6
+
+
+def trajectory(reward: float | None, length: int = 2, *, finish: FinishReason = FinishReason.STOP, error: str | None = None) -> Trajectory:
+    return Trajectory(
+        prompt_id="train/0/0",
+        prompt_ids=PROMPT_IDS,
+        response_ids=tuple(range(20, 20 + length)),
+        behavior_logprobs=tuple(-0.5 - i for i in range(length)),
+        version_spans=(VersionSpan(4, 0, length),),
+        finish_reason=finish,
+        reward=reward,
+        error=error,
+    )
+
+
+def group(group_id: int, *trajectories: Trajectory) -> Group:
+    return Group(group_id, Prompt("train/0/0", "q", PROMPT_IDS, "a"), trajectories, admitted_version=4)
+
+
+def centred(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Reward less the mean of its group, one by one: an estimator written independently of correction's."""
+    return torch.stack([r - rewards[group_ids == g].mean() for r, g in zip(rewards, group_ids, strict=True)])
+
+
+def pack(*groups: Group, overlong: OverlongConfig | None = None) -> tuple[PackedBatch, PackingCounts]:
+    return pack_groups(groups, learner_version=5, advantage=centred, overlong=overlong or TrainOverlong(), max_tokens=MAX_TOKENS)
+
+
+def test_two_sequences_lie_end_to_end_with_their_values_at_their_own_tokens() -> None:
+    first = replace(trajectory(1.0, 2), version_spans=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)))
+    batch, counts = pack_groups(
+        [group(11, first, trajectory(0.0, 1))],
+        learner_version=5, advantage=centred, overlong=TrainOverlong(), max_tokens=MAX_TOKENS, temperature=0.8,
+    )  # fmt: skip
+    assert batch.token_ids.tolist() == [7, 8, 9, 20, 21, 7, 8, 9, 20]
+    assert batch.offsets.tolist() == [0, 5, 9]
+    assert batch.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 3 + [True]
+    assert batch.behavior_logprobs.tolist() == [0, 0, 0, -0.5, -1.5, 0, 0, 0, -0.5]
+    assert batch.weight_versions.tolist() == [-1, -1, -1, 3, 4, -1, -1, -1, 4]
+    assert batch.advantages.tolist() == [0.5] * 5 + [-0.5] * 4       # 1 and 0 less their mean
+    assert batch.group_ids.tolist() == [11, 11]
+    assert (batch.learner_version, batch.temperature) == (5, 0.8)
+    assert [t.dtype for t in (batch.token_ids, batch.behavior_logprobs, batch.weight_versions)] == [torch.int64, torch.float32, torch.int32]
+    assert (counts.prompt_tokens, counts.response_tokens, counts.trajectories_mixed) == (6, 3, 1)
+
+
+def test_a_failed_trajectory_is_in_neither_baseline_nor_loss() -> None:
+    failed = trajectory(None, error="the reward took more than 10 s")
+    batch, counts = pack_groups(
+        [group(1, trajectory(1.0), failed, trajectory(0.0), trajectory(0.5))],
+        learner_version=5, advantage=centred, overlong=TrainOverlong(), max_tokens=MAX_TOKENS,
+    )  # fmt: skip
+    # a reward of 0 for the failed one would make the mean 0.375
+    assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5, -0.5, 0.0]
+    assert (counts.trajectories, counts.trajectories_failed, counts.sequences) == (4, 1, 3)
+
+
+def test_a_group_with_fewer_than_two_valid_trajectories_is_discarded_and_counted() -> None:
+    alone = group(1, trajectory(1.0), trajectory(None, error="raised"), trajectory(1.0, 0))      # no token: not valid either
+    full = group(2, trajectory(1.0), trajectory(0.0))
+    assert (is_trainable(alone), is_trainable(full)) == (False, True)
+    batch, counts = pack(alone, full)
+    assert (counts.groups, counts.groups_discarded, counts.trajectories_failed) == (2, 1, 2)
+    assert batch.group_ids.tolist() == [2, 2]
+
+
+def test_groups_that_carry_no_gradient_are_counted_by_kind() -> None:
+    right = group(1, trajectory(1.0), trajectory(1.0))
+    wrong = group(2, trajectory(0.0), trajectory(0.0))
+    alike_in_between = group(3, trajectory(0.25), trajectory(0.25))
+    wrong_but_not_alike = group(4, trajectory(0.0), trajectory(0.5))
+    mixed = group(5, trajectory(0.0), trajectory(1.0))
+    batch, counts = pack(right, wrong, alike_in_between, wrong_but_not_alike, mixed)
+    assert (counts.groups_uniform, counts.groups_all_right, counts.groups_all_wrong) == (3, 1, 3)
+    uniform = torch.isin(batch.group_ids, torch.tensor([1, 2, 3]))
+    assert (batch.advantages[batch.offsets[:-1]] == 0).tolist() == uniform.tolist()
+
+
+def test_no_trainable_group_gives_a_batch_of_no_sequence() -> None:
+    batch, counts = pack(group(1, trajectory(1.0)))
+    assert (batch.num_sequences, batch.num_tokens, counts.sequences, counts.groups_discarded) == (0, 0, 0, 1)
+
+
+# --- overlong: rewards 1 (finished) and 0 (cut) ---------------------------------------------------------------------
+
+CUT = trajectory(0.0, MAX_TOKENS, finish=FinishReason.LENGTH)
+
+
+def test_overlong_train_takes_the_cut_answer_like_any_other() -> None:
+    batch, counts = pack(group(1, trajectory(1.0), CUT))
+    assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5, -0.5]
+    assert (counts.trajectories_overlong, counts.trajectories_penalised, counts.sequences) == (1, 0, 2)
+
+
+def test_overlong_mask_keeps_the_cut_answer_in_the_baseline_and_out_of_the_loss() -> None:
+    batch, counts = pack(group(1, trajectory(1.0), CUT), overlong=MaskOverlong())
+    assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5]      # alone it would be 0
+    assert (counts.trajectories_overlong, counts.sequences, counts.response_tokens) == (1, 1, 2)
+
+
+def test_overlong_penalise_lowers_the_reward_before_the_baseline() -> None:
+    batch, counts = pack(group(1, trajectory(1.0), CUT), overlong=PenaliseOverlong(penalty=0.5))
+    # rewards 1 and 0 - 0.5: mean 0.25
+    assert batch.advantages[batch.offsets[:-1]].tolist() == [0.75, -0.75]
+    assert counts.trajectories_penalised == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "finish", "expected"),
+    [
+        (2, FinishReason.STOP, 0.0),        # at the start of the ramp, max_tokens - 4
+        (3, FinishReason.STOP, 0.5),        # 2 * 1/4
+        (5, FinishReason.STOP, 1.5),
+        (6, FinishReason.STOP, 2.0),        # finished with the last token that it had
+        (6, FinishReason.LENGTH, 2.0),
+        (1, FinishReason.LENGTH, 2.0),      # cut by the context's end
+    ],
+)
+def test_the_ramp_is_dapos(length: int, finish: FinishReason, expected: float) -> None:
+    config = PenaliseOverlong(penalty=2.0, ramp_tokens=4)
+    assert overlong_penalty(trajectory(1.0, length, finish=finish), config, MAX_TOKENS) == expected
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        (VersionSpan(4, 0, 1),),                              # too short
+        (VersionSpan(4, 0, 1), VersionSpan(5, 0, 2)),         # overlap
+        (VersionSpan(4, 1, 2),),                              # gap
+        (VersionSpan(4, 0, 3),),                              # too long
+        (VersionSpan(4, 0, 2), VersionSpan(5, 3, 4)),         # complete, then a gap
+    ],
+)
+def test_spans_that_do_not_cover_the_response_are_refused(spans: tuple[VersionSpan, ...]) -> None:
+    with pytest.raises(DataError, match="version spans"):
+        pack(group(1, trajectory(1.0), replace(trajectory(0.0), version_spans=spans)))
+
+
+def test_a_logprob_too_few_is_refused() -> None:
+    with pytest.raises(DataError, match="1 logprobs for 2"):
+        pack(group(1, trajectory(1.0), replace(trajectory(0.0), behavior_logprobs=(-1.0,))))
+
+
+def test_an_estimator_that_divides_by_zero_is_refused() -> None:
+    with pytest.raises(DataError, match="not finite"):
+        pack_groups(
+            [group(1, trajectory(1.0), trajectory(1.0))], learner_version=0, overlong=TrainOverlong(), max_tokens=MAX_TOKENS,
+            advantage=lambda rewards, ids: (rewards - rewards.mean()) / rewards.std() * math.inf,
+        )  # fmt: skip

@@ -1,0 +1,333 @@
+"""Rewards in processes that can be killed: values, failures, deadlines, and no process that outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import TypeAdapter
+
+from correction.errors import ConfigError
+from rollout.config import ReasoningGymTask, RewardConfig
+from rollout.reward_process import RewardLoadError, build_extraction, components
+from rollout.rewards import RewardPool
+from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan
+
+CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
+USER_REWARDS = """
+    import asyncio, os, signal, subprocess, sys, time
+
+    def length(completion): return len(completion)
+    def parts(*, completion, answer, metadata): return {"right": float(completion == answer), "bonus": metadata["bonus"]}
+    async def slowly(prompt, completion, **rest):
+        await asyncio.sleep(0.01)
+        return len(prompt) + len(completion)
+    def loud(completion):
+        print("noise on stdout")
+        return 1.0
+    def moody(completion):
+        if completion == "raise": raise KeyError("no such thing")
+        if completion == "nan": return float("nan")
+        if completion == "text": return "1.0"
+        if completion == "none": return None
+        if completion == "hang": time.sleep(60)
+        if completion == "spin": sum(1 for _ in iter(int, 1))
+        if completion == "power": 5 ** 5 ** 5 ** 5
+        if completion == "die": os.kill(os.getpid(), signal.SIGSEGV)
+        if completion == "exit": sys.exit(3)
+        if completion == "memory": bytearray(2 << 30)
+        if completion == "offspring":
+            subprocess.Popen(["sleep", "61.25"])
+            time.sleep(60)
+        return os.getpid()
+    def modules(completion): return float("torch" in sys.modules or "sglang" in sys.modules or "ray" in sys.modules)
+    def wants_more(completion, tokenizer): return 0.0
+    not_a_function = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(USER_REWARDS))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def reward(**settings: Any) -> RewardConfig:
+    adapter: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
+    return adapter.validate_python({"processes": 1, **settings})
+
+
+def user_reward(name: str, **settings: Any) -> RewardConfig:
+    return reward(kind="function", path=f"user_rewards:{name}", **settings)
+
+
+def answered(text: str, **changes: Any) -> Trajectory:
+    values: dict[str, Any] = {
+        "prompt_id": "train/0/0", "prompt_ids": (1,), "response_ids": (2, 3), "behavior_logprobs": (-1.0, -1.0),
+        "version_spans": (VersionSpan(0, 0, 2),), "finish_reason": FinishReason.STOP, "text": text,
+    }  # fmt: skip
+    return Trajectory(**(values | changes))
+
+
+def asked(answer: str = "3", **metadata: Any) -> Prompt:
+    return Prompt("train/0/0", "1 + 2 =", (1,), answer, metadata)
+
+
+def scored(config: RewardConfig, *texts: str, prompt: Prompt | None = None) -> list[Trajectory]:
+    async def run() -> list[Trajectory]:
+        pool = RewardPool(config, CHAIN_SUM)
+        try:
+            return list(await pool.score(tuple(answered(text) for text in texts), prompt or asked()))
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_exact_match() -> None:
+    assert [t.reward for t in scored(reward(kind="exact_match"), " 3\n", "3.0", "")] == [1.0, 0.0, 0.0]
+    assert [t.reward for t in scored(reward(kind="exact_match", ignore_case=True), "YES", prompt=asked("yes"))] == [1.0]
+
+
+def test_the_reasoning_gym_scorer_is_the_data_sets_own() -> None:
+    """chain_sum takes "3.0" for 3, and gives length of answer over length of text when the text merely contains it."""
+    entry = {"question": "1 + 2 =", "answer": "3", "metadata": {}}
+    prompt = Prompt("train/0/0", "1 + 2 =", (1,), "3", entry)
+    values = [t.reward for t in scored(reward(kind="reasoning_gym"), "3", "3.0", "it is 3", "4", prompt=prompt)]
+    assert values == [1.0, 1.0, pytest.approx(1 / 7), 0.0]
+
+
+def test_math_verify_compares_as_mathematics_and_its_time_out_is_ours() -> None:
+    """math-verify itself calls a comparison that takes five seconds "unequal", which would train as a wrong answer."""
+    config = reward(kind="math_verify", deadline_s=1.5, processes=2)
+    half, power, wrong = scored(config, r"so $\boxed{0.5}$", "$5^{5^{5^5}}$", "$2$", prompt=asked(r"\frac{1}{2}"))
+    assert (half.reward, wrong.reward) == (1.0, 0.0)
+    assert power.reward is None and power.error is not None and "more than 1.5 s" in power.error
+    (unreadable,) = scored(config, "1", prompt=asked(" "))
+    assert unreadable.error is not None and "can't read the reference answer" in unreadable.error
+
+
+def test_own_functions_take_what_they_name_and_may_be_async_or_return_parts() -> None:
+    assert scored(user_reward("length"), "four")[0].reward == 4.0
+    assert scored(user_reward("slowly"), "four")[0].reward == 7 + 4
+    assert scored(user_reward("loud"), "x")[0].reward == 1.0
+    (parts,) = scored(user_reward("parts"), "3", prompt=asked(bonus=0.25))
+    assert (parts.reward, parts.reward_components) == (1.25, {"right": 1.0, "bonus": 0.25})
+    assert parts.is_valid
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "expected"),
+    [
+        ({"kind": "whole"}, " a\nb ", " a\nb "),
+        ({"kind": "last_line"}, "so\n 42 \n\n", "42"),
+        ({"kind": "last_line"}, " \n", ""),
+        ({"kind": "after", "marker": "####"}, "1 #### 2 #### 3\n", "3"),
+        ({"kind": "after", "marker": "####"}, "3", ""),
+        ({"kind": "regex", "pattern": "<answer>(.*?)</answer>"}, "<answer>1</answer> no: <answer>2\n</answer>", "2"),
+        ({"kind": "regex", "pattern": r"-?\d+"}, "1, then -2", "-2"),
+        ({"kind": "regex", "pattern": r"(x)|\d"}, "1", ""),
+        ({"kind": "regex", "pattern": r"\d"}, "none", ""),
+    ],
+)
+def test_extraction(spec: dict[str, Any], text: str, expected: str) -> None:
+    assert build_extraction(spec)(text) == expected
+
+
+def test_the_scorer_sees_the_extracted_answer_and_the_trajectory_keeps_its_text() -> None:
+    (t,) = scored(reward(kind="exact_match", extraction={"kind": "after", "marker": "="}), "1 + 2 = 3")
+    assert (t.reward, t.text) == (1.0, "1 + 2 = 3")
+
+
+@pytest.mark.parametrize("value", [None, "1", {}, {"a": "1"}, math.nan, {"a": math.inf}, [1.0]])
+def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        components(value)
+
+
+def test_a_bad_pattern_is_named() -> None:
+    with pytest.raises(RewardLoadError, match="no regular expression"):
+        build_extraction({"kind": "regex", "pattern": "("})
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_costs_its_own_trajectory_alone() -> None:
+    """One process for all calls: each that kills it is followed by one that a fresh process answers."""
+    config = user_reward("moody", deadline_s=0.6, memory_gib=1.0)
+    texts = ("raise", "nan", "text", "none", "exit", "ok", "die", "ok", "hang", "ok", "memory", "ok", "spin", "ok", "power")
+    results = scored(config, *texts)
+    by_text = {text: t.error for text, t in zip(texts, results, strict=True)}
+    expected = {
+        "raise": "raised KeyError: 'no such thing'", "nan": "reward = nan is not finite", "text": "'1.0' is no number",
+        "none": "None is no number", "exit": "exit code 3", "die": "signal SIGSEGV", "memory": "ran out of memory",
+        "hang": "more than 0.6 s", "spin": "more than 0.6 s", "power": "more than 0.6 s",
+    }  # fmt: skip
+    assert all(part in (by_text[text] or "") for text, part in expected.items()), by_text
+    assert not any(t.is_valid for text, t in zip(texts, results, strict=True) if text != "ok")
+    answering = [t.reward for text, t in zip(texts, results, strict=True) if text == "ok"]
+    assert len(set(answering)) == 4 and answering[2] == answering[2]      # one pid for each life, the memory error keeps its process
+
+
+def test_calls_on_other_processes_do_not_wait_for_a_hanging_one() -> None:
+    async def run() -> tuple[float, Any]:
+        pool = RewardPool(user_reward("moody", deadline_s=3, processes=2))
+        await pool.check()
+        began = time.monotonic()
+        hanging = asyncio.create_task(pool.score((answered("hang"),), asked()))
+        await asyncio.sleep(0)
+        await pool.score(tuple(answered("ok") for _ in range(20)), asked())
+        others_s = time.monotonic() - began
+        (late,) = await hanging
+        counts = pool.counts
+        await pool.close()
+        assert late.error is not None
+        return others_s, counts
+
+    others_s, counts = asyncio.run(run())
+    assert others_s < 1.5      # half of the deadline; a few milliseconds on an idle machine
+    assert (counts.calls, counts.timeouts, counts.errors, counts.restarts) == (21, 1, 0, 1)
+
+
+def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one() -> None:
+    async def run() -> list[Trajectory]:
+        pool = RewardPool(user_reward("length"))
+        await pool.check()
+        request = asyncio.create_task(pool.score((answered("four"),), asked()))
+        for _ in range(3):      # until the request is on its way
+            await asyncio.sleep(0)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        results = [(await pool.score((answered("x" * n),), asked()))[0] for n in (1, 2)]
+        await pool.close()
+        return results
+
+    assert [t.reward for t in asyncio.run(run())] == [1.0, 2.0]
+
+
+def test_what_has_failed_already_is_not_scored() -> None:
+    async def run() -> tuple[tuple[Trajectory, ...], int]:
+        pool = RewardPool(reward(kind="exact_match"))
+        group = (
+            answered("3", error="the engine aborted the request"),
+            answered("3", finish_reason=FinishReason.ABORT),
+            answered("", response_ids=(), behavior_logprobs=(), version_spans=()),
+        )
+        return await pool.score(group, asked()), pool.counts.calls
+
+    results, calls = asyncio.run(run())
+    assert calls == 0
+    assert all(t.error and t.reward is None for t in results)
+
+
+# --- start-up -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("user_reward:length", "No module named 'user_reward'"),
+        ("user_rewards:lenght", "did you mean length?"),
+        ("user_rewards:not_a_function", "is int, not a function"),
+        ("user_rewards:wants_more", "asks for tokenizer; it can have prompt, completion, answer, metadata"),
+        ("user_rewards:parts", "KeyError: 'bonus'"),
+    ],
+)
+def test_the_check_names_the_mistake(path: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(RewardPool(reward(kind="function", path=path)).check(asked()))
+    assert message in str(caught.value) and path in str(caught.value)
+
+
+def test_the_check_says_what_the_reference_answer_is_worth() -> None:
+    async def run() -> Any:
+        pool = RewardPool(user_reward("parts"))
+        check = await pool.check(asked(bonus=0.5))
+        await pool.close()
+        return check
+
+    check = asyncio.run(run())
+    assert (check.reward_of_answer, check.components) == (1.5, ("right", "bonus"))
+
+
+def test_a_reasoning_gym_reward_needs_its_task() -> None:
+    with pytest.raises(ConfigError, match=r"needs rollout\.task\.kind = reasoning_gym"):
+        RewardPool(reward(kind="reasoning_gym"))
+
+
+def test_a_scoring_process_imports_no_engine() -> None:
+    assert scored(user_reward("modules"), "x")[0].reward == 0.0
+
+
+# --- no orphans -----------------------------------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float = 5.0) -> bool:
+    end = time.monotonic() + deadline_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_deadline_kills_what_the_reward_started_too() -> None:
+    def sleepers() -> list[int]:
+        return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61.25"]]
+
+    (t,) = scored(user_reward("moody", deadline_s=1.0), "offspring")
+    assert t.error is not None
+    assert wait_until(lambda: not sleepers())
+
+
+PARENT = """
+    import asyncio, sys
+    from pydantic import TypeAdapter
+    from rollout.config import FunctionReward
+    from rollout.rewards import RewardPool
+    from rollout.trajectory import *
+
+    async def main():
+        pool = RewardPool(FunctionReward(path="user_rewards:moody", processes=2, deadline_s=60))
+        await pool.check()
+        print(*pool.pids, flush=True)
+        busy = Trajectory("p", (1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), FinishReason.STOP, text="power")
+        await pool.score((busy,), Prompt("p", "", (1,), ""))
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_scoring_processes_die_with_their_parent_idle_or_deep_in_a_c_function(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert wait_until(lambda: max(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids) > 0.3)      # one computes 5^5^5^5
+    assert all(is_running(pid) for pid in pids)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids))

@@ -1,0 +1,78 @@
+"""What the rollout's settings refuse, and how they say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from correction.errors import ConfigError
+from rollout.config import OverlongConfig, RewardConfig, RolloutConfig, SamplingConfig, TaskConfig
+
+CHAIN_SUM = {"kind": "reasoning_gym", "dataset": "chain_sum"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "neutral"),
+    [
+        ({"top_p": 0.9}, "top_p: 1.0"),
+        ({"top_k": 50}, "top_k: -1"),
+        ({"min_p": 0.05}, "min_p: 0.0"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: 1.0"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: 0.0"),
+        ({"presence_penalty": 0.5}, "presence_penalty: 0.0"),
+        ({"min_tokens": 4}, "min_tokens: 0"),
+    ],
+)
+def test_sampling_that_would_bias_the_ratios_is_refused_with_the_remedy(setting: dict[str, float], neutral: str) -> None:
+    with pytest.raises(ValidationError, match=f"every importance ratio would be biased. Set {neutral}"):
+        SamplingConfig(**setting)  # type: ignore[arg-type]
+
+
+def test_neutral_sampling_and_any_temperature_pass() -> None:
+    assert SamplingConfig(top_p=1.0, top_k=-1, temperature=0.7).temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": {"kind": "reasoning_gym"}, "task": {"kind": "file", "path": "a.jsonl"}}, "scores only the questions that it made"),
+        ({"task": CHAIN_SUM | {"prompt_template": "solve it"}}, "lacks {question}"),
+        ({"task": CHAIN_SUM | {"options": {"seed": 3}}}, "rollout.task.seed"),
+        ({"task": CHAIN_SUM | {"dataste": 1}}, "dataste"),
+        ({"reward": {"kind": "function", "path": "no_colon"}}, "path"),
+        ({"sampling": {"samples_per_group": 1}}, "greater than or equal to 2"),
+        ({"sampling": {"max_tokens": 64}, "engine": {"context_length": 64}}, "leaves no room for a prompt"),
+        ({"sampling": {"max_tokens": 8}, "overlong": {"kind": "penalise", "ramp_tokens": 9}}, "even an empty answer"),
+        ({"overlong": {"kind": "drop"}}, "'train', 'mask', 'penalise'"),
+    ],
+)
+def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": {"kind": "reasoning_gym"}} | changes)
+    assert message in str(caught.value)
+
+
+def test_room_for_a_prompt_is_what_max_tokens_leaves_of_the_context() -> None:
+    config = RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": {"kind": "reasoning_gym"}, "sampling": {"max_tokens": 100}})
+    assert config.max_prompt_tokens(model_context=256) == 156
+    with pytest.raises(ConfigError, match="no room"):
+        config.max_prompt_tokens(model_context=100)
+    limited = config.model_copy(update={"task": config.task.model_copy(update={"max_prompt_tokens": 40})})
+    assert limited.max_prompt_tokens(model_context=256) == 40
+
+
+def test_every_field_says_what_it_means() -> None:
+    """`evenkeel config --explain` prints these lines, so none may be missing."""
+    unions: tuple[Any, ...] = (TaskConfig, RewardConfig, OverlongConfig)
+    schemas = [TypeAdapter(union).json_schema() for union in unions]
+    schemas.append(RolloutConfig.model_json_schema())
+    silent = [
+        f"{name}.{field}"
+        for schema in schemas
+        for name, model in schema["$defs"].items()
+        for field, described in model.get("properties", {}).items()
+        if "description" not in described
+    ]
+    assert silent == []

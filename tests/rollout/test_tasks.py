@@ -1,0 +1,235 @@
+"""Tasks: the split by text, the training stream as a function of position, bad rows, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from correction.errors import ConfigError, DataError
+from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
+from rollout.questions import hash_share, text_key
+from rollout.tasks import Demonstration, build_task
+
+TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+
+
+def chain_sum(**settings: Any) -> ReasoningGymTask:
+    return ReasoningGymTask(**{"dataset": "chain_sum", "options": TWO_TERMS, "held_out_size": 50, **settings})
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"question {i}", "answer": i, "level": i % 3} for i in range(count)]
+
+
+# --- the split ------------------------------------------------------------------------------------------------------
+
+
+def test_the_hash_is_uniform_over_texts_and_blind_to_blanks() -> None:
+    """10,000 uniform numbers: the count below 0.1 has mean 1000 and standard deviation 30."""
+    shares = [hash_share(f"question {i}") for i in range(10_000)]
+    assert abs(sum(share < 0.1 for share in shares) - 1000) < 5 * 30
+    assert hash_share("1  + 2\n") == hash_share("1 + 2")
+
+
+def test_training_held_out_and_demonstrations_share_no_text_whatever_the_seed() -> None:
+    held_out = {text_key(p.text) for p in build_task(chain_sum()).held_out_prompts()}
+    other_seed = build_task(chain_sum(seed=99))
+    train = {text_key(other_seed.train_prompt(i).text) for i in range(2000)}
+    demonstrated = {text_key(d.question) for d in other_seed.demonstrations(500)}
+    assert len(held_out) == 50
+    assert not held_out & train and not held_out & demonstrated
+    # the same questions come up on the training side once the split is turned off
+    unsplit = build_task(chain_sum(seed=99, held_out_fraction=1e-9))
+    assert held_out & {text_key(unsplit.train_prompt(i).text) for i in range(2000)}
+
+
+def test_the_check_finds_a_demonstration_that_is_held_out() -> None:
+    task = build_task(chain_sum())
+    leaked = Demonstration(task.held_out_prompts()[3].text + " ", "", "0")
+    with pytest.raises(DataError, match="1 held-out questions are also in the warm-up demonstrations"):
+        task.check(demonstrations=[*task.demonstrations(5), leaked])
+
+
+def test_the_report_counts_and_warns_when_there_are_too_few_questions() -> None:
+    """One-digit two-term sums: 10 x 10 x 2 = 200 distinct questions, of which a tenth, about 20, may be held out."""
+    tiny = build_task(chain_sum(options=TWO_TERMS | {"max_digits": 1}, held_out_size=100))
+    report = tiny.check()
+    assert 8 <= report.held_out <= 32
+    assert report.held_out + report.train_distinct <= 200
+    assert [w.split(":")[1][:5] for w in report.warnings] == [" only", " the "]
+    plenty = build_task(chain_sum()).check(demonstrations=build_task(chain_sum()).demonstrations(7))
+    assert (plenty.held_out, plenty.train_checked, plenty.demonstrations_checked, plenty.warnings) == (50, 1000, 7, ())
+
+
+# --- reasoning-gym --------------------------------------------------------------------------------------------------
+
+
+def test_a_training_prompt_depends_on_seed_and_position_alone() -> None:
+    forwards = [build_task(chain_sum()).train_prompt(i) for i in range(3)]
+    task = build_task(chain_sum())
+    assert [task.train_prompt(i) for i in (200, 2, 1, 0)][:0:-1] == forwards      # after another stretch, backwards
+    assert [p.prompt_id for p in forwards] == ["train/0/0", "train/0/1", "train/0/2"]
+    assert build_task(chain_sum(seed=1)).train_prompt(0).text != forwards[0].text
+
+
+def test_neighbouring_stretches_of_the_stream_do_not_repeat_each_other() -> None:
+    """chain_sum draws entry i from Random(seed + i): stretches whose seeds were neighbours would share all entries but one."""
+    task = build_task(chain_sum(options=TWO_TERMS | {"min_digits": 4, "max_digits": 4}))      # 162 million questions
+    texts = [task.train_prompt(i).text for i in range(64 * 4)]
+    assert len(set(texts)) == len(texts)
+
+
+def test_the_prompt_is_the_question_in_its_template_with_the_entry_for_the_scorer() -> None:
+    prompt = build_task(chain_sum(prompt_template=r"{question} End with \boxed{}.")).train_prompt(0)
+    assert prompt.text == prompt.metadata["question"] + r" End with \boxed{}."
+    assert prompt.answer == prompt.metadata["answer"] == str(eval(prompt.metadata["metadata"]["expression"]))
+
+
+def test_demonstrations_show_the_right_answer() -> None:
+    for shown in build_task(chain_sum()).demonstrations(20):
+        expression = shown.question.rpartition(":")[2].rstrip(" =")
+        assert shown.answer == str(eval(expression))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": "chainsum"}, "did you mean chain_sum?"),
+        ({"options": {"min_term": 2}}, "did you mean min_terms?"),
+        ({"options": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
+    ],
+)
+def test_names_and_options_that_reasoning_gym_refuses(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_task(chain_sum(**settings))
+    assert message in str(caught.value)
+
+
+def test_questions_that_are_too_long_are_passed_over_and_counted(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    config = chain_sum(options=TWO_TERMS | {"max_terms": 6})
+    lengths = sorted(len(ChatEncoder(tokenizer).encode(build_task(config).train_prompt(i).text)) for i in range(99))
+    limit = lengths[49]
+    task = build_task(config, ChatEncoder(tokenizer, max_prompt_tokens=limit))
+    assert all(len(task.train_prompt(i).token_ids) <= limit for i in range(30))
+    report = task.check(train_positions=30)
+    assert report.skipped and f"more than the {limit}" in report.skipped[0].reason
+    with pytest.raises(DataError, match="held out or too long"):
+        build_task(chain_sum(), ChatEncoder(tokenizer, max_prompt_tokens=3)).train_prompt(0)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_epoch_has_every_training_row_once_in_a_new_order(tmp_path: Path) -> None:
+    config = FileTask(path=write_rows(tmp_path / "rows.jsonl", numbered(40)), held_out_size=4)
+    task = build_task(config)
+    report = task.check()
+    assert (report.held_out, report.train_questions) == (4, 36)
+    first, second = ([task.train_prompt(36 * epoch + i) for i in range(36)] for epoch in (0, 1))
+    rest = {f"question {i}" for i in range(40)} - {p.text for p in task.held_out_prompts()}
+    assert {p.text for p in first} == {p.text for p in second} == rest
+    assert [p.text for p in first] != [p.text for p in second]
+    assert (first[5].prompt_id, second[5].prompt_id) == ("train/0/5", "train/1/5")
+    assert build_task(config).train_prompt(41) == second[5]      # resumed from the position alone
+    assert (second[5].answer, second[5].metadata) == (second[5].text.split()[1], {"level": int(second[5].answer) % 3})
+
+
+def test_unshuffled_rows_keep_their_order(tmp_path: Path) -> None:
+    task = build_task(FileTask(path=write_rows(tmp_path / "rows.jsonl", numbered(20)), held_out_size=2, shuffle=False))
+    numbers = [int(task.train_prompt(i).answer) for i in range(18)]
+    assert numbers == sorted(numbers)
+
+
+def test_equal_texts_are_on_the_same_side(tmp_path: Path) -> None:
+    task = build_task(FileTask(path=write_rows(tmp_path / "rows.jsonl", numbered(20) * 3), held_out_size=5, held_out_fraction=0.5))
+    assert len(task.held_out_prompts()) == 5
+    report = task.check()
+    assert (report.train_questions, report.train_checked) == (15, 45)
+
+
+def test_bad_rows_are_skipped_with_file_line_and_reason(tmp_path: Path, tiny_model: Path) -> None:
+    rows: list[Any] = [
+        *numbered(3),
+        {"question": "no prompt", "answer": 1}, '{"prompt": "cut', {"prompt": "  ", "answer": 1}, {"prompt": ["a"], "answer": 1},
+        "[1, 2]", {"prompt": "no answer"}, {"prompt": "long " * 200, "answer": 1}, {"prompt": "null", "answer": None},
+    ]  # fmt: skip
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    task = build_task(FileTask(path=path), ChatEncoder(load_tokenizer(tiny_model), max_prompt_tokens=64))
+    skipped = {row.place: row.reason for row in task.check().skipped}
+    assert list(skipped) == [f"{path}:{line}" for line in range(4, 12)]
+    expected = ['no field "prompt" (it has question, answer)', "no valid JSON", "is empty", "is list, not text",
+                "holds list", 'no field "answer"', "more than the 64", 'no field "answer"']  # fmt: skip
+    assert all(part in reason for part, reason in zip(expected, skipped.values(), strict=True)), skipped
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.jsonl", None, "no such file"),
+        ("rows.csv", "a,b", "unknown kind of file '.csv'; use one of .jsonl, .json, .parquet"),
+        ("rows.jsonl", '{"question": "q", "answer": "a"}\n', "none of its 1 rows can be used; the first:"),
+        ("rows.jsonl", "", "none of its 0 rows can be used."),
+        ("rows.json", "{", "one object a line belongs into a .jsonl file"),
+        ("rows.parquet", "PAR", "no readable Parquet file"),
+        ("rows.jsonl", '{"prompt": "q", "answer": "a"}\n', "every row is held out"),
+    ],
+)
+def test_a_useless_file_is_one_clear_error(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        build_task(FileTask(path=tmp_path / name))
+    assert message in str(caught.value) and str(tmp_path / name) in str(caught.value)
+
+
+def test_a_held_out_file_of_its_own_is_kept_out_of_training(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", numbered(10))
+    held_out = write_rows(tmp_path / "test.jsonl", numbered(30)[8:])
+    report = build_task(FileTask(path=train, held_out_path=held_out, held_out_size=12)).check()
+    assert (report.held_out, report.train_questions) == (12, 8)
+
+
+def test_own_field_names_and_worked_demonstrations(tmp_path: Path) -> None:
+    rows = [{"q": f"q{i}", "gold": i, "worked": f"so it is {i}"} for i in range(10)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    task = build_task(FileTask(path=path, prompt_field="q", answer_field="gold", demonstration_field="worked", held_out_size=1))
+    shown = task.demonstrations(12)      # nine rows are left, so three come again
+    assert len(shown) == 12
+    assert all(d.answer == f"so it is {d.question[1:]}" for d in shown)
+    unanswered = build_task(FileTask(path=path, prompt_field="q", answer_field=None, held_out_size=1))
+    with pytest.raises(DataError, match="skip the warm-up"):
+        unanswered.demonstrations(1)
+
+
+def test_parquet_json_and_hugging_face_folders_hold_the_same_questions(tmp_path: Path) -> None:
+    import datasets
+
+    rows = numbered(20)
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
+    tasks = [
+        build_task(FileTask(path=tmp_path / "rows.jsonl")),
+        build_task(FileTask(path=tmp_path / "rows.json")),
+        build_task(FileTask(path=tmp_path / "rows.parquet")),
+        build_task(HuggingFaceTask(path=str(tmp_path / "saved"))),
+        build_task(HuggingFaceTask(path=str(tmp_path / "splits"))),
+    ]
+    streams = [[task.train_prompt(i) for i in range(18)] + list(task.held_out_prompts()) for task in tasks]
+    assert all(a == b for a, b in itertools.pairwise(streams))
+    with pytest.raises(DataError, match="check path, subset and split"):
+        build_task(HuggingFaceTask(path=str(tmp_path / "splits"), split="tset"))
