@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,19 @@ def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def write_hf_folder(weights: Iterable[tuple[str, Tensor]], source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """A folder like `source` (config, tokenizer, generation config) with these weights."""
-    Path(target).mkdir(parents=True, exist_ok=True)
-    hf_folder.copy_side_files(source, target)
-    hf_folder.write_shards(target, (bucket.tensors for bucket in weight_buckets(weights, SHARD_BYTES)))
+    """A folder like `source` (config, tokenizer, generation config) with these weights; the two may be the same.
+
+    The files are written beside the target and put in place when all of them are complete.
+    """
+    target = Path(target)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    partial.mkdir(parents=True)
+    hf_folder.copy_side_files(source, partial)
+    hf_folder.write_shards(partial, (bucket.tensors for bucket in weight_buckets(weights, SHARD_BYTES)))
+    if not target.exists():
+        partial.rename(target)
+        return
+    for file in partial.iterdir():
+        file.replace(target / file.name)
+    partial.rmdir()

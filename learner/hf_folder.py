@@ -47,10 +47,7 @@ class HFWeights:
         else:
             raise DataError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; convert the weights to safetensors (model.save_pretrained)")
         self._open: dict[str, Any] = {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
+        self._unread = set(self._file_of)
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises: DataError if the folder has no such tensor."""
@@ -59,14 +56,26 @@ class HFWeights:
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(self.folder / file, "pt")
-        return self._open[file].get_tensor(name)
+        tensor: Tensor = self._open[file].get_tensor(name)
+        self._unread.discard(name)
+        return tensor
+
+    def check_all_read(self, *, ignore: tuple[str, ...] = ()) -> None:
+        """Refuse tensors that nobody asked for: the folder holds more than its config.json describes.
+
+        Args:
+            ignore: endings of names that may stay unread.
+        Raises: DataError naming the first.
+        """
+        unread = sorted(name for name in self._unread if not name.endswith(ignore))
+        if unread:
+            raise DataError(f"{self.folder}: {len(unread)} tensors have no place in the model, the first is {unread[0]}")
 
 
 def copy_side_files(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Copy what is not weights (config, generation config, tokenizer, chat template) and isn't there."""
+    """Copy what is not weights: config, generation config, tokenizer, chat template."""
     for file in sorted(Path(source).iterdir()):
-        is_copied = file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES)
-        if is_copied and not (Path(target) / file.name).exists():
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, Path(target) / file.name)
 
 

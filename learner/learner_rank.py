@@ -232,6 +232,8 @@ class LearnerRank:
         hf_config, weights = hf_folder.read_config(folder), hf_folder.HFWeights(folder)
         policy = model.build(hf_config, self.config, self.placement)
         convert.load(policy, hf_config, weights.__getitem__, self.placement)
+        # Buffers that older folders hold; and a copy of a tied head.
+        weights.check_all_read(ignore=("rotary_emb.inv_freq", *(["lm_head.weight"] if hf_config.tie_word_embeddings else [])))
         return hf_config, policy
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -6,12 +6,13 @@ The result is a plain Hugging Face folder: config.json, safetensors, tokenizer w
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from correction.errors import DataError
 
@@ -21,6 +22,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """ChatML, as Qwen has it."""
+ROLES = ("user", "assistant", "system")
+"""Words of the template itself."""
 
 
 class NanoModelConfig(BaseModel):
@@ -43,10 +46,10 @@ class NanoModelConfig(BaseModel):
     max_position_embeddings: int = Field(default=512, ge=2)
     """Longest sequence, prompt and answer."""
     max_vocab_size: int = Field(default=512, ge=260)
-    """Most tokens of the tokenizer: 256 bytes, 3 special tokens, and merges learnt from the given texts."""
-    merge_share: float = Field(default=0.5, ge=0, le=1)
-    """A merge has to occur in about this share of the texts: what all questions have in common becomes words, what varies stays letters
-    and digits, which a nano model can compute with."""
+    """Most tokens of the tokenizer: 256 bytes, 3 special tokens, and the most common words of the given texts."""
+    word_share: float = Field(default=0.5, gt=0, le=1)
+    """A word is a token of its own if it stands in at least this share of the texts: what all questions have in common becomes words,
+    what varies stays letters and digits, with which a nano model can compute."""
     tie_word_embeddings: bool = True
     """One matrix for input embedding and output projection."""
     rope_theta: float = Field(default=10_000.0, gt=0)
@@ -67,7 +70,7 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     """Write the folder.
 
     Args:
-        texts: what the tokenizer learns its merges from: questions and answers of the task.
+        texts: what the tokenizer takes its words from: questions of the task.
     Returns: the number of parameters, an embedding that is also the head counted once.
     Raises: DataError if the folder holds a model already.
     """
@@ -80,7 +83,7 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     if (target / "config.json").exists():
         raise DataError(f"{target}: holds a model already; remove it or choose another folder")
     target.mkdir(parents=True, exist_ok=True)
-    tokenizer = _fast_tokenizer(train_tokenizer(list(texts), config.max_vocab_size, config.merge_share), config)
+    tokenizer = _fast_tokenizer(train_tokenizer(list(texts), config.max_vocab_size, config.word_share), config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(_hf_config(config, tokenizer))
@@ -95,22 +98,23 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def train_tokenizer(texts: Sequence[str], max_vocab_size: int, merge_share: float = 0.0) -> Tokenizer:
-    """Byte-level BPE in which every digit is a token of its own, so that a number's length is its digit count; any text round-trips."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float = 0.5) -> Tokenizer:
+    """Byte-level tokens plus the words that most texts share; any text round-trips.
+
+    There are no merges: a word is looked up whole (ignore_merges), and otherwise falls into bytes. So letters of a word that varies
+    are never glued together, and every digit is a token of its own.
+    """
+    pieces = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    counts = Counter(piece for text in texts for piece in {piece for piece, _ in pieces.pre_tokenize_str(text)} if len(piece) > 1)
+    common = [piece for piece, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if count >= word_share * len(texts)]
+    words = dict.fromkeys([PAD, START, END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *ROLES, *common])
+    vocabulary = {word: i for i, word in enumerate(list(words)[:max_vocab_size])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pieces
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=max_vocab_size,
-        min_frequency=max(2, round(merge_share * len(texts))),
-        special_tokens=[PAD, START, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    roles = ["user", "assistant", "system"] * max(100, len(texts))  # the template's own words are in every prompt
-    tokenizer.train_from_iterator([*texts, *roles], trainer)
+    tokenizer.add_special_tokens([PAD, START, END])
     return tokenizer
 
 

@@ -1,0 +1,159 @@
+"""Models, batches and independent computations for the learner's tests."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correction.batch import PackedBatch
+from learner.config import LearnerConfig
+from learner.convert import HeadShape, bind, family_of, to_hf
+from learner.learner_rank import LearnerRank
+from learner.model import unwrap
+
+VOCAB = 96
+
+
+def save_model(folder: Path, family: str = "qwen3", *, tie: bool = True, seed: int = 0) -> Path:
+    """A Hugging Face folder of a few ten thousand parameters; matrices of std 0.15, so that distributions are far from uniform."""
+    import transformers
+
+    kind = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tie,
+        rms_norm_eps=1e-6,
+        **({"head_dim": 16} if family == "qwen3" else {}),
+    )
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.15).add_(1.0 if parameter.ndim == 1 else 0.0)  # norms and biases get values that matter, too
+    model.save_pretrained(folder)
+    return folder
+
+
+def hf_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def random_batch(seed: int = 0, *, groups: int = 6, samples: int = 4, temperature: float = 1.0, longest: int = 30) -> PackedBatch:
+    """Ragged sequences of 3 to `longest` tokens, with responses of at least one token; some have a tool's tokens in between."""
+    generator = torch.Generator().manual_seed(seed)
+    count = groups * samples
+    lengths = torch.randint(3, longest + 1, (count,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    n = int(offsets[-1])
+    loss_mask = torch.zeros(n, dtype=torch.bool)
+    for start, length in zip(offsets.tolist(), lengths.tolist(), strict=False):
+        prompt = int(torch.randint(1, length, (1,), generator=generator))
+        loss_mask[start + prompt : start + length] = True
+        if length - prompt > 6:
+            loss_mask[start + prompt + 2 : start + prompt + 4] = False
+    return PackedBatch(
+        token_ids=torch.randint(0, VOCAB, (n,), generator=generator),
+        offsets=offsets,
+        loss_mask=loss_mask,
+        behavior_logprobs=torch.zeros(n),
+        advantages=torch.repeat_interleave(torch.randn(count, generator=generator), lengths),
+        weight_versions=torch.zeros(n, dtype=torch.int32),
+        group_ids=torch.arange(count) // samples,
+        temperature=temperature,
+    ).validate()
+
+
+def with_noisy_behavior(batch: PackedBatch, logprobs: Tensor, *, std: float = 0.2, seed: int = 1) -> PackedBatch:
+    """The batch, sampled by a policy some way from the one that gives `logprobs`."""
+    noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed)) * std
+    return replace(batch, behavior_logprobs=torch.where(batch.loss_mask, logprobs + noise, 0.0))
+
+
+def hf_values(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """[N] logprobs and entropies by Hugging Face, one sequence at a time, 0 outside the loss mask; with gradient."""
+    logprobs, entropies = [], []
+    bounds = batch.offsets.tolist()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        ids = batch.token_ids[start:end]
+        log_p = torch.log_softmax(model(ids[None]).logits[0, :-1] / batch.temperature, -1)
+        blank = log_p.new_zeros(1)
+        logprobs += [blank, log_p.gather(1, ids[1:, None])[:, 0]]
+        entropies += [blank, -(log_p.exp() * log_p).sum(-1)]
+    return tuple(torch.where(batch.loss_mask, torch.cat(x), 0.0) for x in (logprobs, entropies))  # type: ignore[return-value]
+
+
+def gradients(learner: LearnerRank) -> dict[str, Tensor]:
+    """The gradient in Megatron's buffer under HF names."""
+    loaded = learner._require()
+    found: dict[str, Tensor] = {}
+    for rule, parameter in bind(unwrap(loaded.model), family_of(loaded.hf_config)):
+        pieces = to_hf(rule, [parameter.main_grad], HeadShape.of(loaded.hf_config), loaded.hf_config.vocab_size)
+        found |= {name: piece.clone() for name, piece in zip(rule.hf, pieces, strict=True)}
+    return found
+
+
+def weights(learner: LearnerRank) -> dict[str, Tensor]:
+    return {name: tensor for bucket in learner.weight_buckets() for name, tensor in bucket.tensors.items()}
+
+
+def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Largest difference of any element, relative to the largest element of its tensor."""
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max() / right[name].abs().max().clamp(min=1e-12)) for name in right)
+
+
+@contextmanager
+def learner_on(folder: Path, **settings: Any) -> Iterator[LearnerRank]:
+    learner = LearnerRank(LearnerConfig(**settings))
+    try:
+        learner.load(folder)
+        yield learner
+    finally:
+        learner.close()
+
+
+def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 240.0) -> list[Any]:
+    """work(rank, ranks, port, *args) in as many fresh processes that meet on loopback; their results by rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    processes = [context.Process(target=_run_rank, args=(queue, work, rank, ranks, port, args), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        answers = dict(queue.get(timeout=timeout_s) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    failed = {rank: answer for rank, (is_fine, answer) in answers.items() if not is_fine}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    return [answers[rank][1] for rank in range(ranks)]
+
+
+def _run_rank(queue: Any, work: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple[Any, ...]) -> None:
+    try:
+        queue.put((rank, (True, work(rank, ranks, port, *args))))
+    except BaseException:
+        queue.put((rank, (False, traceback.format_exc())))

@@ -1,0 +1,119 @@
+"""The chunked head against torch.log_softmax: values, gradients, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import random_batch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from correction.errors import DataError
+from learner.logprobs import head_logprobs, predicted_tokens
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax((hidden @ weight.t()) / temperature, -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def case(seed: int = 0, count: int = 23, width: int = 16, vocab: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(count, width, generator=generator), torch.randn(vocab, width, generator=generator)
+    return hidden, weight, torch.randint(0, vocab, (count,), generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("wanted", ["logprobs", "entropies", "both"])
+def test_values_and_gradients_equal_log_softmax(temperature: float, chunk: int, wanted: str) -> None:
+    hidden, weight, targets = case()
+    factors = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1))
+    results = []
+    for function, options in ((head_logprobs, {"temperature": temperature, "chunk_tokens": chunk}), (plain, {"temperature": temperature})):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropies = function(h, w, targets, **options)
+        loss = (factors[0] * logprobs).sum() * (wanted != "entropies") + (factors[1] * entropies).sum() * (wanted != "logprobs")
+        if wanted == "logprobs":
+            loss = (factors[0] * logprobs).sum()
+        elif wanted == "entropies":
+            loss = (factors[1] * entropies).sum()
+        loss.backward()
+        results.append((logprobs.detach(), entropies.detach(), h.grad, w.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_float64_gradients_by_finite_differences() -> None:
+    """Independent of any formula for the derivative: central differences of the function itself."""
+    hidden, weight, targets = case(count=4, width=5, vocab=7)
+
+    def total(h: Tensor, w: Tensor) -> Tensor:
+        logprobs, entropies = head_logprobs(h, w, targets, temperature=0.8, chunk_tokens=3)
+        return (logprobs * torch.arange(1.0, 5.0)).sum() + (entropies * torch.arange(4.0, 0.0, -1.0)).sum()
+
+    hidden.requires_grad_()
+    total(hidden, weight).backward()
+    step = 1e-2
+    for row, column in [(0, 0), (2, 3), (3, 4)]:
+        shift = torch.zeros_like(hidden)
+        shift[row, column] = step
+        difference = (total(hidden.detach() + shift, weight) - total(hidden.detach() - shift, weight)) / (2 * step)
+        assert float(difference) == pytest.approx(float(hidden.grad[row, column]), rel=2e-2, abs=2e-2)
+
+
+def test_padded_rows_of_the_vocabulary_take_no_part() -> None:
+    hidden, weight, targets = case()
+    padded = torch.cat([weight, torch.full((14, 16), 1e4)]).requires_grad_()
+    logprobs, entropies = head_logprobs(hidden, padded, targets, vocab_size=50)
+    expected, expected_entropies = plain(hidden, weight, targets, 1.0)
+    torch.testing.assert_close(logprobs.detach(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies.detach(), expected_entropies, rtol=1e-5, atol=1e-5)
+    logprobs.sum().backward()
+    assert torch.equal(padded.grad[50:], torch.zeros(14, 16))
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
+    hidden, weight, targets = case()
+    weight.requires_grad_()
+    logprobs, entropies = head_logprobs(hidden[:0], weight, targets[:0])
+    assert logprobs.shape == entropies.shape == (0,)
+    logprobs.sum().backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        return out
+
+
+def test_no_tensor_of_all_tokens_by_vocabulary_exists() -> None:
+    """The largest tensor holds chunk x vocabulary elements; log_softmax of everything, which the same probe sees, tokens x vocabulary."""
+    tokens, vocab, chunk = 200, 64, 10
+    hidden, weight, targets = case(count=tokens, width=4, vocab=vocab)
+    sizes = []
+    for function, options in ((head_logprobs, {"chunk_tokens": chunk}), (plain, {"temperature": 1.0})):
+        h = hidden.clone().requires_grad_()
+        with LargestTensor() as probe:
+            function(h, weight, targets, **options)[0].sum().backward()
+        sizes.append(probe.elements)
+    assert sizes == [max(chunk * vocab, tokens * 4), tokens * vocab]
+
+
+def test_a_first_token_cannot_be_trained() -> None:
+    batch = random_batch()
+    mask = batch.loss_mask.clone()
+    mask[batch.offsets[3]] = True
+    with pytest.raises(DataError, match="sequence 3"):
+        predicted_tokens(replace(batch, loss_mask=mask))
+    assert torch.equal(predicted_tokens(batch), batch.loss_mask.nonzero()[:, 0])

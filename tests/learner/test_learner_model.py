@@ -1,0 +1,170 @@
+"""Megatron's model says what Hugging Face's says, packed or not, and gives the weights back bit for bit.
+
+1. Logits of every supported family equal Hugging Face's to 1e-5 in float32, heads tied and untied.
+2. A sequence's logprobs don't depend on what it is packed with, nor on the order in which sequences are packed.
+3. Loading and saving is exact, and transformers loads the result.
+4. What can't be trained is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
+from safetensors.torch import load_file, save_file
+
+from correction.checksum import tensor_checksum
+from correction.errors import DataError
+from learner.attention import pack
+from learner.loss import forward_hidden
+from learner.model import unwrap
+
+FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False)]
+
+
+@pytest.mark.parametrize(("family", "tie"), FAMILIES)
+def test_logits_equal_hugging_face(tmp_path: Path, family: str, tie: bool) -> None:
+    folder = save_model(tmp_path / "m", family, tie=tie)
+    batch = random_batch()
+    with learner_on(folder) as learner, torch.no_grad():
+        model = unwrap(learner._require().model)
+        ours = forward_hidden(model, batch)[0] @ model.head_weight.t()
+        bounds = batch.offsets.tolist()
+        reference = hf_model(folder)
+        theirs = torch.cat([reference(batch.token_ids[a:b][None]).logits[0] for a, b in zip(bounds, bounds[1:], strict=False)])
+    assert theirs.abs().max() > 2  # not a comparison of zeros
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_hugging_face_under_the_temperature(tmp_path: Path, temperature: float) -> None:
+    folder = save_model(tmp_path / "m")
+    batch = random_batch(temperature=temperature)
+    with learner_on(folder, tokens_per_microbatch=100, logprob_chunk_tokens=7) as learner:
+        ours = learner.logprobs(batch)
+    with torch.no_grad():
+        theirs, _ = hf_values(hf_model(folder), batch)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert torch.equal(ours[~batch.loss_mask], torch.zeros(int((~batch.loss_mask).sum())))
+
+
+def test_packing_changes_nothing(tmp_path: Path) -> None:
+    batch = random_batch(longest=60)
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        together = learner.logprobs(batch)
+        alone = torch.cat([learner.logprobs(batch.select([i])) for i in range(batch.num_sequences)])
+        order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(0)).tolist()
+        shuffled = learner.logprobs(batch.select(order))
+    torch.testing.assert_close(together, alone, rtol=0, atol=2e-6)
+    torch.testing.assert_close(together[batch.token_index(order)], shuffled, rtol=0, atol=2e-6)
+
+
+def test_padded_layout_holds_every_token_once() -> None:
+    batch = random_batch(longest=200)
+    _, packed = pack(batch.offsets, torch.device("cpu"))
+    cells = packed.cell_of_token
+    assert len(set(cells.tolist())) == batch.num_tokens
+    assert torch.equal(packed.token_of_cell[cells], torch.arange(batch.num_tokens))
+    assert len(packed.token_of_cell) <= 1.25 * batch.num_tokens + 8 * batch.num_sequences  # BUCKET_RATIO and BUCKET_SLACK bound it
+
+
+@pytest.mark.parametrize("max_seqlen_is_total", [False, True])
+def test_positions_start_anew_in_each_sequence(tmp_path: Path, max_seqlen_is_total: bool) -> None:
+    """Megatron reads its rotary table as one for the whole pack when it is exactly as long as the pack; only a lone sequence is."""
+    folder = save_model(tmp_path / "m")
+    lengths = [12] if max_seqlen_is_total else [12, 6, 6]
+    ids = torch.arange(sum(lengths)) % 96
+    batch = replace(
+        random_batch(),
+        token_ids=ids,
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        loss_mask=torch.cat([torch.arange(n) > 0 for n in lengths]),
+        behavior_logprobs=torch.zeros(len(ids)),
+        advantages=torch.zeros(len(ids)),
+        weight_versions=torch.zeros(len(ids), dtype=torch.int32),
+        group_ids=torch.zeros(len(lengths), dtype=torch.int64),
+    )
+    with learner_on(folder) as learner, torch.no_grad():
+        torch.testing.assert_close(learner.logprobs(batch), hf_values(hf_model(folder), batch)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "tie"), FAMILIES)
+def test_weights_come_back_bit_for_bit(tmp_path: Path, family: str, tie: bool) -> None:
+    folder = save_model(tmp_path / "m", family, tie=tie)
+    (folder / "tokenizer.json").write_text("{}")
+    with learner_on(folder) as learner:
+        learner.save_hf(tmp_path / "out")
+        learner.save_hf(tmp_path / "out")  # again, in place
+        specs, checksums = learner.weight_specs(), learner.weight_checksums()
+        buckets = list(learner.weight_buckets(bucket_bytes=10_000))
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert checksums == {name: tensor_checksum(tensor) for name, tensor in before.items()}
+    assert {spec.name: (spec.shape, spec.dtype) for spec in specs} == {name: (tuple(t.shape), "float32") for name, t in before.items()}
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets))) and len(buckets) > 3
+    assert all(bucket.nbytes <= 10_000 or len(bucket.tensors) == 1 for bucket in buckets)
+    assert [name for bucket in buckets for name in bucket.tensors] == [spec.name for spec in specs]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    ids = torch.arange(9)[None]
+    assert torch.equal(hf_model(folder)(ids).logits, hf_model(tmp_path / "out")(ids).logits)
+
+
+def test_a_bucket_is_a_snapshot(tmp_path: Path) -> None:
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        before = weights(learner)
+        copies = {name: tensor.clone() for name, tensor in before.items()}
+        with torch.no_grad():
+            for parameter in unwrap(learner._require().model).parameters():
+                parameter.add_(1.0)
+    assert all(torch.equal(before[name], copies[name]) for name in before)
+
+
+def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path / "m")
+    monkeypatch.setattr("learner.export.SHARD_BYTES", 20_000)
+    with learner_on(folder) as learner:
+        learner.save_hf(tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
+    with learner_on(tmp_path / "out") as learner:
+        found = weights(learner)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in load_file(folder / "model.safetensors").items())
+    hf_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "gpt2.*llama, qwen2, qwen3"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = yarn"),
+        ({"intermediate_size": 64}, "gate_proj.*shape"),
+        ({"num_hidden_layers": 3}, "no tensor model.layers.2"),
+        ({"num_hidden_layers": 1}, "model.layers.1"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    folder = save_model(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    if "num_hidden_layers" in change:
+        config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(DataError, match=message), learner_on(folder):
+        pass
+
+
+def test_folders_without_config_or_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"config\.json"), learner_on(tmp_path):
+        pass
+    folder = save_model(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="safetensors"), learner_on(folder):
+        pass
+    save_file(tensors | {"score.weight": torch.zeros(1, 32)}, folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"score\.weight"), learner_on(folder):
+        pass
