@@ -73,7 +73,7 @@ _PROMETHEUS_SUFFIX = {
     Unit.TIMESTAMP: "_timestamp_seconds",
 }
 # What the catalogue's own names end in, taken off before the suffix above is put on.
-_NAME_SUFFIX = re.compile(r"(_tokens_per_s|_share|_versions|_tokens|_bytes|_time_s|_s|_total)$")
+_NAME_SUFFIX = re.compile(r"(/tokens|_tokens_per_s|_share|_versions|_tokens|_bytes|_time_s|_s|_total)$")
 
 
 @dataclass(frozen=True, slots=True)

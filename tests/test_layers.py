@@ -1,0 +1,77 @@
+"""Imports run one way: actors -> learner, rollout -> correction. Read off the syntax trees, so that nothing has to be imported."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("correction", "rollout", "learner", "actors")
+FOLDERS = ("deploy", "recipes", "benchmarks", "tests", "lab")
+MAY_IMPORT = {
+    "correction": {"correction"},
+    "rollout": {"rollout", "correction"},
+    "learner": {"learner", "correction"},
+    "actors": {"actors", "learner", "rollout", "correction"},
+}
+ENGINES = {"sglang": "rollout", "megatron": "learner", "ray": "actors"}    # each engine has one home
+
+
+def source_files(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"{package} has no files: the test would pass for nothing"
+    return files
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, top-level name) of every absolute import in a file, those inside functions and `if TYPE_CHECKING` too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_against_the_arrow(package: str) -> None:
+    ours = set(PACKAGES) | set(FOLDERS)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in source_files(package)
+        for line, name in imports(path)
+        if name in ours - MAY_IMPORT[package]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_engine_has_one_home(package: str) -> None:
+    """Only actors imports ray, only rollout sglang, only learner megatron."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in source_files(package)
+        for line, name in imports(path)
+        if ENGINES.get(name, package) != package
+    ]
+    assert wrong == []
+
+
+def test_correction_imports_torch_and_pydantic_alone() -> None:
+    allowed = {"correction", "torch", "pydantic"} | sys.stdlib_module_names
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in source_files("correction")
+        for line, name in imports(path)
+        if name not in allowed
+    ]
+    assert wrong == []
+
+
+def test_the_reader_sees_imports_wherever_they_hide(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("import a.b\nif True:\n    from c.d import e\ndef f():\n    import g as h\nfrom . import own\n")
+    assert list(imports(path)) == [(1, "a"), (3, "c"), (5, "g")]
