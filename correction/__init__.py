@@ -7,7 +7,8 @@ from correction.correct import correct, defer, for_step, needs_proximal_forward
 from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, diagnose
 from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LedgerError, SyncError
 from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
-from correction.presets import PRESETS, Preset
+from correction.padded import from_padded, to_padded
+from correction.presets import PRESETS, Preset, presets_table
 from correction.proximal import ProximalSource
 
 __all__ = [
@@ -33,9 +34,12 @@ __all__ = [
     "defer",
     "diagnose",
     "for_step",
+    "from_padded",
     "group_advantages",
     "loss_metrics",
     "needs_proximal_forward",
     "policy_loss",
     "policy_scale",
+    "presets_table",
+    "to_padded",
 ]

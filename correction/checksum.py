@@ -23,6 +23,6 @@ def tensor_checksum(tensor: Tensor) -> str:
     """
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for chunk in flat.split(CHUNK_BYTES):
+    for chunk in torch.split(flat, CHUNK_BYTES):
         digest.update(chunk.cpu().numpy().data)
     return digest.hexdigest()

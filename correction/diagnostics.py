@@ -159,6 +159,7 @@ def _gap_numbers(gap: _Gap) -> dict[str, float]:
     if gap.log_ratio.numel() == 0:
         return {}
     x, excess = gap.log_ratio, torch.expm1(gap.log_ratio)
+    rho = excess + 1
     mean, mean_excess, mean_square = float(x.mean()), float(excess.mean()), float(excess.square().mean())
     low, high = float(x.min()), float(x.max())
     numbers = {
@@ -173,7 +174,7 @@ def _gap_numbers(gap: _Gap) -> dict[str, float]:
         "rho_max": float(torch.tensor(high).double().exp()),
         "rho_min": float(torch.tensor(low).double().exp()),
         "probability_gap_mean": float((gap.proximal - gap.behavior).abs().mean()),
-        "ess_token": (1 + mean_excess) ** 2 / (mean_square + 2 * mean_excess + 1),
+        "ess_token": float(rho.mean()) ** 2 / float(rho.square().mean()),
         "tokens": float(x.numel()),
     }
     pearson = _pearson(gap.behavior, gap.proximal)

@@ -6,6 +6,7 @@ import math
 import random
 
 import torch
+
 from correction import PackedBatch
 
 # The worked example: probabilities of the sampled tokens under mu, the proximal and the target policy.

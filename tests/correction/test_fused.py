@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from correction import PRESETS, CorrectionConfig, correct, defer, loss_metrics, needs_proximal_forward, policy_loss, policy_scale
 
+from correction import PRESETS, CorrectionConfig, correct, defer, loss_metrics, needs_proximal_forward, policy_loss, policy_scale
 from tests.correction.fixtures import random_batch
 
 VARIANTS = [

@@ -1,0 +1,69 @@
+"""Settings: presets first, keys beside them override; nonsense is refused with a reason; only torch and pydantic are needed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from correction import PRESETS, CorrectionConfig
+from correction.config import Part
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_valid_complete_and_survive_a_round_trip(preset):
+    config = CorrectionConfig(preset=preset)
+    assert CorrectionConfig.model_validate_json(config.model_dump_json()) == config
+    assert config.resolve().preset is None
+    assert CorrectionConfig(**config.resolve().model_dump()) == config.resolve()
+    data = PRESETS[preset]
+    assert all((data.formula, data.source, data.when))
+
+
+def test_keys_beside_a_preset_override_it():
+    config = CorrectionConfig(preset="tis-token", importance={"upper": 3})
+    assert (config.importance.mode.value, config.importance.upper) == ("truncate", 3)
+    assert CorrectionConfig(preset="mis-full", veto=None).veto is None
+    assert CorrectionConfig(objective={"clip_high": 0.28}).objective.clip_high == 0.28
+    assert CorrectionConfig(preset="dapo", objective={"kind": "soft_gate"}).objective.kind == "soft_gate"
+    assert CorrectionConfig(preset="minirl", objective={"gate": {"high": 0.3}}).objective.gate.high == 0.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"preset": "tis-tokn"}, "Did you mean tis-token"),
+        ({"importance": {"mode": "truncate"}}, "need a largest weight"),
+        ({"importance": {"mode": "mask"}}, "does nothing"),
+        ({"importance": {"mode": "clip", "lower": 3, "upper": 2}}, "nothing would be inside"),
+        ({"rejection": [{"statistic": "k3"}]}, "has no bound"),
+        ({"rejection": [{"statistic": "second_moment", "level": "sequence", "upper": 1}]}, "works on tokens"),
+        ({"rejection": [{"statistic": "topk_tv", "upper": 1}]}, "Set ratio: q"),
+        ({"normalize": {"population": "all"}}, "no importance weights to normalise"),
+        ({"objective": {"kind": "clip", "ratio": "rho"}}, "no gradient"),
+        ({"preset": "pg-sequence", "normalize": {"population": "all"}, "kl": {"coefficient": 0.1}}, "drop the term"),
+        ({"preset": "bypass", "rejection": [{"statistic": "second_moment", "upper": 0.04}]}, "all tokens of the batch"),
+        ({"preset": "dppo-binary-tv", "objective": {"gate": {"divergence": "k3"}}}, "binary_tv"),
+        ({"preset": "dppo-topk-tv", "objective": {"gate": {"ratio": "r"}}}, "Set ratio: q"),
+        ({"importanse": {}}, "Extra inputs are not permitted"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused_with_a_reason(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        CorrectionConfig(**settings)
+
+
+def test_every_field_has_its_line():
+    parts = [Part]
+    for part in parts:
+        parts += part.__subclasses__()
+        assert all(field.description for name, field in part.model_fields.items() if name != "kind"), part
+
+
+def test_torch_and_pydantic_are_enough():
+    code = (
+        "import sys, correction; correction.CorrectionConfig(preset='mis-full'); "
+        "heavy = {'ray', 'sglang', 'megatron', 'transformers', 'rollout', 'learner', 'actors'} & set(sys.modules); "
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,168 @@
+"""What must not break: empty, single, masked, vetoed, huge ratios, probabilities 0 and 1, not-a-number, a million tokens."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from correction import PRESETS, CorrectionConfig, DataError, PackedBatch, correct, defer, diagnose, loss_metrics, policy_loss, policy_scale
+from tests.correction.fixtures import flat_log, random_batch, worked_example
+from tests.correction.test_properties import NAMES
+
+QUIET = pytest.mark.filterwarnings("ignore:correction. every token")
+NAN, INF = float("nan"), float("inf")
+
+
+def step(batch, target, config):
+    leaf = target.clone().requires_grad_()
+    corrected = correct(batch, config)
+    out = policy_loss(corrected, leaf, config)
+    out.loss.backward()
+    out = replace(out, loss=out.loss.detach())
+    numbers = diagnose(batch, corrected, target, config=config, detailed=True)
+    assert all(math.isfinite(value) for value in numbers.values()), numbers
+    assert all(math.isfinite(value) for value in loss_metrics(out.partials, config).values())
+    return corrected, out, leaf.grad
+
+
+def tiny(lengths, *, mu=-1.0, mask=True, dtype=torch.float32):
+    n = sum(lengths)
+    return PackedBatch(
+        token_ids=torch.zeros(n, dtype=torch.int64), offsets=torch.tensor([0, *lengths]).cumsum(0),
+        loss_mask=torch.full((n,), mask), behavior_logprobs=torch.full((n,), mu, dtype=dtype), advantages=torch.ones(n, dtype=dtype),
+        weight_versions=torch.zeros(n, dtype=torch.int32), group_ids=torch.arange(len(lengths)),
+        proximal_logprobs=torch.full((n,), mu, dtype=dtype),
+    ).validate()  # fmt: skip
+
+
+@QUIET
+@pytest.mark.parametrize("preset", NAMES)
+@pytest.mark.parametrize("lengths", [[], [0], [1], [0, 3, 0, 1, 0]], ids=str)
+@pytest.mark.parametrize("mask", [True, False])
+def test_empty_short_and_fully_masked(preset, lengths, mask):
+    batch = tiny(lengths, mask=mask)
+    _, out, grad = step(batch, batch.behavior_logprobs, CorrectionConfig(preset=preset))
+    assert grad.isfinite().all() and math.isfinite(float(out.loss))
+    if not mask or sum(lengths) == 0:
+        assert float(out.loss) == 0 and not grad.any()
+
+
+@pytest.mark.parametrize("way", [correct, defer])
+def test_everything_vetoed_is_zero_loss_without_nan(way):
+    config = CorrectionConfig(preset="mis-full", veto={"lower": 10.0}, denominator={"count": "kept"})
+    batch = worked_example()
+    if way is correct:
+        with pytest.warns(UserWarning, match="every token of the batch was rejected"):
+            corrected = way(batch, config)
+    else:
+        corrected = way(batch, config)
+    leaf = batch.proximal_logprobs.clone().requires_grad_()
+    out = policy_loss(corrected, leaf, config)
+    out.loss.backward()
+    assert float(out.loss.detach()) == 0 and not leaf.grad.any() and math.isfinite(policy_scale(out.partials, config))
+    assert loss_metrics(out.partials, config)["kept_fraction"] == 0
+
+
+@QUIET
+@pytest.mark.parametrize("preset", NAMES)
+@pytest.mark.parametrize("jump", [60.0, -60.0])
+def test_ratios_of_e_to_the_60_stay_finite(preset, jump):
+    """Products over a sequence reach e^300 and e^-300 here."""
+    batch, _ = random_batch(5)
+    batch = replace(batch, behavior_logprobs=batch.behavior_logprobs.float() - 61, advantages=batch.advantages.float())
+    batch = replace(batch, proximal_logprobs=batch.behavior_logprobs + jump)
+    _, _, grad = step(batch, (batch.behavior_logprobs + jump).float(), CorrectionConfig(preset=preset))
+    assert grad.isfinite().all()
+
+
+@QUIET
+@pytest.mark.parametrize("preset", NAMES)
+def test_probabilities_zero_and_one(preset):
+    """log 1 = 0 is a good value; log 0 = -inf at a kept token is left out and counted."""
+    batch = worked_example()
+    mu, theta = batch.behavior_logprobs.clone(), batch.proximal_logprobs.clone()
+    mu[0], theta[0] = 0.0, 0.0
+    batch = replace(batch, behavior_logprobs=mu, proximal_logprobs=theta)
+    _, out, grad = step(batch, theta, CorrectionConfig(preset=preset))
+    assert out.partials[5] == 0 and grad.isfinite().all()
+    mu[1] = -INF
+    _, out, grad = step(batch, theta, CorrectionConfig(preset=preset))
+    assert out.partials[5] == 1 and grad.isfinite().all() and grad[1] == 0
+
+
+@QUIET
+@pytest.mark.parametrize("preset", NAMES)
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_what_is_masked_changes_nothing(preset, poison):
+    config = CorrectionConfig(preset=preset)
+    batch, target = random_batch(11, spread=0.05)
+    _, expected, expected_grad = step(batch, target, config)
+
+    def poisoned(values):
+        return torch.where(batch.loss_mask, values, poison)
+
+    names = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
+    dirty = replace(batch, **{name: poisoned(getattr(batch, name)) for name in names})
+    _, out, grad = step(dirty, poisoned(target), config)
+    torch.testing.assert_close(out.partials, expected.partials, rtol=1e-12, atol=0)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("field", ["behavior_logprobs", "proximal_logprobs", "advantages", "target"])
+@pytest.mark.parametrize(("preset", "lost"), [("tis-token", 1), ("tis-sequence", 4), ("gspo", 4)])
+def test_a_kept_nan_is_counted_and_takes_its_unit_with_it(field, preset, lost):
+    """Token decisions lose the token, sequence decisions the sequence; the rest trains on."""
+    batch = worked_example()
+    target = flat_log(((0.55, 0.58, 0.03, 0.80), (0.54, 0.18, 0.18), (0.612, 0.693)))
+    if field == "target":
+        target[2] = NAN
+    else:
+        values = getattr(batch, field).clone()
+        values[2] = NAN
+        batch = replace(batch, **{field: values})
+    config = CorrectionConfig(preset=preset, objective={"clip_low": 0.99, "clip_high": 99})
+    corrected = correct(batch, config)
+    leaf = target.requires_grad_()
+    out = policy_loss(corrected, leaf, config)
+    out.loss.backward()
+    assert out.partials[5] == 1
+    assert int((leaf.grad == 0).sum()) == (lost if preset == "gspo" or lost == 1 or field != "target" else 1)
+    assert leaf.grad.isfinite().all()
+    assert diagnose(batch, corrected, leaf)["broken_tokens"] == 1
+
+
+def test_a_million_tokens_in_lengths_from_1_to_65536():
+    """Long products are summed in float64: the sequence of 65536 tokens agrees with math.fsum."""
+    lengths = [1, 65536, 2, 16384, 1, *([4096] * 200), *([17] * 6000)]
+    n = sum(lengths)
+    assert n > 10**6 - 10**5
+    generator = torch.Generator().manual_seed(0)
+    mu = -torch.rand(n, generator=generator)
+    batch = replace(tiny(lengths), behavior_logprobs=mu, proximal_logprobs=mu + 1e-2 * torch.randn(n, generator=generator))
+    config = CorrectionConfig(preset="mis-full", importance={"level": "geometric"})
+    started = time.monotonic()
+    corrected = correct(batch, config)
+    policy_loss(corrected, batch.proximal_logprobs.clone().requires_grad_(), config).loss.backward()
+    diagnose(batch, corrected, batch.proximal_logprobs, config=config)
+    assert time.monotonic() - started < 60  # no Python loop over 6,000 sequences
+    raw = correct(batch, CorrectionConfig(preset="tis-sequence", importance={"level": "geometric", "upper": 9}))
+    rows = slice(1, 65537)
+    exact = math.fsum((batch.proximal_logprobs[rows] - mu[rows]).tolist()) / 65536
+    assert float(raw.importance_weights[1]) == pytest.approx(math.exp(exact), rel=3e-7)
+
+
+def test_wrong_shape_and_missing_inputs_are_refused():
+    batch, config = worked_example(), CorrectionConfig(preset="tis-token")
+    with pytest.raises(DataError, match="proximal_logprobs is None"):
+        correct(replace(batch, proximal_logprobs=None), config)
+    with pytest.raises(DataError, match="for 9 tokens"):
+        policy_loss(correct(batch, config), torch.zeros(4), config)
+    topk = CorrectionConfig(preset="dppo-topk-tv")
+    with pytest.raises(DataError, match="no top-K logprobs"):
+        policy_loss(correct(batch, topk), torch.zeros(9).double(), topk)
+    kl = CorrectionConfig(preset="ppo", kl={"coefficient": 0.1})
+    with pytest.raises(DataError, match="no reference_logprobs"):
+        policy_loss(correct(batch, kl), torch.zeros(9).double(), kl)
+    assert len(NAMES) + 2 == len(PRESETS)
