@@ -14,6 +14,7 @@ import ctypes
 import difflib
 import importlib
 import inspect
+import logging
 import math
 import os
 import pickle
@@ -155,6 +156,7 @@ def _math_verify(spec: dict[str, Any]) -> Scorer:
     """
     from math_verify import parse, verify
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns at each process that its alarms are off
     def score(request: dict[str, Any]) -> float:
         answer = request["answer"]
         is_marked_up = "$" in answer or "\\boxed" in answer
