@@ -1,0 +1,136 @@
+"""The catalogue refuses what it doesn't list, and its views write what they were given."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from actors.config import MetricsConfig
+from actors.metric_views import MetricViews, TensorBoardView, json_line, parse_json_line
+from actors.metrics import CATALOGUE, Kind, MetricError, StepMetrics, combine, file_under, is_listed, lookup, markdown, member
+from actors.run_folder import RunFolder
+from correction.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("reward/meen", "reward/mean"),
+        ("learner/gradnorm", "learner/grad_norm"),
+        ("reward/component/", "reward/component/"),    # a family is no metric
+        ("staleness_max", "staleness/max"),
+    ],
+)
+def test_an_unlisted_name_is_an_error_that_names_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(MetricError) as caught:
+        StepMetrics(1, {name: 1.0})
+    assert f"{name!r} is not in the catalogue" in str(caught.value) and f"nearest one is {nearest!r}" in str(caught.value)
+
+
+def test_families_are_open_at_the_end() -> None:
+    assert lookup("reward/component/format").name == "reward/component/" and member("reward/component/format") == "format"
+    assert member("reward/mean") == ""
+    assert is_listed("correction/anything_at_all") and not is_listed("correction/") and not is_listed("correction/a/b")
+
+
+def test_absent_is_absent() -> None:
+    metrics = StepMetrics(3, {"reward/mean": None, "learner/loss": 0.0})
+    assert dict(metrics) == {"step": 3, "learner/loss": 0.0}
+
+
+def test_a_metric_has_one_source() -> None:
+    metrics = StepMetrics(3, {"reward/mean": 0.5})
+    metrics.set("reward/mean", 0.5)
+    with pytest.raises(MetricError, match=r"recorded twice in step 3: 0\.5 and 0\.6"):
+        metrics.set("reward/mean", 0.6)
+
+
+def test_a_line_is_strict_json_and_comes_back_as_it_was() -> None:
+    metrics = StepMetrics(3, {"reward/mean": 0.1, "groups/trained_total": 96, "learner/grad_norm": math.inf, "learner/loss": math.nan})
+    line = json_line(metrics)
+    record = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert record == {
+        "step": 3, "reward/mean": 0.1, "groups/trained_total": 96, "non_finite": {"learner/grad_norm": "inf", "learner/loss": "nan"},
+    }
+    back = parse_json_line(line)
+    assert back["learner/grad_norm"] == math.inf and math.isnan(back["learner/loss"])
+    assert {k: back[k] for k in back.finite()} == {"step": 3, "reward/mean": 0.1, "groups/trained_total": 96}
+
+
+def test_a_line_of_another_catalogue_is_read_without_what_is_unknown() -> None:
+    assert dict(parse_json_line('{"step": 1, "reward/mean": 1, "gone/metric": 2}')) == {"step": 1, "reward/mean": 1}
+
+
+def test_numbers_of_several_sources_are_reduced_as_the_catalogue_says() -> None:
+    """Two workers: tokens/s add up, versions take the least, a maximum stays one, a mean is weighted: (1 * 0.2 + 3 * 0.6) / 4 = 0.5."""
+    parts = [
+        {"throughput/rollout_tokens_per_s": 100.0, "rollout/weight_version": 4.0, "staleness/max": 1, "reward/mean": 0.2},
+        {"throughput/rollout_tokens_per_s": 50.0, "rollout/weight_version": 3.0, "staleness/max": 2, "reward/mean": 0.6, "time/sync_s": 1},
+    ]
+    combined = combine(parts, weights=[1, 3])
+    assert combined == pytest.approx(
+        {"throughput/rollout_tokens_per_s": 150.0, "rollout/weight_version": 3.0, "staleness/max": 2, "reward/mean": 0.5, "time/sync_s": 1}
+    )
+    with pytest.raises(MetricError, match="is a mean and differs"):
+        combine(parts)
+
+
+def test_numbers_of_a_package_are_filed() -> None:
+    values = {"mismatch/k3": 1e-12, "chi2_token": 0.1, "rejected/token/ratio": 0.0}
+    assert file_under("correction/", values) == {
+        "mismatch/k3": 1e-12, "correction/chi2_token": 0.1, "correction/rejected_token_ratio": 0.0,
+    }
+
+
+def test_names_say_what_they_are() -> None:
+    for metric in CATALOGUE.values():
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert metric.help.endswith(".") and metric.label, metric.name
+
+
+def test_the_page_of_metrics_is_current() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == markdown(), "run: python -m actors.metrics > docs/metrics.md"
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, round(event.value, 6)) for event in events.Scalars(name)]
+
+
+def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tmp_path: Path) -> None:
+    first = TensorBoardView(tmp_path)
+    for step in (1, 2, 3):
+        first.write(StepMetrics(step, {"reward/mean": step / 10, "staleness/tokens/0": 5.0, "learner/loss": math.nan}))
+    first.close()
+    resumed = TensorBoardView(tmp_path, resumed_from=1)
+    resumed.write(StepMetrics(2, {"reward/mean": 0.9}))
+    resumed.close()
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.9)]
+
+
+def test_the_views_of_a_run_take_up_where_the_folder_stands(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "x")
+    folder.append_metrics(StepMetrics(1, {"reward/mean": 0.1}))
+    views = MetricViews(folder, MetricsConfig())
+    views.step(StepMetrics(2, {"reward/mean": 0.2}))
+    views.evaluation(StepMetrics(2, {"held_out/accuracy": 0.75}))
+    views.close()
+    folder.close()
+    assert scalars(folder.tensorboard_path, "held_out/accuracy") == [(2, 0.75)]
+
+
+def test_wandb_is_off_by_default_and_asked_for_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MetricsConfig().wandb_project is None
+    monkeypatch.setitem(sys.modules, "wandb", None)    # as if not installed
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_text("config.yaml", "name: x\n")
+        with pytest.raises(ConfigError, match=r"pip install 'evenkeel\[wandb\]'"):
+            MetricViews(folder, MetricsConfig(wandb_project="p"))

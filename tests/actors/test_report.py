@@ -1,0 +1,144 @@
+"""The page of a run: self-contained, true to the folder's numbers, and there for a run that has only begun."""
+
+from __future__ import annotations
+
+import html
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from actors.metrics import StepMetrics
+from actors.report import summary_rows, write_report
+from actors.report_plots import _CURVES as CURVES
+from actors.report_plots import draw_curves, draw_plots, running_mean
+from actors.run_folder import RunFolder
+from actors.scatter import ScatterReservoir, ScatterSample
+
+
+def step_metrics(step: int) -> StepMetrics:
+    return StepMetrics(
+        step,
+        {
+            "time/elapsed_s": 2.0 * step, "time/step_s": 2.0, "reward/mean": step / 40, "reward/component/format": 0.5,
+            "mismatch/k3": 1e-12 * step, "mismatch_and_staleness/k3": 1e-4, "mismatch/max_abs_log_ratio": 1e-6 * step,
+            "mismatch_and_staleness/log_ratio_std": 0.01, "learner/entropy": 1.0, "learner/grad_norm": float("inf") if step == 2 else 0.5,
+            "staleness/tokens/0": 70.0, "staleness/tokens/1": 30.0, "staleness/max": 1, "throughput/rollout_tokens_per_s": 100.0,
+            "wait/rollout_share": 0.1, "length/sampled_tokens": 8.0, "length/trained_tokens": 7.5, "groups/trained_total": 4 * step,
+        },
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder.create(tmp_path / "run", "nano")
+    folder.write_text("config.yaml", "name: nano <sum>\nsteps: 40\n")
+    return folder
+
+
+def fill(folder: RunFolder, steps: int) -> None:
+    reservoir = ScatterReservoir(steps=4, tokens_per_step=50)
+    for step in range(1, steps + 1):
+        folder.append_metrics(step_metrics(step))
+        logprobs = -torch.rand(100)
+        reservoir.add(step, logprobs, logprobs + 1e-3, torch.ones(100), torch.arange(100) % 2 == 0)
+    sample = reservoir.sample()
+    assert sample is not None
+    folder.write_file("scatter.npz", sample.save)
+    for step, accuracy in ((0, 0.5), (steps, 0.9)):
+        folder.append_evaluation(
+            StepMetrics(step, {
+                "held_out/accuracy": accuracy, "held_out/wilson_low": accuracy - 0.05, "held_out/wilson_high": accuracy + 0.05,
+                "held_out/problems": 512,
+            })
+        )
+    folder.write_trajectories(steps, "sampled: <script>alert(1)</script>")
+    folder.event("warning", "a reward raised <ValueError>")
+
+
+def test_a_finished_run(folder: RunFolder) -> None:
+    fill(folder, 40)
+    page = write_report(folder).read_text()
+    assert "Finished after 40 steps." in page and "nano &lt;sum&gt;" in page
+    for shown in ("0.500 [0.450, 0.550] of 512", "0.900 [0.850, 0.950] of 512", "+0.400", "1 min 20 s", "4e-11 nats", "4e-05 nats"):
+        assert shown in page, shown
+    titles = re.findall(r"<h3>(.*?)</h3>", page)
+    assert {
+        "Held-out accuracy", "Reward", "Parts of the reward", "k3 KL from behaviour to proximal policy", "Spread of the log-ratio",
+        "Entropy", "Gradient norm", "Staleness", "Throughput", "Share of time that each side waits", "Length of sampled and of trained answers",
+        "pi_prox against mu",
+    } <= set(titles)
+    assert page.count("<figcaption>") == page.count("<svg") == len(titles)
+    assert "a reward raised &lt;ValueError&gt;" in page
+
+
+def test_nothing_is_fetched_and_nothing_of_the_run_is_run(folder: RunFolder) -> None:
+    """Samples are text of a model: they must not become markup. Namespaces are the only addresses."""
+    fill(folder, 3)
+    page = write_report(folder).read_text()
+    addresses = set(re.findall(r"https?://[^\s\"'<)]+", page))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "<script" not in page and html.escape("<script>") in page
+    assert not re.search(r"<(link|img|iframe)\b", page)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_has_only_begun(folder: RunFolder, steps: int) -> None:
+    if steps:
+        folder.append_metrics(step_metrics(1))
+    page = write_report(folder).read_text()
+    assert ("No step is finished yet." if steps == 0 else "Stands at step 1 of 40.") in page
+
+
+def test_pictures_take_the_colours_of_the_page(folder: RunFolder) -> None:
+    fill(folder, 30)
+    for plot in draw_plots(folder.read_metrics(), folder.read_evaluations(), ScatterSample.load(folder.scatter_path)):
+        ElementTree.fromstring(plot.svg)    # well-formed
+        assert "var(--ink)" in plot.svg and "var(--grid)" in plot.svg
+        assert not re.search(r"fill: *(#000000|black)|stroke: *(#000000|black)", plot.svg), plot.title
+
+
+def test_pictures_of_one_page_share_no_ids(folder: RunFolder) -> None:
+    """An id that two pictures have would cut curves of one with the frame of the other."""
+    fill(folder, 30)
+    plots = draw_plots(folder.read_metrics(), folder.read_evaluations(), None)
+    clips = [set(re.findall(r'<clipPath id="([^"]+)"', plot.svg)) for plot in plots]
+    assert sum(map(len, clips)) == len(set().union(*clips))
+
+
+def test_values_that_are_not_finite_are_left_out_of_curves(folder: RunFolder) -> None:
+    fill(folder, 3)    # step 2 has an infinite gradient norm
+    norm = next(curves for curves in CURVES if curves.title == "Gradient norm")
+    assert draw_curves(norm, folder.read_metrics()) is not None
+    assert draw_curves(norm, [StepMetrics(1, {"learner/grad_norm": float("nan")})]) is None
+
+
+def test_summary_takes_maxima_as_maxima() -> None:
+    steps = [StepMetrics(1, {"mismatch/k3": 3e-12}), StepMetrics(2, {"mismatch/k3": 1e-12})]
+    rows = dict(summary_rows(steps, [], {"steps": 2}))
+    assert rows["k3 KL at staleness 0, largest of any batch"] == "3e-12 nats" and rows["steps"] == "2 of 2"
+    assert not any("accuracy" in row for row in rows)
+
+
+def test_running_mean_makes_nothing_up_at_the_ends() -> None:
+    assert running_mean(np.array([1.0, 2.0, 6.0, 3.0]), 1).tolist() == [1.5, 3.0, 11 / 3, 4.5]
+    assert running_mean(np.array([5.0]), 3).tolist() == [5.0]
+
+
+def test_the_scatter_holds_trained_tokens_of_recent_steps_only(tmp_path: Path) -> None:
+    reservoir = ScatterReservoir(steps=2, tokens_per_step=3)
+    assert reservoir.sample() is None
+    for step in (1, 2, 3):
+        values = torch.arange(10.0) + 100 * step
+        reservoir.add(step, values, values + 0.5, torch.full((10,), step), torch.arange(10) < 5)
+    sample = reservoir.sample()
+    assert sample is not None
+    sample.save(tmp_path / "scatter.npz")
+    back = ScatterSample.load(tmp_path / "scatter.npz")
+    assert back.step.tolist() == [2, 2, 2, 3, 3, 3] == back.staleness.tolist()
+    assert set(back.behavior_logprobs[:3]) <= {200.0, 201.0, 202.0, 203.0, 204.0}    # tokens 5 to 9 are not trained
+    assert np.allclose(back.proximal_logprobs - back.behavior_logprobs, 0.5)
+    assert back.behavior_logprobs.dtype == np.float32

@@ -1,0 +1,103 @@
+"""The live panel on a terminal, plain lines elsewhere, and the panel as a picture."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from actors.metrics import StepMetrics
+from actors.run_folder import RunFolder
+from actors.terminal import TerminalView, duration, sparkline, terminal_svg
+
+STEP = StepMetrics(
+    3,
+    {
+        "reward/mean": 0.75, "time/step_s": 2.0, "throughput/rollout_tokens_per_s": 1234.0, "throughput/learner_tokens_per_s": 5678.0,
+        "wait/rollout_share": 0.12, "wait/learner_share": 0.34, "staleness/mean": 0.5, "staleness/max": 1, "mismatch/k3": 3e-13,
+        "rejection/rejected_share": 0.01, "weight_version": 3,
+    },
+)
+HELD_OUT = StepMetrics(
+    0,
+    {
+        "held_out/accuracy": 0.5, "held_out/wilson_low": 0.46, "held_out/wilson_high": 0.54, "held_out/problems": 512,
+        "held_out/weight_version": 0,
+    },
+)
+
+
+def watch(*, terminal: bool) -> tuple[TerminalView, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100, color_system="standard" if terminal else None)
+    return TerminalView(10, "a run", console=console), out
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    view, out = watch(terminal=False)
+    view.phase("starting engines 1/2")
+    view.phase("starting engines 1/2")
+    view.event("warning", "a reward [red]raised[/red]")
+    view.step(STEP)
+    view.evaluation(HELD_OUT)
+    view.close("the end")
+    assert out.getvalue().splitlines() == [
+        "a run",
+        "... starting engines 1/2",
+        "warning: a reward [red]raised[/red]",
+        "step  3/10  reward 0.750  step 2.00 s  rollout 1234 tok/s  learner 5678 tok/s  rollout waits 12%  learner waits 34%  "
+        "staleness 0.50  mismatch k3 3.0e-13  rejected 1.00%",
+        "held-out accuracy 0.500 [0.460, 0.540] on 512 problems, weight version 0",
+        "the end",
+    ]
+
+
+def test_the_panel_shows_what_a_person_wants_to_know() -> None:
+    view, out = watch(terminal=True)
+    view.evaluation(HELD_OUT)
+    view.step(STEP)
+    view.phase("waiting for rollout worker 0")
+    view.close("the end")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    for shown in ("3/10", "30 %", "about 14 s left", "0.750", "0.500 [0.460, 0.540]", "2.00 s", "1,234 tokens/s, waits 12%",
+                  "5,678 tokens/s, waits 34%", "mean 0.50, max 1", "3.0e-13 nats", "1.00% of tokens", "the end"):
+        assert shown in text, shown
+
+
+def test_the_cursor_is_given_back() -> None:
+    view, out = watch(terminal=True)
+    view.close()
+    assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l")
+
+
+def test_absent_numbers_are_dashes() -> None:
+    view, out = watch(terminal=True)
+    view.step(StepMetrics(1))
+    view.close()
+    assert "1/10" in out.getvalue() and "nan" not in out.getvalue()
+
+
+def test_sparkline_is_means_from_the_smallest_to_the_largest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], width=2) == "▁█"
+    assert sparkline([5, 5], width=8) == "▁▁" and sparkline([], width=8) == ""
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")])
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_the_picture_stands_alone(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_text("config.yaml", "name: nano\nsteps: 10\n")
+        folder.append_metrics(STEP)
+        folder.append_evaluation(HELD_OUT)
+        picture = terminal_svg(folder)
+    ElementTree.fromstring(picture)
+    assert "0.750" in picture and "nano" in picture.replace("&#160;", " ")
+    assert set(re.findall(r"https?://[^\s\"]+", picture)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}    # rich's comment
