@@ -21,7 +21,7 @@ from correction.errors import ConfigError, DataError
 from correction.normalize import Population, normalizer, weight_sums
 from correction.proximal import ProximalSource
 from correction.ratios import Logprobs
-from correction.segments import Level
+from correction.segments import sequence_segments
 from correction.sense import fold_obstacle, kept_count_is_late, normalization_is_late, uses_proximal
 
 
@@ -110,8 +110,8 @@ def batch_scale(corrected: CorrectedBatch, config: CorrectionConfig) -> Tensor:
     batch = corrected.batch
     count_kept = config.denominator.count is Count.KEPT and not kept_count_is_late(config, is_deferred=corrected.is_deferred)
     counted = corrected.keep_mask if count_kept else batch.loss_mask
-    segments = make_scene(batch, Logprobs(batch.behavior_logprobs, None, None)).levels.at(Level.SEQUENCE)
-    scale = token_scale(counted, segments, batch.group_ids, kind=config.denominator.kind, constant=config.denominator.constant)
+    part = config.denominator
+    scale = token_scale(counted, sequence_segments(batch), batch.group_ids, kind=part.kind, constant=part.constant)
     return scale.to(batch.behavior_logprobs.dtype)
 
 
