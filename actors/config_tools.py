@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,6 +154,10 @@ class _Source:
             path = path.rpartition(".")[0]
         return f"{self.recipe}:{self.lines[path]}" if path else str(self.recipe)
 
+    def place_of_mention(self, reason: str) -> str | None:
+        """Place of an override that a validator's own words name in full; such an error is located at a whole section only."""
+        return "command line" if any(re.search(rf"\b{re.escape(key)}\b", reason) for key in self.overridden) else None
+
 
 def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, source: _Source) -> str:
     path = _data_path(problem["loc"], data)
@@ -167,7 +172,8 @@ def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, so
         return f"{place}: {path} is missing{meaning}. Add it {where}: {path}={entry.type if entry else '...'}"
     if kind in ("value_error", "assertion_error"):
         reason = str(context.get("error", problem["msg"]))
-        return f"{place}: {path}: {reason}" if path else f"{place}: {reason}"
+        place = source.place_of_mention(reason) or place
+        return f"{place}: {reason}" if not path or reason.startswith(path) else f"{place}: {path}: {reason}"
     if kind == "union_tag_invalid":
         tags = [tag.strip().strip("'") for tag in str(context["expected_tags"]).split(",")]
         name = str(context["discriminator"]).strip("'")
@@ -248,7 +254,7 @@ def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: str =
         inner = list(_inner_models(field.annotation, path + "."))
         yield FieldLine(
             path=path,
-            type=_type_text(_annotation(field)),
+            type=_section_text(field, [model for _, model in inner]) if inner else _type_text(_annotation(field)),
             default=_default_text(field, bool(inner)),
             description=" ".join((field.description or "").split()),
             variant=variant,
@@ -268,6 +274,8 @@ def explain(model_class: type[BaseModel], section: str = "") -> str:
         raise ConfigError(f"{section}: no such key; the nearest is {nearest_key(model_class, section)}.")
     blocks = []
     for line in shown:
+        if line.variant and line.variant == f"{line.path.rpartition('.')[2]}: {line.default}":
+            continue    # the tag itself, which stands beside the section's name
         when = f"   [{line.variant}]" if line.variant else ""
         head = f"{line.path}: {line.type} = {line.default}"
         head = f"\n{head}" if line.is_section else head
@@ -328,10 +336,20 @@ def _tag_paths(model_class: type[BaseModel], prefix: str = "") -> set[str]:
     return found
 
 
+def _section_text(field: FieldInfo, models: list[type[BaseModel]]) -> str:
+    tag = _field_discriminator(field)
+    if tag is None:
+        return _type_text(field.annotation)
+    variants = " | ".join(str(model.model_fields[tag].default) for model in models)
+    optional = " | null" if type(None) in typing.get_args(field.annotation) else ""
+    return f"section, {tag}: {variants}{optional}"
+
+
 def _type_text(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _type_text(arguments[0]) + "".join(_constraint_text(extra) for extra in annotation.__metadata__)
+        text, bounds = _type_text(arguments[0]), "".join(_constraint_text(extra) for extra in annotation.__metadata__)
+        return f"{text.removesuffix(' | null')}{bounds} | null" if text.endswith(" | null") else text + bounds
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin in (typing.Union, types.UnionType):

@@ -64,6 +64,8 @@ class Run(Part):
     """All must pass."""
     data: Path | None = None
     """Where rows are."""
+    limit: int | None = Field(default=None, gt=2)
+    """Bounded or absent."""
     rate: float = 1e-4
     """Learning rate."""
 
@@ -165,7 +167,9 @@ def test_a_section_without_its_tag(recipe: Path) -> None:
 
 
 def test_a_validator_speaks_for_itself(recipe: Path) -> None:
-    assert problem(recipe, "steps=13") == f"{recipe}: steps = 13: unlucky. Take 12."
+    assert problem(recipe, "steps=13") == "command line: steps = 13: unlucky. Take 12."
+    recipe.write_text("steps: 13")
+    assert problem(recipe) == f"{recipe}: steps = 13: unlucky. Take 12."
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,11 @@ def test_explain_lists_every_key_with_type_default_and_meaning() -> None:
     assert lines["gate.gate", "kind: score"].type == "float | null"
     assert lines["rejection.N.upper", ""].default == "required"
     assert lines["data", ""].type == "path | null" and lines["data", ""].default == "null"
+    assert lines["objective", ""].type == "section, kind: clip | score" and lines["objective", ""].default == "kind: clip"
+    assert lines["gate", ""].type == "section, kind: clip | score | null"
+    assert lines["limit", ""].type == "int > 2 | null"
     assert "rollout.workers: int > 0 = 1\n    Engines." in explain(Run)
+    assert "objective.kind" not in explain(Run)    # the section's own line has it
 
 
 def test_explain_one_section() -> None:

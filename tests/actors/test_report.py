@@ -68,7 +68,8 @@ def test_a_finished_run(folder: RunFolder) -> None:
     titles = re.findall(r"<h3>(.*?)</h3>", page)
     assert {
         "Held-out accuracy", "Reward", "Parts of the reward", "k3 KL from behaviour to proximal policy", "Spread of the log-ratio",
-        "Entropy", "Gradient norm", "Staleness", "Throughput", "Share of time that each side waits", "Length of sampled and of trained answers",
+        "Entropy", "Gradient norm", "Staleness", "Throughput", "Share of time that each side waits",
+        "Length of sampled and of trained answers",
         "pi_prox against mu",
     } <= set(titles)
     assert page.count("<figcaption>") == page.count("<svg") == len(titles)
