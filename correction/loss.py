@@ -104,7 +104,7 @@ def policy_loss(
     if target_logprobs.shape != batch.behavior_logprobs.shape:
         raise DataError(f"policy_loss: target_logprobs {tuple(target_logprobs.shape)} for {batch.num_tokens} tokens of the batch")
     scene = training_scene(corrected, target_logprobs.detach(), config, target_topk_logprobs)
-    target = torch.where(scene.mask, _at_least_float32(target_logprobs), 0)  # a NaN must not reach the gradient either
+    target = _at_least_float32(target_logprobs)
     late = decide(scene, config, late=True, is_deferred=corrected.is_deferred)
     tokens = token_losses(scene, target, config)
     keep = corrected.keep_mask & late.keep
