@@ -10,7 +10,7 @@ RESERVED_ARGUMENTS = {
     "model_path": "the run's model folder",
     "device": "rollout.engine.device",
     "dtype": "rollout.engine.dtype",
-    "tp_size": "rollout.engine.tensor_parallel",
+    "tp_size": "nothing: weights are compared tensor by tensor, so an engine is not sharded",
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.memory_fraction",
     "max_running_requests": "rollout.engine.max_running_requests",
@@ -31,15 +31,15 @@ class EngineDeadlines(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    start_s: float = Field(300.0, gt=0)
+    start_s: float = Field(default=300.0, gt=0)
     """From the first import to the first answer; a large model on a cold disk needs more."""
-    generate_s: float = Field(600.0, gt=0)
+    generate_s: float = Field(default=600.0, gt=0)
     """One request, weight updates in between included."""
-    update_s: float = Field(120.0, gt=0)
+    update_s: float = Field(default=120.0, gt=0)
     """One weight update, pause to continue; also joining and leaving the broadcast group."""
-    control_s: float = Field(60.0, gt=0)
+    control_s: float = Field(default=60.0, gt=0)
     """Any other request: specs, checksums, scores."""
-    shutdown_s: float = Field(15.0, gt=0)
+    shutdown_s: float = Field(default=15.0, gt=0)
     """Until the engine's processes have ended."""
 
 
@@ -52,20 +52,18 @@ class EngineConfig(BaseModel):
     """Where the engine computes; auto is cuda where torch sees one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV cache; auto is float32 on a CPU and the model folder's own on cuda."""
-    tensor_parallel: int = Field(1, ge=1)
-    """GPUs that share one engine."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """Threads of the engine's tensor operations on a CPU."""
-    max_running_requests: int = Field(64, ge=1)
+    max_running_requests: int = Field(default=64, ge=1)
     """Requests decoded together; more wait in the engine's queue."""
-    max_total_tokens: int | None = Field(None, ge=1)
-    """Tokens that the KV cache holds. Unset: max_running_requests x context length, at most 65,536, on a CPU; on cuda by memory_fraction."""
-    memory_fraction: float | None = Field(None, gt=0, lt=1)
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the KV cache holds. Unset: by memory_fraction on cuda; max_running_requests x context, at most 65,536, on a CPU."""
+    memory_fraction: float | None = Field(default=None, gt=0, lt=1)
     """Share of GPU memory for weights and KV cache; unset: SGLang's choice. Not used on a CPU."""
-    context_length: int | None = Field(None, ge=2)
+    context_length: int | None = Field(default=None, ge=2)
     """Longest prompt and response together; unset: the model's own."""
     attention_backend: str | None = None
-    """SGLang's name of an attention backend. Unset: evenkeel's batched one on a CPU, SGLang's choice on cuda; "stock" on a CPU is SGLang's torch_native."""
+    """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's batched one on a CPU ("stock" is SGLang's)."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
     weight_update_mode: Literal["retract", "in_place"] = "retract"
@@ -73,8 +71,8 @@ class EngineConfig(BaseModel):
     in_place keeps it, is quicker, and its later tokens belong to no single policy."""
     weight_group_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """torch.distributed backend of the broadcast transport; auto is nccl on cuda, gloo on a CPU."""
-    weight_group_timeout_s: float = Field(120.0, gt=0)
-    """A collective of the broadcast transport fails after this."""
+    weight_group_timeout_s: float = Field(default=60.0, gt=0)
+    """A collective of the broadcast transport fails after this; less than deadlines.update_s, after which the engine counts as lost."""
     seed: int | None = None
     """Of the engine's sampling; unset: drawn by SGLang. Batches form by arrival, so a seed does not make runs repeatable."""
     log_level: Literal["debug", "info", "warning", "error"] = "error"
@@ -93,6 +91,12 @@ class EngineConfig(BaseModel):
                     f"use {RESERVED_ARGUMENTS[name]} instead"
                 )
         return self
+
+    @property
+    def resolved_group_backend(self) -> str:
+        if self.weight_group_backend != "auto":
+            return self.weight_group_backend
+        return "gloo" if self.resolved_device == "cpu" else "nccl"
 
     @property
     def resolved_device(self) -> Literal["cpu", "cuda"]:
@@ -116,7 +120,6 @@ class EngineConfig(BaseModel):
             "model_path": model_folder,
             "device": self.resolved_device,
             "dtype": "float32" if on_cpu and self.dtype == "auto" else self.dtype,
-            "tp_size": self.tensor_parallel,
             "max_running_requests": self.max_running_requests,
             "context_length": context,
             "disable_radix_cache": not self.prefix_cache,

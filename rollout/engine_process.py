@@ -1,6 +1,6 @@
 """The life of SGLang's processes: start, death, end; and waiting for them with a deadline.
 
-SGLang's engine runs in three processes: its owner (this one), the scheduler with the model, and the detokenizer. Facts that shape this file:
+SGLang's engine runs in three processes: its owner (this one), the scheduler with the model, and the detokenizer. What shapes this file:
 
 * The children ask the kernel to be killed with their parent, and the kernel means the parent *thread*: the engine is therefore built in a
   thread that lives as long as the engine does, which also leaves the event loop free during the start.
@@ -21,13 +21,15 @@ import signal
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Awaitable, Iterator
 from typing import Any, TypeVar
 
 import psutil
 
-from correction.errors import DeadlineExceeded, EngineError
+from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
+from rollout.capabilities import EngineCapabilities, probe
 from rollout.engine_config import EngineConfig
 from rollout.sglang_plugin.settings import VARIABLE, PluginSettings
 
@@ -41,20 +43,22 @@ class EngineProcess:
         self.name = name
         self.engine: Any = None
         """sglang.Engine, once started."""
+        self.capabilities: EngineCapabilities
+        """Set with the engine."""
         self.pids: dict[str, int] = {}
         """Role ("scheduler", "detokenizer") -> process id; a tensor-parallel engine has several schedulers."""
         self._config = config
         self._engine_id = uuid.uuid4().hex
         self._started_at = time.time()
         self._loop = asyncio.get_running_loop()
-        self._death: asyncio.Future[str] = self._loop.create_future()
+        self._lost: asyncio.Future[str] = self._loop.create_future()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._pidfds: list[int] = []
 
     @property
     def is_alive(self) -> bool:
-        return self.engine is not None and not self._death.done()
+        return self.engine is not None and not self._lost.done()
 
     async def start(self, arguments: dict[str, Any]) -> None:
         """Build the engine.
@@ -65,32 +69,43 @@ class EngineProcess:
         self._thread = threading.Thread(target=self._own_engine, args=(arguments, started), name=f"sglang-{self.name}", daemon=True)
         self._thread.start()
         try:
-            self.engine = await self.wait(started, self._config.deadlines.start_s, "start")
+            self.engine, self.capabilities = await self.wait(started, self._config.deadlines.start_s, "start")
         except BaseException:
             await asyncio.to_thread(self._end_processes)
             self._end.set()
             raise
         self._watch(self.engine)
 
-    async def wait(self, awaitable: Awaitable[T], deadline_s: float, phase: str) -> T:
-        """The awaitable's result, unless the engine dies or the deadline passes first.
+    async def wait(self, awaitable: Awaitable[T], deadline_s: float, phase: str, *, keep: bool = False) -> T:
+        """The awaitable's result, unless the engine is lost or the deadline passes first.
 
-        Raises: EngineError with the dead process's name, DeadlineExceeded with phase and engine.
+        Args:
+            keep: leave the awaitable running when nobody waits for it any more, instead of cancelling it. Calls of one kind queue up in
+                SGLang, and the answer to a cancelled one would be taken for the answer to the next.
+        Raises: EngineError with the dead process's name, DeadlineExceeded with engine and phase.
         """
         task = asyncio.ensure_future(awaitable)
         try:
-            await asyncio.wait({task, self._death}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            waiting_for: set[asyncio.Future[Any]] = {task, self._lost}
+            await asyncio.wait(waiting_for, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            if self._death.done():
-                raise EngineError(f"{self.name}: {self._death.result()} during: {phase}. Its log lines say why; start a new engine")
+            if self._lost.done():
+                raise EngineError(f"{self.name}: {self._lost.result()} (phase: {phase}). Its log lines say why; start a new engine")
             raise DeadlineExceeded(f"{self.name}: no answer in {deadline_s:g} s (phase: {phase})")
         finally:
-            task.cancel()
+            if not keep:
+                task.cancel()
+            task.add_done_callback(_forget)
 
-    def raise_if_dead(self) -> None:
-        if self._death.done():
-            raise EngineError(f"{self.name}: {self._death.result()}. Start a new engine")
+    def declare_lost(self, reason: str) -> None:
+        """Everybody who waits, and every later call, gets an EngineError; the processes stay until shutdown."""
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    def raise_if_lost(self) -> None:
+        if self._lost.done():
+            raise EngineError(f"{self.name}: {self._lost.result()}. Start a new engine")
 
     async def shutdown(self) -> None:
         """End the engine's processes; waiting calls get an EngineError. May be called twice."""
@@ -98,8 +113,7 @@ class EngineProcess:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)
         self._pidfds.clear()
-        if not self._death.done():
-            self._death.set_result("the engine was shut down")
+        self.declare_lost("the engine was shut down")
         if self._thread is not None:
             await asyncio.to_thread(self._end_processes)
             self._end.set()
@@ -111,14 +125,16 @@ class EngineProcess:
         try:
             with _environment(self._environment()):
                 self._started_at = time.time() - 0.1                # clock ticks: create_time is a hundredth early or late
-                engine = _build_engine(arguments)
+                built = _build_engine(arguments)
             atexit.register(self._end_processes)
         except BaseException as error:                              # SystemExit too: SGLang raises it for bad arguments
-            failure = EngineError(f"{self.name}: SGLang did not start: {error}. Its log lines above say why")
-            failure.__cause__ = error
+            failure: BaseException = error
+            if not isinstance(error, EvenkeelError):
+                failure = EngineError(f"{self.name}: SGLang did not start: {error}. Its log lines above say why")
+                failure.__cause__ = error
             self._loop.call_soon_threadsafe(_fail, started, failure)
             return
-        self._loop.call_soon_threadsafe(_succeed, started, engine)
+        self._loop.call_soon_threadsafe(_succeed, started, built)
         self._end.wait()
 
     def _environment(self) -> dict[str, str]:
@@ -129,6 +145,8 @@ class EngineProcess:
             group_timeout_s=self._config.weight_group_timeout_s,
         )
         environment = {VARIABLE: settings.model_dump_json()}
+        if self._config.log_level == "error":
+            environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}    # dozens of lines about kernels that a CPU has no use for
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
             environment["OMP_NUM_THREADS"] = str(self._config.threads)
@@ -145,8 +163,7 @@ class EngineProcess:
 
     def _note_death(self, role: str, pid: int, descriptor: int) -> None:
         self._loop.remove_reader(descriptor)
-        if not self._death.done():
-            self._death.set_result(f"the {role} process (pid {pid}) ended")
+        self.declare_lost(f"the {role} process (pid {pid}) ended")
 
     def _processes(self) -> list[psutil.Process]:
         """The living processes of this engine, also of one that failed to start and never told its process ids.
@@ -179,18 +196,21 @@ def _command(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
 
 
-def _build_engine(arguments: dict[str, Any]) -> Any:
+def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     # Python's signal.signal works in the main thread only; the C library's works anywhere.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))    # 1 is SIG_IGN
     sglang_plugin.platform()                                        # SGLang would ask for it only after some imports that need it
+    warnings.filterwarnings("ignore", module=r"sglang\.")           # in this process: about kernels, as in the children
     policy = asyncio.get_event_loop_policy()
     import sglang
 
     asyncio.set_event_loop_policy(policy)                           # importing SGLang makes uvloop the policy of the whole process
+    capabilities = probe(arguments["device"])
+    capabilities.require()
     engine = sglang.Engine(**arguments)
     atexit.unregister(engine.shutdown)
     engine.tokenizer_manager._subprocess_watchdog.stop()
-    return engine
+    return engine, capabilities
 
 
 _environment_lock = threading.Lock()
@@ -215,6 +235,12 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 def _succeed(future: asyncio.Future[Any], value: Any) -> None:
     if not future.done():
         future.set_result(value)
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    """Take the result that nobody asks for any more, so that asyncio does not complain about it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rollout.engine import Completion, RolloutEngine
+from rollout.completion import Completion
+from rollout.engine import RolloutEngine
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
 

@@ -1,17 +1,15 @@
-"""What travels in a weight update, and the checks that come before sending: SGLang answers success for an unknown name and dies of a wrong shape."""
+"""What travels in a weight update, and the checks before sending: SGLang answers success for an unknown name, and dies of a wrong shape."""
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from correction.errors import SyncError
-
-DERIVED_NAMES = ("rotary_emb.inv_freq",)
-"""Buffers that some folders hold and engines compute themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,11 @@ class WeightSpec:
         """text: "float32:128,64", as rollout.sglang_plugin.weights writes it."""
         dtype, _, shape = text.partition(":")
         return cls(name, dtype, tuple(int(size) for size in shape.split(",") if size))
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -58,9 +61,8 @@ class UpdateCheck:
         self._place = f"{engine_name}: weights v{version}"
         self._held = held
         self._seen: set[str] = set()
-        self._started = time.perf_counter()
-        self.buckets = 0
-        self.bytes = 0
+        self._buckets = 0
+        self._bytes = 0
 
     def admit(self, specs: Iterable[WeightSpec]) -> None:
         """Check one bucket. Raises: SyncError that names the tensor; nothing of the bucket may be sent then."""
@@ -72,12 +74,13 @@ class UpdateCheck:
                 raise SyncError(f"{self._place}: {spec.name} ({spec}): {self._why_unknown(spec.name)}")
             if (spec.shape, spec.dtype) != (held.shape, held.dtype):
                 raise SyncError(
-                    f"{self._place}: {spec.name} is {spec}, but the engine holds {held}. Export the weights in the engine's shapes and dtype"
+                    f"{self._place}: {spec.name} is {spec}, the engine holds {held}. Export the weights in the engine's shapes and dtype"
                 )
             if spec.name in self._seen or names.count(spec.name) > 1:
                 raise SyncError(f"{self._place}: {spec.name} comes twice in one update. Send each tensor once")
         self._seen.update(names)
-        self.buckets += 1
+        self._buckets += 1
+        self._bytes += sum(spec.nbytes for spec in specs)
 
     def finish(self) -> None:
         """Raises: SyncError if tensors are missing: an engine must not serve two versions at once."""
@@ -89,7 +92,7 @@ class UpdateCheck:
             )
 
     def receipt(self, version: int, mode: str, paused_s: float) -> UpdateReceipt:
-        return UpdateReceipt(version, mode, self.buckets, len(self._seen), self.bytes, paused_s)
+        return UpdateReceipt(version, mode, self._buckets, len(self._seen), self._bytes, paused_s)
 
     def _why_unknown(self, name: str) -> str:
         if name == "lm_head.weight":

@@ -36,7 +36,8 @@ def save_tiny_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     corpus = [f"{a} + {b} = {a + b}" for a in range(60) for b in range(60)]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=512, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet))
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(corpus, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<|im_end|>")
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
@@ -100,7 +101,18 @@ def shared_engine(tiny_model: Path, engine_loop: BackgroundLoop) -> Iterator[Any
     from rollout.engine import RolloutEngine
     from rollout.engine_config import EngineConfig
 
-    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=64)
+    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=64, weight_group_timeout_s=10.0)
     engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="test engine"))
     yield engine
     engine_loop.run(engine.shutdown())
+
+
+@pytest.fixture
+def engine(shared_engine: Any, engine_loop: BackgroundLoop, tiny_model: Path) -> Iterator[Any]:
+    """The shared engine; when a test has changed its weights, those of `tiny_model` come back under a new version."""
+    version = shared_engine.version
+    yield shared_engine
+    if shared_engine.version != version or not shared_engine.is_healthy:
+        from safetensors.torch import load_file
+
+        engine_loop.run(shared_engine.update_weights(shared_engine.version + 1, load_file(tiny_model / "model.safetensors")))

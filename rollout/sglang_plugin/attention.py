@@ -29,7 +29,7 @@ def register(kind: str) -> None:
 
 
 
-class BatchedAttentionBackend(TorchNativeAttnBackend):
+class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang has no types
     """Shapes: B sequences, H query heads, G key heads, D head size, L longest sequence of the batch, T new tokens of all sequences.
 
     Layers with anything but plain causal self-attention (sliding window, cross attention, encoder) go to the stock backend.
@@ -53,7 +53,8 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
 
     def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
         if not _is_plain(layer):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+            stock: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+            return stock
         self._save(k, v, layer, forward_batch, save_kv_cache)
         heads, groups, size = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[self._slots].transpose(1, 2)       # [B, G, L, D]
@@ -64,7 +65,8 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):
 
     def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
         if not _is_plain(layer):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            stock: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            return stock
         self._save(k, v, layer, forward_batch, save_kv_cache)
         heads, size = layer.tp_q_head_num, layer.qk_head_dim
         query = q.reshape(-1, heads, size)                          # [T, H, D]

@@ -26,7 +26,7 @@ def assign_req_to_token_pool_cpu(
 
 def _absent(name: str) -> Any:
     def raise_absent(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU: only speculative decoding and KV offload call it; turn them off")
+        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in: only speculative decoding and KV offload call it. Turn them off")
 
     return raise_absent
 
@@ -74,6 +74,5 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     return (state ^ (state >> 16)).to(torch.uint32)
 
 
-_library = torch.library.Library("sgl_kernel", "FRAGMENT")           # kept: the registration lives as long as this object
-_library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-_library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu", murmur_hash32)

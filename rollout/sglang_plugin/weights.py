@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -54,11 +55,11 @@ def named_hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     parent = module_name.rpartition(".")[0]
     if isinstance(module, QKVParallelLinear):
-        sizes = (module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size)
-        for part, rows in zip(QUERY_KEY_VALUE, tensor.split(sizes), strict=True):
+        sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size]
+        for part, rows in zip(QUERY_KEY_VALUE, torch.split(tensor, sizes), strict=True):
             yield f"{parent}.{part}.{leaf}", rows
     elif isinstance(module, MergedColumnParallelLinear):
-        for part, rows in zip(GATE_AND_UP, tensor.split([size // module.tp_size for size in module.output_sizes]), strict=True):
+        for part, rows in zip(GATE_AND_UP, torch.split(tensor, module.output_sizes), strict=True):
             yield f"{parent}.{part}.{leaf}", rows
     elif isinstance(module, FusedMoE):
         yield from _experts(module_name, leaf, tensor)

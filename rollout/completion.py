@@ -1,0 +1,58 @@
+"""One sampled sequence, read from SGLang's answer and checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from correction.errors import EngineError
+from rollout.trajectory import FinishReason, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    token_ids: tuple[int, ...]
+    """The stop token included when there is one."""
+    logprobs: tuple[float, ...]
+    """log_softmax(logits / temperature) of each token, natural log."""
+    version_spans: tuple[VersionSpan, ...]
+    """In order, without gaps, over all tokens."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens whose keys and values were already there."""
+    retractions: int
+    """Times that its KV cache was dropped and computed again: by weight updates, or for want of memory."""
+
+    @classmethod
+    def from_sglang(cls, answer: dict[str, Any], engine_name: str) -> Completion:
+        """Raises: EngineError if logprobs or version spans do not cover the tokens one to one, or a logprob is not finite."""
+        meta = answer["meta_info"]
+        token_ids = tuple(answer["output_ids"])
+        logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+        if len(logprobs) != len(token_ids) or not all(math.isfinite(value) for value in logprobs):
+            raise EngineError(
+                f"{engine_name}: {len(token_ids)} tokens came with {len(logprobs)} logprobs, or one is not finite: the weights hold a NaN, "
+                "or SGLang's answer has another form than in 0.5.21"
+            )
+        spans = tuple(
+            VersionSpan(int(span["version"]), span["start"], span["end"])
+            for span in meta.get("weight_versions") or ()
+            if span["end"] > span["start"]
+        )
+        bounds = [0, *(span.end for span in spans)]
+        if bounds[-1] != len(token_ids) or [span.start for span in spans] != bounds[:-1]:
+            raise EngineError(
+                f"{engine_name}: version spans {spans} do not cover {len(token_ids)} tokens: "
+                "SGLang's answer has another form than in 0.5.21"
+            )
+        return cls(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            version_spans=spans,
+            finish_reason=FinishReason((meta.get("finish_reason") or {"type": "abort"})["type"]),
+            cached_tokens=int(meta.get("cached_tokens", 0)),
+            retractions=int(meta.get("num_retractions", 0)),
+        )

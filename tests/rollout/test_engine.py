@@ -1,0 +1,399 @@
+"""The real SGLang engine on a CPU, against a transformers forward in float32. One engine serves the whole session.
+
+Behaviours locked here: logprobs are log_softmax(logits / T) over the whole vocabulary; the sampler samples from what it reports; requests
+in flight together don't mix; a retracting update gives each token its own version's logprob; an update in place keeps tokens and spans, and
+no later request sees an old prefix; what SGLang would accept wrongly or die of is refused before it is sent; a failed update makes the
+engine dirty, and a whole one cleans it; checksums are of what the scheduler holds; weights also come by broadcast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from correction.checksum import tensor_checksum
+from correction.errors import DataError, EngineError, SyncError
+from learner.broadcast import WeightBroadcaster
+from rollout.completion import Completion
+from rollout.engine import RolloutEngine
+from rollout.sampling import sample_trajectories
+from rollout.trajectory import FinishReason, Prompt, VersionSpan
+from rollout.weight_bucket import WeightSpec
+from tests.conftest import SPECIAL_TOKENS, BackgroundLoop
+from tests.rollout.hf_reference import hf_model, k3, largest_difference, perturbed, response_logprobs, tiny_weights
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 2e-5
+"""Largest |log ratio| that float32 forwards of two implementations may show; the issue's bound for the learner too."""
+FIRST_TEXT_TOKEN = len(SPECIAL_TOKENS)
+
+
+def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(FIRST_TEXT_TOKEN, 512) for _ in range(length)] for _ in range(count)]
+
+
+def buckets_of(weights: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    names = list(weights)
+    return [{name: weights[name] for name in names[start::count]} for start in range(count)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
+def test_behavior_logprobs_equal_a_float32_forward(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, temperature: float
+) -> None:
+    asked = prompts(16, 12, seed=1)
+
+    async def sample() -> list[list[Completion]]:
+        return await asyncio.gather(*(engine.generate(p, max_tokens=48, temperature=temperature, ignore_stop=True) for p in asked))
+
+    sampled = [completions[0] for completions in engine_loop.run(sample())]
+    model = hf_model(tiny_model)
+    reference = [response_logprobs(model, p, c.token_ids, temperature) for p, c in zip(asked, sampled, strict=True)]
+    behavior = [value for completion in sampled for value in completion.logprobs]
+    proximal = [value for values in reference for value in values]
+    assert len(behavior) == 16 * 48
+    assert largest_difference(behavior, proximal) < TOLERANCE
+    assert k3(behavior, proximal) < 1e-11
+
+
+def test_sampler_samples_from_the_distribution_that_it_reports(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    """The mean of -log p over samples from p is p's entropy; over 1,500 samples within four standard errors, from p's own variance."""
+    prompt = prompts(1, 6, seed=2)[0]
+    count = 1500
+    completions = engine_loop.run(engine.generate(prompt, max_tokens=1, samples=count, temperature=0.7, ignore_stop=True))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(hf_model(tiny_model)(torch.tensor([prompt])).logits[0, -1].double() / 0.7, -1)
+    entropy = float(-(logprobs.exp() * logprobs).sum())
+    variance = float((logprobs.exp() * logprobs.square()).sum()) - entropy**2
+    mean = -sum(c.logprobs[0] for c in completions) / count
+    assert abs(mean - entropy) < 4 * math.sqrt(variance / count)
+
+
+def test_64_requests_together_do_not_mix_and_end_for_their_reason(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    asked = prompts(64, 10, seed=3)
+
+    async def sample() -> list[list[Completion]]:
+        return await asyncio.gather(*(engine.generate(p, max_tokens=150) for p in asked))
+
+    sampled = [completions[0] for completions in engine_loop.run(sample())]
+    end_token = SPECIAL_TOKENS.index("<|im_end|>")
+    for completion in sampled:
+        stopped = completion.token_ids[-1] == end_token
+        assert completion.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert stopped or len(completion.token_ids) == 150
+        assert end_token not in completion.token_ids[:-1]
+        assert completion.version_spans == (VersionSpan(engine.version, 0, len(completion.token_ids)),)
+    assert {c.finish_reason for c in sampled} == {FinishReason.STOP, FinishReason.LENGTH}
+    model = hf_model(tiny_model)
+    for prompt, completion in list(zip(asked, sampled, strict=True))[::8]:
+        assert largest_difference(completion.logprobs, response_logprobs(model, prompt, completion.token_ids)) < TOLERANCE
+
+
+def test_samples_of_a_prompt_share_its_prefill(engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
+    """All but the last prompt token come from the cache; the last one's logits are needed to sample the first token."""
+    completions = engine_loop.run(engine.generate(prompts(1, 200, seed=4)[0], max_tokens=2, samples=8, ignore_stop=True))
+    assert [c.cached_tokens for c in completions] == [199] * 8
+    assert len({c.token_ids for c in completions}) > 1
+
+
+def test_trajectories_of_a_prompt(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    question = [{"role": "user", "content": "3 + 4 ="}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    prompt = Prompt("train/0/0", "3 + 4 =", tuple(tokenizer(text)["input_ids"]), "7")
+    trajectories = engine_loop.run(sample_trajectories(engine, tokenizer, prompt, samples=3, max_tokens=20, temperature=1.0))
+    assert len(trajectories) == 3
+    for trajectory in trajectories:
+        assert trajectory.prompt_ids == prompt.token_ids
+        assert trajectory.oldest_version == engine.version and not trajectory.is_mixed
+        assert trajectory.error is None and trajectory.reward is None
+        assert trajectory.text == tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+
+
+def test_score_equals_a_forward_and_the_sampled_logprobs(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    prompt = prompts(1, 9, seed=5)[0]
+    sampled = engine_loop.run(engine.generate(prompt, max_tokens=30, ignore_stop=True))[0]
+    ids = [*prompt, *sampled.token_ids]
+    scores = engine_loop.run(engine.score(ids))
+    assert len(scores) == len(ids) - 1
+    assert largest_difference(scores, response_logprobs(hf_model(tiny_model), ids[:1], ids[1:])) < TOLERANCE
+    assert largest_difference(scores[len(prompt) - 1 :], sampled.logprobs) < TOLERANCE
+
+
+async def sample_across_an_update(
+    engine: RolloutEngine, asked: list[list[int]], weights: dict[str, Tensor], mode: str, max_tokens: int = 300
+) -> list[Completion]:
+    """Start all requests, let them sample a while, replace the weights, and wait for all."""
+    running = [asyncio.ensure_future(engine.generate(p, max_tokens=max_tokens, ignore_stop=True)) for p in asked]
+    await asyncio.sleep(0.4)
+    await engine.update_weights(engine.version + 1, buckets_of(weights, 3), mode=mode)     # type: ignore[arg-type]
+    return [(await request)[0] for request in running]
+
+
+def test_retracting_update_gives_each_token_its_own_versions_logprob(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    old, new = tiny_weights(tiny_model), perturbed(tiny_weights(tiny_model), seed=1)
+    version = engine.version
+    asked = prompts(8, 12, seed=6)
+    sampled = engine_loop.run(sample_across_an_update(engine, asked, new, "retract"))
+    models = {version: hf_model(tiny_model, old), version + 1: hf_model(tiny_model, new)}
+    for prompt, completion in zip(asked, sampled, strict=True):
+        assert len(completion.token_ids) == 300                     # no request was aborted or cut
+        assert [span.version for span in completion.version_spans] == [version, version + 1]
+        assert completion.retractions == 1
+        by_version = {v: response_logprobs(model, prompt, completion.token_ids) for v, model in models.items()}
+        for span in completion.version_spans:
+            sampled_here = completion.logprobs[span.start : span.end]
+            other = version + (span.version == version)
+            assert largest_difference(sampled_here, by_version[span.version][span.start : span.end]) < TOLERANCE
+            assert largest_difference(sampled_here, by_version[other][span.start : span.end]) > 0.1
+
+
+def test_update_in_place_keeps_tokens_and_spans(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    """The tokens after it belong to no single policy: old keys and values, new weights."""
+    new = perturbed(tiny_weights(tiny_model), seed=2)
+    version = engine.version
+    prompt = prompts(1, 12, seed=7)[0]
+    completion = engine_loop.run(sample_across_an_update(engine, [prompt], new, "in_place"))[0]
+    assert [span.version for span in completion.version_spans] == [version, version + 1]
+    assert completion.retractions == 0
+    before, after = completion.version_spans
+    old_policy = response_logprobs(hf_model(tiny_model), prompt, completion.token_ids)
+    new_policy = response_logprobs(hf_model(tiny_model, new), prompt, completion.token_ids)
+    assert largest_difference(completion.logprobs[: before.end], old_policy[: before.end]) < TOLERANCE
+    assert largest_difference(completion.logprobs[after.start :], old_policy[after.start :]) > 0.1
+    assert largest_difference(completion.logprobs[after.start :], new_policy[after.start :]) > 0.1
+
+
+def test_no_request_sees_a_prefix_of_older_weights(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    """In place nothing is flushed: neither the requests that still wait in the engine (64 run at most) nor later ones may use old keys."""
+    new = perturbed(tiny_weights(tiny_model), seed=3)
+    version = engine.version
+    prompt = prompts(1, 120, seed=8)[0]
+
+    async def run() -> tuple[list[Completion], Completion]:
+        sampling = asyncio.ensure_future(engine.generate(prompt, max_tokens=100, samples=80, ignore_stop=True))
+        await asyncio.sleep(0.5)
+        await engine.update_weights(version + 1, new, mode="in_place")
+        later = await engine.generate(prompt, max_tokens=10, ignore_stop=True)
+        return await sampling, later[0]
+
+    sampled, later = engine_loop.run(run())
+    waited = [c for c in sampled if c.version_spans[0].version == version + 1]
+    assert any(len(c.version_spans) == 2 for c in sampled), "the update came before or after all sampling: nothing was tested"
+    assert len(waited) >= 16, "no request waited while the weights changed: nothing was tested"
+    model = hf_model(tiny_model, new)
+    for completion in [*waited[::5], later]:
+        assert largest_difference(completion.logprobs, response_logprobs(model, prompt, completion.token_ids)) < TOLERANCE
+
+
+def test_three_updates_in_a_row(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    ids = prompts(1, 40, seed=9)[0]
+    for seed in (11, 12, 13):
+        weights = perturbed(tiny_weights(tiny_model), seed)
+        receipt = engine_loop.run(engine.update_weights(engine.version + 1, weights))
+        assert (receipt.version, receipt.tensors, receipt.mode) == (engine.version, len(weights), "retract")
+        assert receipt.bytes == sum(tensor.nbytes for tensor in weights.values())
+        scores = engine_loop.run(engine.score(ids))
+        assert largest_difference(scores, response_logprobs(hf_model(tiny_model, weights), ids[:1], ids[1:])) < TOLERANCE
+
+
+def test_checksums_are_of_the_tensors_that_the_scheduler_holds(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    weights = perturbed(tiny_weights(tiny_model), seed=4)
+    engine_loop.run(engine.update_weights(engine.version + 1, weights))
+    assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        changed = {**weights, name: weights[name].clone()}
+        changed[name][-1, -1] += 1e-6 + abs(float(weights[name][-1, -1])) * 1e-6
+        engine_loop.run(engine.update_weights(engine.version + 1, changed))
+        held = engine_loop.run(engine.weight_checksums())
+        assert [key for key in weights if held[key] != tensor_checksum(weights[key])] == [name]
+
+
+def test_specs_are_the_folders_tensors(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    folder = load_file(tiny_model / "model.safetensors")
+    assert engine_loop.run(engine.weight_specs()) == {name: WeightSpec(name, "float32", tuple(t.shape)) for name, t in folder.items()}
+
+
+def wrong_weights(weights: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
+    """What is wrong -> (buckets, what the message says)."""
+    query = "model.layers.0.self_attn.q_proj.weight"
+    without = {name: tensor for name, tensor in weights.items() if name != query}
+    return {
+        "unknown name": ({**weights, "model.layers.9.self_attn.q_proj.weight": weights[query]}, "holds no tensor of this name"),
+        "fused name": ({**without, "model.layers.0.self_attn.qkv_proj.weight": weights[query]}, "holds no tensor of this name"),
+        "tied head": ({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, "ties its head"),
+        "wrong shape": ({**weights, query: weights[query][:-1]}, r"is float32 \[63, 64\], the engine holds float32 \[64, 64\]"),
+        "wrong dtype": ({**weights, query: weights[query].bfloat16()}, "is bfloat16"),
+        "missing tensor": (without, f"1 of {len(weights)} tensors were not sent, the first is {query}"),
+        "sent twice": ([weights, {query: weights[query]}], "comes twice"),
+        "nothing": ([], "were not sent"),
+    }
+
+
+@pytest.mark.parametrize("case", list(wrong_weights(dict.fromkeys(
+    ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"), torch.zeros(64, 64)
+))))
+def test_wrong_weights_are_refused_before_sending(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, case: str
+) -> None:
+    version, weights = engine.version, tiny_weights(tiny_model)
+    buckets, message = wrong_weights(weights)[case]
+    with pytest.raises(SyncError, match=message):
+        engine_loop.run(engine.update_weights(version + 1, buckets))
+    assert engine.is_healthy and engine.version == version
+    assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+    assert len(engine_loop.run(engine.generate([7, 8], max_tokens=3, ignore_stop=True))[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "max_tokens", "message"),
+    [
+        ([5, 512], 4, "token id 512"),
+        ([5, -1], 4, "token id -1"),
+        ([], 4, "empty prompt"),
+        ([5] * 1000, 23, "together up to 1022"),
+        ([5] * 1018, 1, "up to 1017"),
+        ([5], 0, "max_tokens = 0"),
+    ],
+)
+def test_prompts_that_would_kill_or_confuse_the_engine_are_refused(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, token_ids: list[int], max_tokens: int, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        engine_loop.run(engine.generate(token_ids, max_tokens=max_tokens))
+    assert len(engine_loop.run(engine.generate([5, 511], max_tokens=3, ignore_stop=True))[0].token_ids) == 3
+
+
+def test_longest_request_that_fits(engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
+    """SGLang keeps two of the model's 1,024 tokens, and would cut a longer answer without a word."""
+    for prompt_length in (1000, 1017):
+        completion = engine_loop.run(engine.generate([5] * prompt_length, max_tokens=1022 - prompt_length, ignore_stop=True))[0]
+        assert len(completion.token_ids) == 1022 - prompt_length
+
+
+def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=5)
+
+    async def breaks_off() -> AsyncIterator[dict[str, Tensor]]:
+        for index, bucket in enumerate(buckets_of(weights, 4)):
+            if index == 3:
+                raise OSError("the learner went away")
+            yield bucket
+
+    async def run() -> list[Any]:
+        running = [asyncio.ensure_future(engine.generate(p, max_tokens=900, ignore_stop=True)) for p in prompts(4, 6, seed=10)]
+        await asyncio.sleep(0.3)
+        with pytest.raises(SyncError, match="the learner went away"):
+            await engine.update_weights(version + 1, breaks_off())
+        with pytest.raises(EngineError, match="dirty"):
+            await engine.generate([5, 6], max_tokens=2)
+        return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 30)
+
+    outcomes = engine_loop.run(run())
+    assert all(isinstance(outcome, EngineError) and "update failed" in str(outcome) for outcome in outcomes)
+    assert not engine.is_healthy and engine.version == version
+    engine_loop.run(engine.update_weights(version + 1, weights))
+    assert engine.is_healthy and engine.version == version + 1
+    assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+
+
+def test_update_that_fails_before_its_first_bucket_changes_nothing(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    version, weights = engine.version, tiny_weights(tiny_model)
+
+    async def never_starts() -> AsyncIterator[dict[str, Tensor]]:
+        raise OSError("no weights yet")
+        yield {}
+
+    async def run() -> Completion:
+        running = asyncio.ensure_future(engine.generate([5, 6, 7], max_tokens=400, ignore_stop=True))
+        await asyncio.sleep(0.2)
+        with pytest.raises(SyncError, match="still serves its old weights"):
+            await engine.update_weights(version + 1, never_starts())
+        return (await running)[0]
+
+    completion = engine_loop.run(run())
+    assert completion.version_spans == (VersionSpan(version, 0, 400),)
+    assert engine.is_healthy and engine.version == version
+    assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+
+
+def test_weights_by_broadcast_while_requests_run(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=6)
+    buckets = buckets_of(weights, 3)
+    specs = [[WeightSpec.of(name, tensor) for name, tensor in bucket.items()] for bucket in buckets]
+
+    async def run() -> Completion:
+        port = free_port()
+        joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, 2, "weights-1"))
+        learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 2, "weights-1", 20.0)
+        await joining
+        sampling = asyncio.ensure_future(engine.generate([5, 6, 7, 8], max_tokens=400, ignore_stop=True))
+        await asyncio.sleep(0.2)
+        receiving = asyncio.ensure_future(engine.receive_weights(version + 1, specs, group="weights-1"))
+        for bucket in buckets:
+            await asyncio.to_thread(learner.send, bucket)
+        receipt = await receiving
+        assert (receipt.version, receipt.buckets, receipt.tensors) == (version + 1, 3, len(weights))
+        await engine.leave_weight_group("weights-1")
+        learner.close()
+        return (await sampling)[0]
+
+    completion = engine_loop.run(run())
+    assert [span.version for span in completion.version_spans] == [version, version + 1]
+    assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+
+
+def test_broadcast_that_never_comes_ends_and_the_engine_recovers(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    """The group's time-out (10 s in this engine's settings) frees the scheduler; the next update comes as tensors."""
+    version, weights = engine.version, tiny_weights(tiny_model)
+    specs = [[WeightSpec.of(name, tensor) for name, tensor in weights.items()]]
+
+    async def run() -> None:
+        port = free_port()
+        joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, 2, "weights-2"))
+        learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 2, "weights-2", 20.0)
+        await joining
+        with pytest.raises(SyncError, match="dirty"):
+            await engine.receive_weights(version + 1, specs, group="weights-2")
+        learner.close()
+        await engine.leave_weight_group("weights-2")
+
+    engine_loop.run(run())
+    assert not engine.is_healthy
+    engine_loop.run(engine.update_weights(version + 1, weights))
+    assert engine.is_healthy
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

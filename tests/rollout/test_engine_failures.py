@@ -1,0 +1,135 @@
+"""What happens when parts of an engine die. Each test starts its own engine.
+
+Behaviours locked here: no process outlives a killed owner; a stopped scheduler is a DeadlineExceeded with phase and engine, and the engine
+works again when it goes on; a killed scheduler is an EngineError for everybody who waits and for every later call, within seconds; shutdown
+leaves no process and kills nobody else's; a folder that SGLang can't serve is an EngineError, and leaves no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from correction.errors import DataError, DeadlineExceeded, EngineError
+from rollout.engine import RolloutEngine
+from rollout.engine_config import EngineConfig
+from tests.conftest import BackgroundLoop
+from tests.rollout.hf_reference import tiny_weights
+
+pytestmark = pytest.mark.engine
+
+OWNER = """
+import asyncio, json, sys
+from rollout.engine import RolloutEngine
+from rollout.engine_config import EngineConfig
+
+async def main():
+    engine = await RolloutEngine.start(sys.argv[1], EngineConfig(device="cpu", max_total_tokens=4096))
+    print(json.dumps(engine.process_ids), flush=True)
+    await engine.generate([5, 6, 7], max_tokens=900, ignore_stop=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def living_descendants(pid: int) -> list[psutil.Process]:
+    return [p for p in psutil.Process(pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until_gone(pids: list[int], deadline_s: float) -> list[int]:
+    """Those of the processes that still live at the deadline."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        living = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        if not living:
+            return []
+        time.sleep(0.1)
+    return living
+
+
+def test_no_process_outlives_an_owner_that_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    owner = subprocess.Popen([sys.executable, script, tiny_model], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert owner.stdout is not None
+        process_ids: dict[str, int] = json.loads(owner.stdout.readline())
+        assert set(process_ids) == {"scheduler", "detokenizer"}
+        everybody = [p.pid for p in living_descendants(owner.pid)]
+        assert set(process_ids.values()) <= set(everybody)
+    finally:
+        owner.kill()
+        owner.wait(10)
+    assert wait_until_gone(everybody, 10.0) == []
+
+
+def test_stopped_and_killed_scheduler(tiny_model: Path, engine_loop: BackgroundLoop) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    config = EngineConfig(device="cpu", max_total_tokens=8192)
+    engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="doomed engine"))
+    scheduler = engine.process_ids["scheduler"]
+    try:
+        os.kill(scheduler, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded, match=r"doomed engine: no answer in 1 s \(phase: generate: 3 tokens, sent at weights v0"):
+            engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, deadline_s=1.0))
+        os.kill(scheduler, signal.SIGCONT)
+        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].token_ids) == 4
+        engine_loop.run(kill_while_everybody_waits(engine, tiny_model))
+        assert not engine.is_healthy
+    finally:
+        engine_loop.run(engine.shutdown())
+        still_runs = bystander.poll() is None
+        bystander.kill()
+        bystander.wait(10)
+    assert wait_until_gone(list(engine.process_ids.values()), 5.0) == []
+    assert still_runs, "shutting the engine down killed a process that is not its own"
+
+
+async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> None:
+    """A request is sampled, an update waits for a stopped scheduler, and then the scheduler is killed."""
+    scheduler = engine.process_ids["scheduler"]
+    request = asyncio.ensure_future(engine.generate([5, 6, 7], max_tokens=900, ignore_stop=True))
+    await asyncio.sleep(0.2)
+    os.kill(scheduler, signal.SIGSTOP)
+    update = asyncio.ensure_future(engine.update_weights(1, tiny_weights(folder)))
+    await asyncio.sleep(0.2)
+    killed = time.monotonic()
+    os.kill(scheduler, signal.SIGKILL)
+    for waiting in (request, update):
+        with pytest.raises(EngineError, match=r"scheduler process .* ended"):
+            await waiting
+    for call in (engine.generate([5], max_tokens=1), engine.score([5, 6]), engine.weight_checksums(), engine.update_weights(1, {})):
+        with pytest.raises(EngineError):
+            await call
+    assert time.monotonic() - killed < 5.0
+
+
+def test_folder_that_sglang_cannot_serve(tiny_model: Path, tmp_path: Path, engine_loop: BackgroundLoop) -> None:
+    """Weights that end in the middle: SGLang's scheduler fails while it loads."""
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_model, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    before = {p.pid for p in living_descendants(os.getpid())}
+    with pytest.raises(EngineError, match="broken engine: SGLang did not start"):
+        engine_loop.run(RolloutEngine.start(folder, EngineConfig(device="cpu", max_total_tokens=4096), name="broken engine"))
+    left = [p for p in living_descendants(os.getpid()) if p.pid not in before and "resource_tracker" not in " ".join(p.cmdline())]
+    assert left == []
+
+
+def test_folder_without_a_model(tmp_path: Path, engine_loop: BackgroundLoop) -> None:
+    with pytest.raises(DataError, match=r"no config\.json"):
+        engine_loop.run(RolloutEngine.start(tmp_path, EngineConfig(device="cpu")))
