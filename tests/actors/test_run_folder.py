@@ -22,10 +22,9 @@ from pathlib import Path
 from actors.run_folder import RunFolder
 folder = RunFolder.create(Path(sys.argv[1]), "held")
 folder.write_text("config.yaml", "name: held\\n")
-child = os.fork() if sys.argv[2] == "fork" else 1
-if child == 0:
-    time.sleep(60)
-print(child, flush=True)
+if sys.argv[2] == "fork" and os.fork() > 0:
+    time.sleep(60)    # the owner; its child, which is past the fork, speaks
+print(os.getpid(), flush=True)
 time.sleep(60)
 """
 
