@@ -26,4 +26,9 @@ class ActorInfo:
 
 def listen_address(bind: str) -> str:
     """`metrics.bind` as an address: "node" means this node's own, as other nodes reach it."""
-    return str(ray.util.get_node_ip_address()) if bind == "node" else bind
+    return node_address() if bind == "node" else bind
+
+
+def node_address() -> str:
+    """This node's address in its Ray cluster."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -27,7 +27,8 @@ app = typer.Typer(
 )
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the recipe's, e.g. correction.preset=icepop rollout.workers=2.")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the recipe's, e.g. correction.preset=icepop rollout.workers=2."),
 ]
 
 
@@ -84,7 +85,9 @@ def evaluate(
     from actors.offline_evaluation import evaluate_folder
 
     if not task:
-        raise ConfigError("evenkeel eval needs --task: a recipe such as recipes/nano_spell_backward.yaml, or a reasoning-gym data set such as chain_sum")
+        raise ConfigError(
+            "evenkeel eval needs --task: a recipe such as recipes/nano_spell_backward.yaml, or a reasoning-gym data set such as chain_sum"
+        )
     evaluate_folder(model, task, overrides or [], problems=problems, temperature=temperature, samples=samples, say=typer.echo)
 
 
@@ -127,9 +130,12 @@ def presets() -> None:
 @app.command()
 def capabilities() -> None:
     """What the installed engines offer on this machine."""
-    from rollout.capabilities import probe
+    from dataclasses import asdict
 
-    typer.echo(json.dumps(probe(), indent=2, default=str))
+    from rollout.capabilities import probe
+    from rollout.engine_config import EngineConfig
+
+    typer.echo(json.dumps(asdict(probe(EngineConfig().resolved_device)), indent=2, default=str))
 
 
 def _load(recipe: Path, overrides: list[str] | None) -> RunConfig:
@@ -142,6 +148,7 @@ def _load(recipe: Path, overrides: list[str] | None) -> RunConfig:
 def _quiet() -> None:
     """Keep third parties' chatter off the terminal; their warnings are about things that a user can't change."""
     warnings.filterwarnings("ignore")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")

@@ -13,14 +13,8 @@ import ray
 from actors.config import RunConfig
 from correction.errors import ConfigError
 
-# Torch tensors in actor arguments and results are views of the object store instead of pickled copies.
 # Python warnings of third parties are about things that a user of evenkeel can't change.
-_ENVIRONMENT = {
-    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "PYTHONWARNINGS": "ignore",
-    "TQDM_DISABLE": "1",
-}
+_ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"}
 
 
 class Cluster:
@@ -34,7 +28,7 @@ class Cluster:
         os.environ.update(_ENVIRONMENT)
         common: dict[str, Any] = {
             "logging_level": logging.ERROR,
-            "log_to_driver": True,
+            "log_to_driver": False,  # engines say much; what matters comes as an event or an error, and log_folder has the rest
             "runtime_env": {"env_vars": _ENVIRONMENT},
             "namespace": "evenkeel",
         }
@@ -56,6 +50,12 @@ class Cluster:
             **common,
         )
         return self
+
+    @property
+    def log_folder(self) -> Path:
+        """Where the output of every actor of this node is."""
+        node = ray._private.worker._global_node
+        return Path(node.get_logs_dir_path()) if node is not None else Path("/tmp/ray/session_latest/logs")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         ray.shutdown()

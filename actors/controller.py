@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,13 @@ class Controller:
     async def run(self) -> RunSummary:
         """Train to the configured number of steps, or until Ctrl-C. Raises: EvenkeelError kinds, with what to change."""
         self._observer.phase("starting Ray")
-        with Cluster(self._config), self._handled_interrupts():
+        with Cluster(self._config) as cluster, self._handled_interrupts():
             self._observer.serve()
+            self._observer.event("info", f"output of the actors: {cluster.log_folder}")
             try:
                 await self._start()
-                return await self._beside_failures(self._whole_run())
+                summary: RunSummary = await self._beside_failures(self._whole_run())
+                return summary
             finally:
                 await self._end()
 
@@ -187,14 +189,18 @@ class Controller:
         model = self._resume_from.hf if self._resume_from else config.model
 
         observer.phase(f"starting {config.rollout.workers} rollout workers and {config.learner.world_size} learner ranks")
-        self._queue = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=4096).remote(
+        self._queue: Any = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=4096).remote(
             groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
         )
-        self._unfinished: list[Ticket] = await self._queue.restore.remote(self._state.queue) if self._state else []
+        self._unfinished: list[Ticket] = []
+        if self._state:
+            queue: Any = self._queue
+            self._unfinished = await queue.restore.remote(self._state.queue)
         self._pool = RolloutPool(
             config.rollout,
             config.model,
             self._queue,
+            self._held_out[0],
             resource=config.ray.rollout_resource,
             bind=bind,
             start_s=deadlines.start_s,
@@ -205,6 +211,7 @@ class Controller:
             on_event=observer.event,
         )
         self._pool.start()
+        self._learner: LearnerGroup
         self._learner, infos = await LearnerGroup.start(
             config.learner, model, version=self._version, bind=bind, start_s=deadlines.start_s, step_s=deadlines.step_s
         )
@@ -214,7 +221,7 @@ class Controller:
             await self._learner.restore(self._resume_from.state / "learner", self._version, deadline_s=deadlines.checkpoint_s)
         if config.correction.kl.coefficient > 0:
             await self._learner.load_reference(config.model)
-        self._service = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64).remote(
+        self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64).remote(
             self._service_config(), self._queue, self._learner
         )
         self._sync = WeightSync(
@@ -275,10 +282,15 @@ class Controller:
 
     async def _end(self) -> None:
         """Stop what was started, whatever state it is in."""
-        for name, stop in (("_service", lambda: self._service.stop.remote()), ("_sync", lambda: self._sync.close()), ("_pool", lambda: self._pool.stop())):
-            if hasattr(self, name):
+        endings: dict[str, Callable[[], Any]] = {
+            "_service": lambda: self._service.stop.remote(),
+            "_sync": lambda: self._sync.close(),
+            "_pool": lambda: self._pool.stop(),
+        }
+        for part, end in endings.items():
+            if hasattr(self, part):
                 with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, TimeoutError):
-                    await asyncio.wait_for(_awaited(stop()), 30.0)
+                    await asyncio.wait_for(_awaited(end()), 30.0)
         if hasattr(self, "_learner"):
             self._learner.kill()
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from actors.statistics import Proportion, wilson
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
-if TYPE_CHECKING:
-    from actors.pool import RolloutPool
+
+class Answerer(Protocol):
+    """Whatever can answer prompts: the rollout pool, or one engine."""
+
+    async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
+        """One scored answer to each prompt, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +54,14 @@ class Evaluation:
         return "\n".join(lines) + "\n"
 
 
-async def evaluate(pool: RolloutPool, prompts: Sequence[Prompt], *, step: int, temperature: float, correct_at: float) -> Evaluation:
+async def evaluate(answerer: Answerer, prompts: Sequence[Prompt], *, step: int, temperature: float, correct_at: float) -> Evaluation:
     """Ask every question once.
 
     Args:
         correct_at: a reward of at least this is a right answer.
     """
     began = time.monotonic()
-    trajectories = await pool.answer(prompts, temperature)
+    trajectories = await answerer.answer(prompts, temperature)
     right = sum(t.reward is not None and t.reward >= correct_at for t in trajectories)
     return Evaluation(
         step=step,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import BaseModel
 from rich.progress import Progress
 
 from actors.config import InitConfig, RunConfig
@@ -16,9 +16,17 @@ from learner.learner_rank import LearnerRank
 from learner.nano import build_nano_model
 from learner.warmup import Demonstration, warm_up
 from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.config import TaskConfig
 from rollout.tasks import build_task
 
 _RECORD = "evenkeel_init.json"
+
+
+class InitRecord(BaseModel):
+    """Kept in the model folder: how it was made, and so which questions its supervised start has seen."""
+
+    init: InitConfig
+    task: TaskConfig
 
 
 def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str], None]) -> Path:
@@ -30,7 +38,7 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
     """
     if config.init is None:
         raise ConfigError("the recipe has no section `init`, which says what model to make; or name a model folder of yours in `model`")
-    record = json.loads(config.init.model_dump_json()) | {"task": json.loads(config.rollout.task.model_dump_json())}
+    record = InitRecord(init=config.init, task=config.rollout.task)
     if (config.model / "config.json").exists():
         _check_existing(config.model, record, if_missing, say)
         return config.model
@@ -38,19 +46,24 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
     partial = config.model.with_name(config.model.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     _build(config, config.init, partial, say)
-    (partial / _RECORD).write_text(json.dumps(record, indent=2))
+    (partial / _RECORD).write_text(record.model_dump_json(indent=2))
     config.model.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(config.model)
     say(f"model folder {config.model} made in {time.monotonic() - began:.0f} s")
     return config.model
 
 
-def _check_existing(folder: Path, record: dict[str, object], if_missing: bool, say: Callable[[str], None]) -> None:
+def read_record(folder: Path) -> InitRecord | None:
+    """How a model folder was made; None if it wasn't made here."""
+    path = folder / _RECORD
+    return InitRecord.model_validate_json(path.read_text()) if path.exists() else None
+
+
+def _check_existing(folder: Path, record: InitRecord, if_missing: bool, say: Callable[[str], None]) -> None:
     if not if_missing:
         raise ConfigError(f"model = {folder} is there already: remove it to make it anew, or pass --if-missing to keep it")
-    path = folder / _RECORD
-    made_so = path.exists() and json.loads(path.read_text()) == record
-    say(f"model folder {folder} is there" + ("" if made_so else ", made with other settings than this recipe's; remove it to make it anew"))
+    remark = "" if read_record(folder) == record else ", made with other settings than this recipe's; remove it to make it anew"
+    say(f"model folder {folder} is there{remark}")
 
 
 def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str], None]) -> None:

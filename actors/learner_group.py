@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.actor_info import ActorInfo, listen_address
+from actors.actor_info import ActorInfo, listen_address, node_address
 from actors.exporter import MetricsEndpoint
 from actors.supervision import wait_for
 from actors.weight_buckets import pack
 from correction.config import CorrectionConfig
+from correction.errors import SyncError
 from learner.config import LearnerConfig
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from torch import Tensor
 
     from correction.batch import CorrectedBatch, PackedBatch
+    from learner.broadcast import WeightBroadcaster
     from learner.step import StepResult
     from rollout.weight_bucket import WeightSpec
 
@@ -52,10 +54,11 @@ class LearnerRankActor:
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
         self._busy_s = 0.0
+        self._broadcaster: WeightBroadcaster | None = None
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens: this node and a port that is free now."""
-        host = ray.util.get_node_ip_address()
+        host = node_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
@@ -149,6 +152,8 @@ class LearnerRankActor:
 
     def broadcast(self, bucket_bytes: int) -> None:
         """Send the weights through the group; raises SyncError when it failed, the learner goes on."""
+        if self._broadcaster is None:
+            raise SyncError("the learner is in no weight group; open_broadcast comes first")
         for bucket in self._learner.weight_buckets(bucket_bytes):
             self._broadcaster.send(bucket.tensors)
 
@@ -156,10 +161,11 @@ class LearnerRankActor:
         """Names, dtypes and shapes, bucket by bucket, in the order in which `broadcast` sends them."""
         from rollout.weight_bucket import WeightSpec
 
-        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.tensors.items()] for bucket in self._learner.weight_buckets(bucket_bytes)]
+        buckets = self._learner.weight_buckets(bucket_bytes)
+        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.tensors.items()] for bucket in buckets]
 
     def close_broadcast(self) -> None:
-        if getattr(self, "_broadcaster", None) is not None:
+        if self._broadcaster is not None:
             self._broadcaster.close()
             self._broadcaster = None
 
@@ -194,7 +200,7 @@ class LearnerGroup:
             max_restarts=0,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
         )
-        ranks = [actor.remote(config, rank, bind=bind) for rank in range(world_size)]
+        ranks: list[Any] = [actor.remote(config, rank, bind=bind) for rank in range(world_size)]
         group = cls(ranks, step_s=step_s)
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s)
         infos = await group._all([r.start.remote(world_size, master, model, version) for r in ranks], "learner start", start_s)
@@ -207,12 +213,15 @@ class LearnerGroup:
     async def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, *, step: int) -> StepResult:
         reference = ray.put(corrected)
         results = await self._all([r.step.remote(reference, correction, step) for r in self._ranks], f"learner step {step}")
-        return results[0]
+        result: StepResult = results[0]
+        return result
 
     async def logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
         """[N] float32, nats: log pi of the batch's tokens at the learner's present weights."""
         reference = ray.put(batch)
-        results = await self._all([r.logprobs.remote(reference, version) for r in self._ranks], f"proximal logprobs v{version}")
+        results: list[Tensor] = await self._all(
+            [r.logprobs.remote(reference, version) for r in self._ranks], f"proximal logprobs v{version}"
+        )
         return results[0]
 
     async def load_reference(self, model: Path) -> None:
@@ -220,14 +229,18 @@ class LearnerGroup:
 
     async def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         reference = ray.put(batch)
-        return (await self._all([r.reference_logprobs.remote(reference) for r in self._ranks], "reference logprobs"))[0]
+        calls = [r.reference_logprobs.remote(reference) for r in self._ranks]
+        results: list[Tensor] = await self._all(calls, "reference logprobs")
+        return results[0]
 
     async def busy_s(self) -> float:
-        return sum(await self._all([r.busy_s.remote() for r in self._ranks], "learner's busy time")) / len(self._ranks)
+        seconds: list[float] = await self._all([r.busy_s.remote() for r in self._ranks], "learner's busy time")
+        return sum(seconds) / len(seconds)
 
     async def weights(self, bucket_bytes: int, *, probe_ids: Sequence[int] = (), with_checksums: bool = False) -> WeightSnapshot:
         calls = [r.weights.remote(bucket_bytes, list(probe_ids), with_checksums) for r in self._ranks]
-        return (await self._all(calls, "copy of the weights"))[0]
+        snapshots: list[WeightSnapshot] = await self._all(calls, "copy of the weights")
+        return snapshots[0]
 
     async def save(self, folder: Path, hf_folder: Path | None, *, deadline_s: float) -> None:
         await self._all([r.save.remote(folder, hf_folder) for r in self._ranks], f"checkpoint {folder.name}", deadline_s)
@@ -241,9 +254,8 @@ class LearnerGroup:
 
     async def _all(self, references: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
         """The answers of all ranks; the first error of any of them at once, not after the others' deadline."""
-        waits = [
-            asyncio.ensure_future(wait_for(r, f"{what} <- rank {i}", deadline_s=deadline_s or self._step_s)) for i, r in enumerate(references)
-        ]
+        limit_s = deadline_s or self._step_s
+        waits = [asyncio.ensure_future(wait_for(r, f"{what} <- rank {i}", deadline_s=limit_s)) for i, r in enumerate(references)]
         try:
             return list(await asyncio.gather(*waits))
         finally:

@@ -116,8 +116,8 @@ class Observer:
         if difference > limit:
             self.event(
                 "warning",
-                f"weights v{receipt.version} on rollout worker {receipt.worker}: the probe prompt's logprobs differ from the learner's by up "
-                f"to {difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
+                f"weights v{receipt.version} on rollout worker {receipt.worker}: the probe prompt's logprobs differ from the learner's by "
+                f"up to {difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
             )
 
     def saved(self, path: Path, seconds: float) -> None:
@@ -203,7 +203,7 @@ class Observer:
     def _count(self, name: str, amount: float) -> None:
         self._totals[name] = self._totals.get(name, 0.0) + amount
 
-    def _learner_share(self, phases: dict[str, float], batch: PreparedBatch, seconds: float) -> dict[str, float]:
+    def _learner_share(self, phases: dict[str, float], batch: PreparedBatch, seconds: float) -> dict[str, float | None]:
         train_s, wait_s = phases.get("train", 0.0), phases.get("wait_learner", 0.0)
         return {
             "time/train_s": train_s,

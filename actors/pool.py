@@ -62,6 +62,7 @@ class RolloutPool:
         config: RolloutConfig,
         model: Path,
         queue: Any,
+        sample_prompt: Prompt,
         *,
         resource: str,
         bind: str,
@@ -72,7 +73,7 @@ class RolloutPool:
         on_finished: Callable[[GroupSummary], None],
         on_event: Callable[[str, str], None],
     ) -> None:
-        self._config, self._model, self._queue = config, model, queue
+        self._config, self._model, self._queue, self._sample_prompt = config, model, queue, sample_prompt
         self._resource, self._bind, self._start_s, self._notice_s = resource, bind, start_s, notice_s
         self._on_joined, self._on_left, self._on_finished, self._on_event = on_joined, on_left, on_finished, on_event
         self._sync: WeightSync | None = None
@@ -123,7 +124,7 @@ class RolloutPool:
             ray.remote(RolloutWorker)
             .options(
                 num_cpus=1,
-                num_gpus=engine.tensor_parallel if on_gpu else 0,
+                num_gpus=1 if on_gpu else 0,
                 resources={self._resource: 1},
                 max_concurrency=4096,
                 max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
@@ -137,8 +138,8 @@ class RolloutPool:
 
     async def _bring_up(self, worker: WorkerHandle) -> None:
         try:
-            worker.info = await wait_for(
-                worker.actor.start.remote(self._model, 0),
+            info = await wait_for(
+                worker.actor.start.remote(self._model, 0, self._sample_prompt),
                 f"start of rollout worker {worker.name} (a node with the resource {self._resource!r}, then its engine)",
                 deadline_s=self._start_s,
                 notice_s=self._notice_s,
@@ -146,8 +147,8 @@ class RolloutPool:
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
             return
-        worker.state = WorkerState.JOINED
-        self._on_joined(worker.info)
+        worker.state, worker.info = WorkerState.JOINED, info
+        self._on_joined(info)
         if self._sync is not None:
             self._sync.join(worker.sync)
         self._wake()
@@ -231,7 +232,8 @@ class RolloutPool:
             while True:
                 worker = await self._current_worker("evaluation")
                 try:
-                    return await worker.actor.answer.remote(list(part), temperature)
+                    answers: list[Trajectory] = await worker.actor.answer.remote(list(part), temperature)
+                    return answers
                 except ACTOR_LOST as error:
                     self._lost(worker, type(error).__name__)
                 except ray.exceptions.RayTaskError as error:
@@ -321,8 +323,9 @@ class RolloutPool:
     def note_end(self, task: asyncio.Task[Any]) -> None:
         """A task of the pool has ended; its error, if any, is the pool's."""
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self._failure.done():
-            self._failure.set_exception(task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failure.done():
+            self._failure.set_exception(error)
 
 
 async def _kill(actor: Any) -> None:

@@ -1,7 +1,8 @@
 """What a restart needs besides the learner's own state, saved in the same checkpoint at the same moment.
 
-Saved after a step is settled, while the learner is idle: the queue's counts and contents (finished groups whole, groups in flight by their
-prompts, which are sampled again), and the step. The position in the data is the queue's count of admitted prompts: they are admitted in order.
+Saved after a step is settled, while the learner is idle: the queue's counts and contents (finished groups whole, groups in flight by
+their prompts, which are sampled again), and the step. The position in the data is the queue's count of admitted prompts, because they are
+admitted in order.
 """
 
 from __future__ import annotations

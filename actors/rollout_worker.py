@@ -74,12 +74,12 @@ class RolloutWorker:
         self._busy = _BusyClock()
         self._tokens = 0
 
-    async def start(self, model: Path, version: int) -> ActorInfo:
-        """Start the engine and the reward processes."""
+    async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
+        """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now."""
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(self._bind))
         self._tokenizer = load_tokenizer(model)
         self._rewards = RewardPool(self._config.reward, self._config.task)
-        await self._rewards.check()
+        await self._rewards.check(sample)
         self._engine = await RolloutEngine.start(
             model, self._config.engine, version=version, name=f"rollout worker {self._name}"
         )

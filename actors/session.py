@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from actors.config import RunConfig
 from actors.config_tools import load_config
 from actors.controller import Controller, RunSummary
+from actors.init_model import read_record
 from actors.observer import Observer
 from actors.report import write_report
 from actors.resume import TrainingState
@@ -17,7 +17,7 @@ from actors.run_folder import Checkpoint, RunFolder
 from actors.terminal import TerminalView
 from correction.errors import ConfigError, DataError, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.tasks import Task, build_task
+from rollout.tasks import Demonstration, Task, build_task
 
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None) -> RunSummary:
@@ -49,8 +49,16 @@ def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
     tokenizer = load_tokenizer(config.model)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.max_prompt_tokens(model_context(config.model)))
     task = build_task(config.rollout.task, encoder)
-    report = task.check()
+    report = task.check(demonstrations=warmup_demonstrations(config.model))
     return task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+
+
+def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
+    """The questions that a model of `evenkeel init-model` has seen in its supervised start; none for other models."""
+    record = read_record(model)
+    if record is None:
+        return ()
+    return build_task(record.task).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
 
 
 def check_model_folder(path: Path) -> None:
@@ -76,7 +84,8 @@ def _check_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoin
     assert checkpoint is not None
     if checkpoint.step >= config.steps:
         raise ConfigError(
-            f"{folder.path} has done {checkpoint.step} of {config.steps} steps: nothing is left. Add steps={checkpoint.step + 100} to train on"
+            f"{folder.path} has done {checkpoint.step} of {config.steps} steps: nothing is left. "
+            f"Add steps={checkpoint.step + 100} to train on"
         )
     folder.rewind(checkpoint.step)
 

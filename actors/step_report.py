@@ -60,7 +60,7 @@ def _token_ages(trajectories: Sequence[Trajectory], version: int) -> Counter[int
     return ages
 
 
-def learner_metrics(result: StepResult) -> dict[str, float]:
+def learner_metrics(result: StepResult) -> dict[str, float | None]:
     """Loss, gradient and entropy of the step."""
     return {
         "learner/loss": result.loss,

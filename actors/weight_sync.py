@@ -134,7 +134,8 @@ class WeightSync:
             except (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError) as error:
                 failures += 1
                 target.version, target.is_verified = -1, False
-                log.warning("weight sync v%d -> rollout worker %s failed (%d of %d): %s", snapshot.version, target.name, failures, _ATTEMPTS, error)
+                attempt = f"attempt {failures} of {_ATTEMPTS}"
+                log.warning("weight sync v%d -> rollout worker %s failed, %s: %s", snapshot.version, target.name, attempt, error)
                 if failures >= _ATTEMPTS:
                     self._on_failure(target, f"took no weights in {_ATTEMPTS} attempts: {error}")
                     return
@@ -190,7 +191,9 @@ class _BroadcastGroup:
         receiving = [t.actor.receive_weights.remote(snapshot.version, buckets, self._name, list(probe_ids), False) for t in targets]
         sending = rank_zero.broadcast.remote(self._bucket_bytes)
         what = f"broadcast of v{snapshot.version}"
-        waits = [wait_for(r, f"{what} -> rollout worker {t.name}", deadline_s=self._sync_s) for r, t in zip(receiving, targets, strict=True)]
+        waits = [
+            wait_for(r, f"{what} -> rollout worker {t.name}", deadline_s=self._sync_s) for r, t in zip(receiving, targets, strict=True)
+        ]
         _, *receipts = await asyncio.gather(wait_for(sending, f"{what} <- learner", deadline_s=self._sync_s), *waits)
         return receipts
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from correction.errors import DataError
 
@@ -99,10 +99,11 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
 
 
 def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float = 0.5) -> Tokenizer:
-    """Byte-level tokens plus the words that most texts share; any text round-trips.
+    """Byte-level tokens, the words that most texts share, and the phrase with which all of them begin; any text round-trips.
 
     There are no merges: a word is looked up whole (ignore_merges), and otherwise falls into bytes. So letters of a word that varies
-    are never glued together, and every digit is a token of its own.
+    are never glued together, and every digit is a token of its own. The common beginning ("Spell this word backward: ") is one token,
+    because a nano model's time goes into tokens, and that one says it all.
     """
     pieces = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -115,6 +116,9 @@ def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float
     tokenizer.pre_tokenizer = pieces
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, START, END])
+    beginning = os.path.commonprefix(list(texts)) if len(texts) > 1 else ""
+    if len(beginning) > 1:
+        tokenizer.add_tokens([AddedToken(beginning, normalized=False)])
     return tokenizer
 
 

@@ -1,0 +1,103 @@
+"""Held-out accuracy of a model folder, without Ray: one SGLang engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+
+from actors.config import RunConfig
+from actors.config_tools import load_config
+from actors.evaluation import Evaluation, evaluate
+from actors.session import check_model_folder, model_context
+from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.config import RolloutConfig
+from rollout.engine import RolloutEngine
+from rollout.rewards import RewardPool
+from rollout.sampling import sample_trajectories
+from rollout.tasks import build_task
+from rollout.trajectory import Prompt, Trajectory
+
+
+def evaluate_folder(
+    model: Path,
+    task: str,
+    overrides: Sequence[str],
+    *,
+    problems: int,
+    temperature: float | None,
+    samples: Path | None,
+    say: Callable[[str], None],
+) -> Evaluation:
+    """Ask held-out questions and print the accuracy.
+
+    Args:
+        model: Hugging Face folder.
+        task: a recipe's path, or the name of a reasoning-gym data set, which is scored by its own scorer.
+        overrides: "dotted.key=value" over the recipe, or over the task's defaults.
+        temperature: None: the recipe's evaluation.temperature.
+        samples: text file for the answers.
+    Raises: DataError, ConfigError, EngineError.
+    """
+    check_model_folder(model)
+    config = _configuration(model, task, overrides, problems)
+    encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, config.rollout.max_prompt_tokens(model_context(model)))
+    prompts = build_task(config.rollout.task, encoder).held_out_prompts()[:problems]
+    settings = config.evaluation
+    temperature = settings.temperature if temperature is None else temperature
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("starting the engine", total=len(prompts))
+        asker = _Asker(config.rollout, model, encoder, lambda: progress.update(bar, advance=1, description="answering"))
+        result = asyncio.run(asker.evaluate(prompts, temperature=temperature, correct_at=settings.correct_at))
+    how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+    say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how}), {result.failed} answers could not be scored")
+    if samples is not None:
+        samples.write_text(result.text(prompts, limit=len(prompts)))
+        say(f"answers: {samples}")
+    return result
+
+
+def _configuration(model: Path, task: str, overrides: Sequence[str], problems: int) -> RunConfig:
+    """The recipe's configuration with enough held-out questions, or one made up around a data set's name."""
+    wanted = [f"model={model}", f"rollout.task.held_out_size={problems}"]
+    path = Path(task)
+    if path.suffix in (".yaml", ".yml"):
+        return load_config(RunConfig, path, [*wanted, *overrides])
+    kinds = ["rollout.task.kind=reasoning_gym", f"rollout.task.dataset={task}", "rollout.reward.kind=reasoning_gym"]
+    made_up = ["steps=1", "groups_per_step=1", *kinds]
+    return load_config(RunConfig, None, [*made_up, *wanted, *overrides])
+
+
+class _Asker:
+    """Answers prompts with an engine of its own; what `evaluate` needs of a rollout pool."""
+
+    def __init__(self, config: RolloutConfig, model: Path, encoder: ChatEncoder, on_answer: Callable[[], None]) -> None:
+        self._config, self._model, self._encoder, self._on_answer = config, model, encoder, on_answer
+
+    async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, correct_at: float) -> Evaluation:
+        self._rewards = RewardPool(self._config.reward, self._config.task)
+        await self._rewards.check(prompts[0])
+        self._engine = await RolloutEngine.start(self._model, self._config.engine)
+        try:
+            return await evaluate(self, prompts, step=0, temperature=temperature, correct_at=correct_at)
+        finally:
+            await self._engine.shutdown()
+            await self._rewards.close()
+
+    async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
+        return list(await asyncio.gather(*(self._one(prompt, temperature) for prompt in prompts)))
+
+    async def _one(self, prompt: Prompt, temperature: float) -> Trajectory:
+        sampled = await sample_trajectories(
+            self._engine,
+            self._encoder.tokenizer,
+            prompt,
+            samples=1,
+            max_tokens=self._config.sampling.max_tokens,
+            temperature=temperature,
+        )
+        scored = await self._rewards.score(sampled, prompt)
+        self._on_answer()
+        return scored[0]
