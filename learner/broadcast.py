@@ -1,0 +1,79 @@
+"""Weights by torch.distributed broadcast: the learner is rank 0 of a group of its own with the engines of a fixed pool.
+
+SGLang joins such a group with a store at tcp://host:port and a group name; the learner must build its side the same way, beside its own
+default group. A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+from torch.distributed.rendezvous import rendezvous
+
+from correction.errors import SyncError
+
+
+class WeightBroadcaster:
+    """Rank 0 of a weight group."""
+
+    def __init__(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
+        """Wait for all members. Raises: SyncError if they are not there in timeout_s."""
+        self._name, self._timeout_s = name, timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._run(lambda: self._join(host, port, world_size), "group was not built")
+
+    def send(self, bucket: Mapping[str, Tensor]) -> None:
+        """Broadcast the tensors one by one, in order. Raises: SyncError; the group is of no use then."""
+
+        def broadcast() -> None:
+            for tensor in bucket.values():
+                dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group)
+
+        self._run(broadcast, "broadcast failed")
+
+    def close(self) -> None:
+        """Leave the group; what a broken one says at that point is of no interest."""
+        if self._group is None:
+            return
+        group, self._group = self._group, None
+        threading.Thread(target=_destroy, args=(group,), daemon=True).start()
+
+    def _join(self, host: str, port: int, world_size: int) -> None:
+        backend = Backend("nccl" if torch.cuda.is_available() else "gloo")
+        timeout = timedelta(seconds=self._timeout_s)
+        store, rank, world_size = next(rendezvous(f"tcp://{host}:{port}", 0, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        self._group, _ = _new_process_group_helper(
+            world_size, rank, [], backend, PrefixStore(self._name, store), group_name=self._name, timeout=timeout
+        )
+        _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
+
+    def _run(self, work: Callable[[], None], what: str) -> None:
+        errors: list[BaseException] = []
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
+            raise SyncError(f"weight group {self._name}: {what} in {self._timeout_s:.0f} s; a member may be gone")
+        if errors:
+            raise SyncError(f"weight group {self._name}: {what}: {errors[0]}") from errors[0]
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    try:
+        dist.destroy_process_group(group)
+    except Exception:  # the group was broken, that is why it is closed
+        return
