@@ -34,7 +34,7 @@ class Bucket:
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
     """Megatron's description of packed sequences, with the padded layout of the attention calls; made once for each micro-batch."""
 
     buckets: tuple[Bucket, ...] = ()
@@ -141,9 +141,11 @@ def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed
     Returns: [N, heads, width].
     """
     cells, tokens = packed.token_of_cell, packed.cell_of_token
-    query, key, value = (_TakeRows.apply(x, cells, tokens) for x in (query, key, value))
+    query, key, value = (_TakeRows.apply(x, cells, tokens) for x in (query, key, value))  # type: ignore[no-untyped-call]
     outputs = [_attend(bucket, query, key, value, scale) for bucket in packed.buckets]
-    return _PutBack.apply(torch.cat(outputs) if len(outputs) != 1 else outputs[0], tokens)
+    padded = torch.cat(outputs) if len(outputs) != 1 else outputs[0]
+    packed_output: Tensor = _PutBack.apply(padded, tokens)  # type: ignore[no-untyped-call]
+    return packed_output
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -161,9 +163,11 @@ def variable_length_attention(query: Tensor, key: Tensor, value: Tensor, packed:
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    return varlen_attn(
+    output = varlen_attn(
         query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
+    assert isinstance(output, Tensor)  # a tuple only when return_aux is asked for
+    return output
 
 
 def choose_kernel(device_type: str, dtype: torch.dtype) -> Callable[..., Tensor]:

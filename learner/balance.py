@@ -76,14 +76,16 @@ def _spread(lengths: Sequence[int], ranks: int, hidden_size: int) -> list[list[i
 def _pack(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Neighbours in length together (attention pads less), in about equally full micro-batches within the budget."""
     total = sum(lengths[i] for i in share)
-    target = min(budget, math.ceil(total / max(1, math.ceil(total / budget))) + max((lengths[i] for i in share), default=0))
+    equal_part = total / max(1, math.ceil(total / budget))
     parts: list[tuple[int, ...]] = []
     current: list[int] = []
-    tokens = 0
+    tokens = packed = 0
     for i in sorted(share, key=lambda i: (-lengths[i], i)):
-        if current and tokens + lengths[i] > target:
+        is_full = tokens + lengths[i] > budget or packed >= equal_part * (len(parts) + 1)
+        if current and is_full:
             parts.append(tuple(current))
             current, tokens = [], 0
         current.append(i)
         tokens += lengths[i]
+        packed += lengths[i]
     return [*parts, tuple(current)] if current else parts

@@ -139,7 +139,7 @@ def split_qkv(qkv: Tensor, heads: HeadShape) -> tuple[Tensor, ...]:
     """The inverse of `merge_qkv`."""
     w = heads.width
     grouped = qkv.view(heads.groups, (heads.queries_per_group + 2) * w, *qkv.shape[1:])
-    return tuple(x.flatten(0, 1) for x in grouped.split([heads.queries_per_group * w, w, w], dim=1))
+    return tuple(x.flatten(0, 1) for x in torch.split(grouped, [heads.queries_per_group * w, w, w], dim=1))
 
 
 def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: int, placement: Placement) -> Tensor:
@@ -158,7 +158,8 @@ def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: i
         case Layout.ROW:
             return tensors[0].chunk(parts, dim=1)[part]
         case Layout.QKV:
-            return merge_qkv(*tensors, heads).chunk(parts)[part]
+            q, k, v = tensors
+            return merge_qkv(q, k, v, heads).chunk(parts)[part]
         case Layout.GATE_UP:
             return torch.cat([tensor.chunk(parts)[part] for tensor in tensors])
 

@@ -52,7 +52,10 @@ def head_logprobs(
     start = rank * weight.shape[0]
     vocab_size = weight.shape[0] * ranks if vocab_size is None else vocab_size
     real_rows = min(max(vocab_size - start, 0), weight.shape[0])
-    return _HeadLogprobs.apply(hidden, weight[:real_rows], targets, temperature, start, group if ranks > 1 else None, chunk_tokens)
+    results: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own lack of types
+        hidden, weight[:real_rows], targets, temperature, start, group if ranks > 1 else None, chunk_tokens
+    )
+    return results
 
 
 class _HeadLogprobs(torch.autograd.Function):

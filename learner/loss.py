@@ -39,7 +39,8 @@ class Objective:
 def forward_hidden(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
     """[1, N, hidden] of the packed sequences; each attends to itself alone and starts at position 0."""
     positions, packed = pack(batch.offsets, batch.token_ids.device)
-    return model(batch.token_ids[None], positions, None, packed_seq_params=packed)
+    hidden: Tensor = model(batch.token_ids[None], positions, None, packed_seq_params=packed)
+    return hidden
 
 
 def token_values(model: torch.nn.Module, hidden: Tensor, batch: PackedBatch, placement: Placement, chunk_tokens: int) -> TokenValues:
@@ -47,7 +48,7 @@ def token_values(model: torch.nn.Module, hidden: Tensor, batch: PackedBatch, pla
     policy = unwrap(model)
     tokens = predicted_tokens(batch)
     logprobs, entropies = head_logprobs(
-        hidden[0].index_select(0, tokens - 1),
+        hidden[0].index_select(0, tokens - 1).to(policy.head_weight.dtype),  # Megatron's half-precision wrapper widens its output
         policy.head_weight,
         batch.token_ids[tokens],
         temperature=batch.temperature,

@@ -25,7 +25,7 @@ from learner.norm import HFRMSNorm
 from learner.parallel import Placement
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """GPTModel that hands out the last layer's hidden states, [1, N, hidden], and leaves its head to learner/logprobs.py.
 
     The logits of all tokens are by far the largest tensor of a step; nobody needs them at the same time.
@@ -40,7 +40,8 @@ class PolicyModel(GPTModel):
     @property
     def head_weight(self) -> Tensor:
         """[vocabulary rows of this rank, hidden]: the output projection, which may be the embedding."""
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight: Tensor = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        return weight
 
 
 def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> PolicyModel:
@@ -59,7 +60,8 @@ def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> Policy
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
     )
     model.real_vocab_size = hf_config.vocab_size
-    return model.to(placement.device)
+    model.to(placement.device)
+    return model
 
 
 def wrap(model: PolicyModel) -> DistributedDataParallel:
@@ -100,7 +102,7 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=placement.device.type == "cpu",
-        perform_initialization=False,  # every weight comes from the folder
+        perform_initialization=True,  # its values are overwritten, but it also marks the parameters that are split over ranks
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, even without experts
         # The loss is a sum whose denominator is already in it: no averaging over micro-batches or ranks.
@@ -113,6 +115,7 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         apply_rope_fusion=False,
         persist_layer_norm=False,
         batch_p2p_comm=False,
+        cuda_graph_scope=[],  # its default warns that it is deprecated
     )
 
 

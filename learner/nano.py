@@ -86,13 +86,12 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     tokenizer = _fast_tokenizer(train_tokenizer(list(texts), config.max_vocab_size, config.word_share), config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = Qwen3ForCausalLM(_hf_config(config, tokenizer))
+        model = Qwen3ForCausalLM(_hf_config(config, tokenizer))  # type: ignore[no-untyped-call]
     tokenizer.save_pretrained(target)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(target)
-    GenerationConfig(
-        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    ).save_pretrained(target)
+    generation = {"do_sample": True, "temperature": 1.0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    GenerationConfig(**generation).save_pretrained(target)  # type: ignore[no-untyped-call]
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     hf_folder.write_shards(target, [{name: weight for name, weight in model.state_dict().items() if name not in tied}])
     return sum(parameter.numel() for parameter in model.parameters())
@@ -116,16 +115,23 @@ def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float
     tokenizer.pre_tokenizer = pieces
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, START, END])
-    beginning = os.path.commonprefix(list(texts)) if len(texts) > 1 else ""
-    if len(beginning) > 1:
+    beginning = _common_beginning(texts)
+    if len(texts) > 1 and len(beginning) > 1:
         tokenizer.add_tokens([AddedToken(beginning, normalized=False)])
     return tokenizer
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    """What all texts begin with: what the first and the last in alphabetical order begin with."""
+    first, last = min(texts, default=""), max(texts, default="")
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
 
 
 def _fast_tokenizer(tokenizer: Tokenizer, config: NanoModelConfig) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,

@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
@@ -33,12 +34,14 @@ class Placement:
     @property
     def data_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same part of the model and different sequences."""
-        return parallel_state.get_data_parallel_group()
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+        return group
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
         """Ranks that hold the parts of one matrix and the same sequences."""
-        return parallel_state.get_tensor_model_parallel_group()
+        group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        return group
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """The tensor, summed in place over the ranks that share a batch."""
@@ -121,7 +124,7 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # no port is opened
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)  # no port is opened
     else:
         if backend == "gloo":
             _use_interface_towards(master_addr)

@@ -91,7 +91,7 @@ class Pass:
 
 
 def run_microbatches(
-    model: torch.nn.Module,
+    model: DistributedDataParallel,
     corrected: CorrectedBatch,
     objective: ObjectiveFunction | None,
     *,

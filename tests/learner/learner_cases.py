@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import multiprocessing as mp
 import os
 import socket
@@ -91,7 +93,7 @@ def hf_values(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """[N] logprobs and entropies by Hugging Face, one sequence at a time, 0 outside the loss mask; with gradient."""
     logprobs, entropies = [], []
     bounds = batch.offsets.tolist()
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         ids = batch.token_ids[start:end]
         log_p = torch.log_softmax(model(ids[None]).logits[0, :-1] / batch.temperature, -1)
         blank = log_p.new_zeros(1)
@@ -142,7 +144,7 @@ def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: f
     for process in processes:
         process.start()
     try:
-        answers = dict(queue.get(timeout=timeout_s) for _ in processes)
+        answers = dict(torch.load(io.BytesIO(queue.get(timeout=timeout_s)), weights_only=False) for _ in processes)
     finally:
         for process in processes:
             process.join(10)
@@ -154,6 +156,9 @@ def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: f
 
 def _run_rank(queue: Any, work: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple[Any, ...]) -> None:
     try:
-        queue.put((rank, (True, work(rank, ranks, port, *args))))
+        answer = (rank, (True, work(rank, ranks, port, *args)))
     except BaseException:
-        queue.put((rank, (False, traceback.format_exc())))
+        answer = (rank, (False, traceback.format_exc()))
+    stream = io.BytesIO()
+    torch.save(answer, stream)  # as bytes: a tensor in a queue is a handle that dies with its process
+    queue.put(stream.getvalue())

@@ -1,0 +1,73 @@
+"""A checkpoint continues exactly, and what isn't one is refused. Kills and several ranks: test_learner_ranks.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import learner_on, random_batch, save_model
+
+from correction.errors import DataError
+from learner.learner_rank import LearnerRank
+
+SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_steps": 12, "weight_decay": 0.1}
+
+
+def train(learner: LearnerRank, first: int, last: int) -> list[float]:
+    batches = [random_batch(step) for step in range(first, last)]
+    return [learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask) for batch in batches]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_five_steps_and_five_after_a_restore_are_ten(tmp_path: Path, dtype: str) -> None:
+    """Bit for bit: weights, losses, learning rate, random numbers; in bfloat16 this needs the float32 master weights."""
+    folder = save_model(tmp_path / "m")
+    with learner_on(folder, dtype=dtype, **SETTINGS) as learner:
+        losses = train(learner, 0, 10)
+        checksums, rate, numbers = learner.weight_checksums(), learner._require().optimizer.learning_rate, torch.rand(4)
+    with learner_on(folder, dtype=dtype, **SETTINGS) as learner:
+        train(learner, 0, 5)
+        learner.save(tmp_path / "c")
+        losses_without_break = train(learner, 5, 10)
+    with learner_on(folder, dtype=dtype, seed=999, **SETTINGS) as learner:
+        learner.restore(tmp_path / "c")
+        losses_after = train(learner, 5, 10)
+        assert learner.weight_checksums() == checksums
+        assert learner._require().optimizer.learning_rate == rate
+        assert learner._require().optimizer.steps == 10
+        assert torch.equal(torch.rand(4), numbers)
+    assert losses_without_break == losses[5:]
+    assert losses_after == losses[5:]
+
+
+def test_settings_of_the_recipe_win_over_those_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    with learner_on(folder, learning_rate=1e-3) as learner:
+        train(learner, 0, 2)
+        learner.save(tmp_path / "c")
+    with learner_on(folder, learning_rate=5e-4) as learner:
+        learner.restore(tmp_path / "c")
+        train(learner, 2, 3)
+        assert learner._require().optimizer.learning_rate == 5e-4
+        assert learner._require().optimizer.steps == 3
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder, other = save_model(tmp_path / "m"), save_model(tmp_path / "untied", tie=False)
+    with learner_on(folder) as learner:
+        learner.save(tmp_path / "c")
+        with pytest.raises(DataError, match="exists already"):
+            learner.save(tmp_path / "c")
+        with pytest.raises(DataError, match=r"manifest\.json"):
+            learner.restore(tmp_path / "m")
+    with learner_on(other) as learner, pytest.raises(DataError, match=r"another model.*output_layer"):
+        learner.restore(tmp_path / "c")
+    manifest = tmp_path / "c" / "manifest.json"
+    for change, message in (({"tensor_parallel": 2}, "tensor_parallel 2"), ({"format": 0}, "format 0")):
+        original = manifest.read_text()
+        manifest.write_text(json.dumps(json.loads(original) | change))
+        with learner_on(folder) as learner, pytest.raises(DataError, match=message):
+            learner.restore(tmp_path / "c")
+        manifest.write_text(original)

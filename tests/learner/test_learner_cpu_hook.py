@@ -1,0 +1,46 @@
+"""The import hook re-targets megatron.core alone, and says so when it comes too late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import learner.megatron  # noqa: F401
+from learner.cpu_hook import _RULES
+
+ON_CPU = not torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="torch sees a GPU: nothing is re-targeted")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("x = torch.cuda.current_device()", "x = _torch_cuda_on_cpu.current_device()"),
+        ('t = torch.zeros(1, device="cuda")', 't = torch.zeros(1, device="cpu")'),
+        ("def f(device: str = 'cuda'):", "def f(device: str = 'cpu'):"),
+        ("assert p.type() == 'torch.cuda.FloatTensor'", "assert p.type() == 'torch.FloatTensor'"),
+        ("a.cuda(non_blocking=True)", "a.cpu()"),
+        ("from torch.cuda import Event", "from torch.cuda import Event"),
+        ("t.to('cuda')", "t.to('cpu')"),
+    ],
+)
+def test_rules(source: str, target: str) -> None:
+    for pattern, replacement in _RULES:
+        source = pattern.sub(replacement, source)
+    assert source == target
+
+
+def test_torch_itself_is_untouched() -> None:
+    assert torch.cuda.current_device.__module__ == "torch.cuda"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+
+
+def test_megatron_imported_too_early_is_refused() -> None:
+    """Otherwise the first device literal would fail far from the cause."""
+    code = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core'); import learner.megatron"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0 and "import learner.megatron first" in done.stderr

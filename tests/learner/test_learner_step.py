@@ -1,0 +1,315 @@
+"""A training step does to the weights what the mathematics says, however it is cut into pieces.
+
+1. Its gradient equals that of the same loss computed by Hugging Face and autograd, one sequence at a time.
+2. Three steps equal Hugging Face with torch's AdamW: gradients are not doubled from the second step on.
+3. Micro-batches, temperature, and the fused against the staged way change nothing.
+4. Minibatches are whole groups, each with its own denominator.
+5. A batch with a non-finite loss or gradient leaves no trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import (
+    gradients,
+    hf_model,
+    hf_values,
+    largest_difference,
+    learner_on,
+    random_batch,
+    save_model,
+    weights,
+    with_noisy_behavior,
+)
+from torch import Tensor
+
+from correction.batch import CorrectedBatch, PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import correct, defer, for_step
+from correction.errors import ConfigError, DataError
+from learner import balance
+from learner.learner_rank import LearnerRank
+
+TIS = CorrectionConfig(preset="tis-token")
+
+
+def off_policy_batch(learner: LearnerRank, seed: int = 0, **options: float) -> PackedBatch:
+    """mu and pi_prox each some way from the current policy, so that ratios are clipped and weights truncated."""
+    batch = random_batch(seed, **options)  # type: ignore[arg-type]
+    now = learner.logprobs(batch)
+    proximal = with_noisy_behavior(batch, now, std=0.25, seed=5).behavior_logprobs
+    return replace(with_noisy_behavior(batch, proximal, std=0.6, seed=6), proximal_logprobs=proximal)
+
+
+def ppo_with_truncated_weights(model: torch.nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Decoupled PPO: mean over trained tokens of min(prox/mu, 2) max(-A r, -A clip(r, 0.8, 1.2)), written out; and the ratio."""
+    target, _ = hf_values(model, batch)
+    mask = batch.loss_mask
+    ratio = (target - batch.proximal_logprobs)[mask].exp()
+    weight = (batch.proximal_logprobs - batch.behavior_logprobs)[mask].exp().clamp(max=2.0)
+    advantage = batch.advantages[mask]
+    return (weight * torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))).sum() / mask.sum(), ratio
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+@pytest.mark.parametrize("tie", [True, False])
+def test_gradient_equals_hugging_face_and_autograd(tmp_path: Path, tie: bool, temperature: float) -> None:
+    folder = save_model(tmp_path / "m", tie=tie)
+    reference = hf_model(folder)
+    with learner_on(folder, learning_rate=0.0, clip_grad=0.0, tokens_per_microbatch=90) as learner:
+        batch = off_policy_batch(learner, temperature=temperature)
+        result = learner.step(correct(batch, TIS), TIS, step=0)
+        ours = gradients(learner)
+    loss, ratio = ppo_with_truncated_weights(reference, batch)
+    loss.backward()
+    loss = loss.detach()
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert 0.05 < float(((ratio < 0.8) | (ratio > 1.2)).float().mean()) < 0.95  # the clip matters here
+    assert result.loss == pytest.approx(float(loss), abs=1e-6)
+    assert largest_difference(ours, theirs) < 2e-5
+    norm = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_three_steps_equal_adamw(tmp_path: Path) -> None:
+    """With Megatron's buffer cleared but not `param.grad`, the second and third gradient norms here would be twice as large."""
+    folder = save_model(tmp_path / "m")
+    reference = hf_model(folder)
+    matrices = [parameter for parameter in reference.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in reference.parameters() if parameter.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95), eps=1e-8
+    )
+    with learner_on(folder, learning_rate=1e-3, betas=(0.9, 0.95), weight_decay=0.1, clip_grad=0.5, tokens_per_microbatch=120) as learner:
+        for step in range(3):
+            batch = off_policy_batch(learner, seed=step)
+            result = learner.step(correct(batch, TIS), TIS, step=step)
+            optimizer.zero_grad()
+            loss, _ = ppo_with_truncated_weights(reference, batch)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            optimizer.step()
+            assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
+            assert float(norm) > 0.5  # clipped
+        ours = weights(learner)
+    assert largest_difference(ours, {name: parameter.detach() for name, parameter in reference.named_parameters()}) < 1e-5
+
+
+def test_one_microbatch_equals_many(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    found, results = [], []
+    for tokens in (10_000, 150, 1):
+        with learner_on(folder, learning_rate=0.0, clip_grad=0.0, tokens_per_microbatch=tokens) as learner:
+            batch = off_policy_batch(learner)
+            results.append(learner.step(correct(batch, TIS), TIS, step=0))
+            found.append(gradients(learner))
+    assert [result.microbatches for result in results] == [1, 3, 24]
+    for gradient, result in zip(found, results, strict=True):
+        assert largest_difference(gradient, found[0]) < 1e-5
+        assert result.loss == pytest.approx(results[0].loss, abs=1e-6)
+        assert result.metrics == pytest.approx(results[0].metrics, rel=1e-4, abs=1e-6)
+
+
+DEFERRED = {
+    "tis-token": CorrectionConfig(preset="tis-token"),
+    "mis-token": CorrectionConfig(preset="mis-token"),
+    "icepop": CorrectionConfig(preset="icepop"),
+    "normalised": CorrectionConfig(preset="tis-token", normalize={"population": "all"}),
+    "kept": CorrectionConfig(preset="mis-token", denominator={"kind": "token_mean", "count": "kept"}),
+}
+
+
+@pytest.mark.parametrize("name", DEFERRED)
+def test_fused_equals_staged(tmp_path: Path, name: str) -> None:
+    """One forward with proximal = detached current logprobs, against a proximal forward first: the same gradient to 1e-6 relative."""
+    config = DEFERRED[name]
+    found, results = [], []
+    for is_fused in (True, False):
+        with learner_on(save_model(tmp_path / str(is_fused)), learning_rate=0.0, clip_grad=0.0, tokens_per_microbatch=100) as learner:
+            batch = random_batch()
+            now = learner.logprobs(batch)
+            batch = with_noisy_behavior(batch, now, std=0.6)
+            corrected = defer(batch, config) if is_fused else correct(replace(batch, proximal_logprobs=now), config)
+            assert corrected.is_deferred is is_fused
+            results.append(learner.step(corrected, config, step=0))
+            found.append(gradients(learner))
+            torch.testing.assert_close(results[-1].target_logprobs, now, rtol=0, atol=0)
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-6)
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
+    assert largest_difference(*found) < 1e-5  # elementwise: rounding of single entries; the norm above is held to 1e-6
+
+
+def test_result_counts_what_was_done(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    with learner_on(folder, learning_rate=1e-3, warmup_steps=4) as learner:
+        batch = off_policy_batch(learner)
+        now = learner.logprobs(batch)
+        result = learner.step(correct(batch, TIS), TIS, step=17)
+        second = learner.step(correct(batch, TIS), TIS, step=18)
+    with torch.no_grad():
+        _, entropies = hf_values(hf_model(folder), batch)
+    assert (result.step, result.tokens, result.trained_tokens) == (17, batch.num_tokens, int(batch.loss_mask.sum()))
+    assert (result.optimizer_steps, result.skipped_steps) == (1, 0)
+    assert torch.equal(result.target_logprobs, now)  # the weights from which the update started
+    assert result.entropy == pytest.approx(float(entropies[batch.loss_mask].mean()), abs=1e-5)
+    assert (result.learning_rate, second.learning_rate) == pytest.approx((1e-3 / 4, 2e-3 / 4))
+    assert set(result.seconds) == {"prepare", "forward_backward", "gather", "optimizer", "total"}
+
+
+def test_learning_rate_follows_warmup_and_decay(tmp_path: Path) -> None:
+    """Linear to 1e-3 in 2 steps, then linear to 1e-4 at step 6: 0.5, 1, then 1 - 0.9 (k - 2) / 4 of a thousandth."""
+    settings = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 2, "decay": "linear", "decay_steps": 6}
+    batch = random_batch()
+    with learner_on(save_model(tmp_path / "m"), **settings) as learner:
+        rates = []
+        for _ in range(8):
+            learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask)
+            rates.append(learner._require().optimizer.learning_rate)
+    assert rates == pytest.approx([5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4, 1e-4])
+
+
+# Several optimizer steps for a batch
+
+
+def test_minibatches_are_whole_groups_each_with_its_own_denominator(tmp_path: Path) -> None:
+    """The same as calling the learner with each minibatch corrected as a batch of its own."""
+    folder = save_model(tmp_path / "m")
+    options = {"learning_rate": 1e-3, "clip_grad": 0.0}
+    with learner_on(folder, optimizer_steps_per_batch=3, **options) as learner:
+        batch = off_policy_batch(learner)
+        now = learner.logprobs(batch)
+        result = learner.step(correct(batch, TIS), TIS, step=4)
+        shares = [sequences for sequences, _ in learner._shares(correct(batch, TIS), TIS, 4)]
+        ours = weights(learner)
+    assert sorted(i for share in shares for i in share) == list(range(batch.num_sequences))
+    assert all(len(share) == 8 and len(set(batch.group_ids[share].tolist())) == 2 for share in shares)
+    with learner_on(folder, **options) as learner:
+        whole = correct(batch, TIS)
+        single = [learner.step(for_step(whole, share, TIS), TIS, step=0) for share in shares]
+        theirs = weights(learner)
+    assert result.grad_norms == pytest.approx([one.grad_norm for one in single], rel=1e-5)
+    assert result.loss == pytest.approx(sum(one.loss for one in single) / 3, rel=1e-5)
+    assert result.optimizer_steps == 3
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    first = batch.token_index(shares[0])
+    assert torch.equal(result.target_logprobs[first], now[first])
+    last = batch.token_index(shares[2])
+    assert not torch.equal(result.target_logprobs[last], now[last])  # the weights have moved since
+
+
+def test_epochs_go_through_the_batch_again_in_another_order(tmp_path: Path) -> None:
+    with learner_on(save_model(tmp_path / "m"), optimizer_steps_per_batch=2, epochs_per_batch=2) as learner:
+        batch = off_policy_batch(learner)
+        corrected = correct(batch, TIS)
+        result = learner.step(corrected, TIS, step=0)
+        shares = [sequences for sequences, _ in learner._shares(corrected, TIS, 0)]
+    assert result.optimizer_steps == 4
+    assert sorted(shares[0] + shares[1]) == sorted(shares[2] + shares[3]) == list(range(batch.num_sequences))
+    assert {tuple(shares[0]), tuple(shares[1])} != {tuple(shares[2]), tuple(shares[3])}
+
+
+def test_a_deferred_batch_has_one_optimizer_step(tmp_path: Path) -> None:
+    with (
+        learner_on(save_model(tmp_path / "m"), optimizer_steps_per_batch=2) as learner,
+        pytest.raises(ConfigError, match=r"optimizer_steps_per_batch 2.*correct\(\)"),
+    ):
+        learner.step(defer(random_batch(), TIS), TIS, step=0)
+
+
+def test_unequal_groups_are_never_split() -> None:
+    ids = torch.tensor([7, 7, 3, 3, 3, 9, 1, 1])
+    parts = balance.minibatches(ids, 3, seed=1)
+    assert sorted(i for part in parts for i in part) == list(range(8))
+    assert all(set(ids[part].tolist()).isdisjoint(ids[other].tolist()) for part in parts for other in parts if other is not part)
+    assert balance.minibatches(ids, 100, seed=1) and len(balance.minibatches(ids, 100, seed=1)) == 4  # no more than there are groups
+
+
+# The guard
+
+
+def poisoned(corrected: CorrectedBatch, value: float) -> CorrectedBatch:
+    weights = corrected.importance_weights.clone()
+    weights[corrected.keep_mask.nonzero()[3]] = value
+    return replace(corrected, importance_weights=weights)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_a_non_finite_step_leaves_no_trace(tmp_path: Path, value: float) -> None:
+    """A run with a poisoned batch in between ends bit for bit where the run without it ends; 1e38 is finite, its gradient is not."""
+    folder = save_model(tmp_path / "m")
+    ends, results = [], []
+    for is_poisoned in (False, True):
+        with learner_on(folder, learning_rate=1e-3, warmup_steps=3) as learner:
+            batch = off_policy_batch(learner)
+            corrected = correct(batch, TIS)
+            learner.step(corrected, TIS, step=0)
+            if is_poisoned:
+                before = weights(learner)
+                results.append(learner.step(poisoned(corrected, value), TIS, step=1))
+                assert all(torch.equal(before[name], after) for name, after in weights(learner).items())
+            learner.step(corrected, TIS, step=2)
+            ends.append(weights(learner))
+    assert (results[0].optimizer_steps, results[0].skipped_steps) == (0, 1)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_nothing_to_train_is_a_step_without_gradient(tmp_path: Path) -> None:
+    """All tokens rejected: the loss is 0 and so is the gradient; nothing fails."""
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        batch = off_policy_batch(learner)
+        corrected = correct(batch, TIS)
+        corrected = replace(corrected, keep_mask=torch.zeros_like(corrected.keep_mask))
+        result = learner.step(corrected, TIS, step=0)
+        assert (result.loss, result.grad_norm, result.skipped_steps) == (0.0, 0.0, 0)
+        with pytest.raises(DataError, match="nothing to learn"):
+            learner.supervised_step(batch.token_ids, batch.offsets, torch.zeros_like(batch.loss_mask))
+        with pytest.raises(DataError, match="no tokens"):
+            learner.step(corrected.select([]), TIS, step=1)
+
+
+# Beside the step
+
+
+def test_supervised_loss_is_the_mean_cross_entropy(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    batch = random_batch()
+    with learner_on(folder) as learner:
+        loss = learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask)
+    with torch.no_grad():
+        logprobs, _ = hf_values(hf_model(folder), batch)
+    assert loss == pytest.approx(float(-logprobs[batch.loss_mask].mean()), rel=1e-6)
+
+
+def test_reference_logprobs_come_from_the_other_weights_and_leave_ours_alone(tmp_path: Path) -> None:
+    folder, other = save_model(tmp_path / "m"), save_model(tmp_path / "r", seed=1)
+    batch = random_batch()
+    with learner_on(folder) as learner:
+        with pytest.raises(ConfigError, match="load_reference"):
+            learner.reference_logprobs(batch)
+        own = learner.logprobs(batch)
+        learner.load_reference(other)
+        reference = learner.reference_logprobs(batch)
+        assert torch.equal(learner.logprobs(batch), own)
+        learner.step(correct(off_policy_batch(learner), TIS), TIS, step=0)
+        assert torch.equal(learner.reference_logprobs(batch), reference)
+        with pytest.raises(DataError, match="other shapes"):
+            learner.load_reference(save_model(tmp_path / "untied", tie=False))
+    with torch.no_grad():
+        torch.testing.assert_close(reference, hf_values(hf_model(other), batch)[0], rtol=0, atol=1e-5)
+
+
+def test_bfloat16_trains_with_float32_master_weights(tmp_path: Path) -> None:
+    """Steps far below bfloat16's resolution add up: after 40 of them the weights have moved, as float32 training moves them."""
+    folder = save_model(tmp_path / "m")
+    batch = random_batch()
+    moved = {}
+    for dtype in ("float32", "bfloat16"):
+        with learner_on(folder, dtype=dtype, learning_rate=2e-5) as learner:
+            losses = [learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask) for _ in range(40)]
+            moved[dtype] = losses[0] - losses[-1]
+            assert {str(tensor.dtype) for tensor in weights(learner).values()} == {f"torch.{dtype}"}
+    assert moved["bfloat16"] == pytest.approx(moved["float32"], rel=0.3)
