@@ -89,6 +89,7 @@ class Controller:
             await self._save()
         after = None if self._stop_requested else await self._evaluate_now("after training")
         await self._observer.flush()
+        self._observer.keep_scatter(await self._service.scatter.remote())
         return RunSummary(self._step, before, after, time.monotonic() - self._began, self._stop_requested)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class Controller:
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
             await self._observer.step(
-                self._step, self._version, batch, result, diagnostics, self._watch.read(), await self._queue.counts.remote()
+                self._step, self._version, batch, result, diagnostics, self._watch.read(), await self._queue.counts.remote(), discarded
             )
             self._evaluate_beside()
 

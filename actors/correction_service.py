@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from actors.learner_group import LearnerGroup
+from actors.scatter import ScatterReservoir, ScatterSample
 from correction.advantages import group_advantages
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
@@ -31,6 +32,9 @@ from rollout.trajectory import Group
 
 log = logging.getLogger("evenkeel.correction")
 _POLL_S = 30.0
+INVALID = "fewer than two valid trajectories"
+UNIFORM = "rewards all alike"
+"""Reasons for which the service discards a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class CorrectionService:
         self._learner_version = -1
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
         self._last: PreparedBatch | None = None
+        self._scatter = ScatterReservoir()
 
     async def ping(self) -> bool:
         return True
@@ -116,7 +121,14 @@ class CorrectionService:
         if corrected.is_deferred:  # one step: those logprobs are the proximal ones, and the service can redo what the learner did
             batch = replace(corrected.batch, proximal_logprobs=target_logprobs)
             corrected = correct(batch, self._config.correction)
+        batch = corrected.batch
+        proximal = target_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
+        self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, batch.loss_mask)
         return dict(diagnose(corrected.batch, corrected, target_logprobs=target_logprobs, config=self._config.correction))
+
+    async def scatter(self) -> ScatterSample | None:
+        """Tokens of the recent batches, for the report's picture of pi_prox against mu."""
+        return self._scatter.sample()
 
     # -- preparation -------------------------------------------------------------------------------------------------
 
@@ -152,7 +164,7 @@ class CorrectionService:
                 continue
             failed = [g.group_id for g in drawn if len(g.valid) < 2]
             uniform = [g.group_id for g in drawn if g.group_id not in failed and g.is_uniform] if self._config.dynamic_sampling else []
-            for group_ids, reason in ((failed, "fewer than two valid trajectories"), (uniform, "rewards all alike")):
+            for group_ids, reason in ((failed, INVALID), (uniform, UNIFORM)):
                 if group_ids:
                     await self._queue.discard.remote(group_ids, reason)
             kept = [g for g in drawn if g.group_id not in failed and g.group_id not in uniform]

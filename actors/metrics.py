@@ -283,7 +283,7 @@ _GROUPS = [
         "Groups of the batch whose trajectories all got the same reward, and that the highest possible: no gradient.",
     ),
     _gauge("groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong", "Groups of the batch whose trajectories all failed alike: no gradient."),
-    _gauge("groups/refilled", _U.ONE, _R.SUM, "groups refilled", "Groups without gradient that dynamic sampling replaced in this step."),
+    _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling threw away for new ones."),
     _counter("groups/admitted_total", "admitted", "Groups admitted to generation."),
     _counter("groups/trained_total", "trained", "Groups trained; those of a skipped step count too."),
     _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),

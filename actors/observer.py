@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from actors.actor_info import ActorInfo, listen_address
 from actors.config import RunConfig
-from actors.correction_service import PreparedBatch
+from actors.correction_service import INVALID, UNIFORM, PreparedBatch
 from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint
-from actors.metric_views import MetricsView, TensorBoardView, WandbView
+from actors.metric_views import MetricViews
 from actors.metrics import StepMetrics
 from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
 from actors.run_folder import RunFolder
+from actors.scatter import ScatterSample
 from actors.step_report import batch_metrics, diagnostic_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
 from actors.terminal import TerminalView
 from actors.trajectory_queue import Ticket
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from actors.pool import RolloutPool
 
 log = logging.getLogger("evenkeel")
+_DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_total"}
+"""Where discarded groups are counted besides groups/discarded_total, by reason."""
 
 
 class Observer:
@@ -39,19 +42,10 @@ class Observer:
         folder: RunFolder,
         view: TerminalView,
         totals: dict[str, float] | None = None,
-        *,
-        resumed_from: int | None = None,
     ) -> None:
-        """
-        Args:
-            totals: of an earlier part of the run, see `totals()`.
-            resumed_from: last step of that part.
-        """
+        """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._views: list[MetricsView] = [TensorBoardView(folder.tensorboard_path, resumed_from=resumed_from)]
-        if config.metrics.wandb_project:
-            settings = config.model_dump(mode="json")
-            self._views.append(WandbView(project=config.metrics.wandb_project, name=config.name, folder=folder.path, config=settings))
+        self._views = MetricViews(folder, config.metrics)
         self._totals: dict[str, float] = dict(totals or {})
         self._finished: list[GroupSummary] = []
         self._receipts: list[SyncReceipt] = []
@@ -61,7 +55,6 @@ class Observer:
         self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._writing: asyncio.Task[None] | None = None
-        self._held_out: dict[str, float] = {}
 
     # -- actors ------------------------------------------------------------------------------------------------------
 
@@ -129,9 +122,10 @@ class Observer:
         metrics = StepMetrics(result.step, numbers)
         self._folder.append_evaluation(metrics)
         self._folder.write_trajectories(result.step, result.text(prompts), kind="held_out")
-        self._held_out = {name: value for name, value in numbers.items() if name != "held_out/seconds"}
-        self._show(metrics)
-        self.event("info", f"held-out accuracy after {result.step} steps: {result.accuracy} (95% Wilson), {result.seconds:.1f} s")
+        self._views.evaluation(metrics)
+        self._endpoint.publish(dict(metrics))
+        self._view.evaluation(metrics)
+        self._folder.event("info", f"held-out accuracy after {result.step} steps: {result.accuracy} (95% Wilson), {result.seconds:.1f} s")
 
     def training_begins(self, elapsed_s: float) -> None:
         """The clock of the first step starts here, that of the run `elapsed_s` ago."""
@@ -149,11 +143,15 @@ class Observer:
         diagnostics: Awaitable[dict[str, float]],
         phases: dict[str, float],
         counts: dict[str, int],
+        discarded: Sequence[tuple[str, str]],
     ) -> None:
         """Take the numbers of a finished step; the diagnostics may come later, and what needs them is written then, in order."""
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         load = await self._pool.load()
+        for _, reason in discarded:
+            self._count(_DISCARD_COUNTERS[reason], 1)
+        self._count("steps/skipped_total", result.skipped_steps)
         metrics = StepMetrics(step, {"weight_version": version, "time/elapsed_s": now - self._began, "time/step_s": seconds})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
@@ -176,26 +174,26 @@ class Observer:
             await previous
         metrics.update(diagnostic_metrics(await diagnostics))
         self._folder.append_metrics(metrics)
-        self._show(metrics)
-        self._view.step({**metrics, **self._held_out})
+        self._views.step(metrics)
+        self._endpoint.publish(dict(metrics))
+        self._view.step(metrics)
 
     async def flush(self) -> None:
         """Wait until every step so far is written."""
         if self._writing is not None:
             await self._writing
 
+    def keep_scatter(self, sample: ScatterSample | None) -> None:
+        """Write what the report draws pi_prox against mu from."""
+        if sample is not None:
+            self._folder.write_file(self._folder.scatter_path.name, sample.save)
+
     def totals(self) -> dict[str, float]:
         """Running totals, for a checkpoint."""
         return dict(self._totals)
 
-    def _show(self, metrics: StepMetrics) -> None:
-        for view in self._views:
-            view.write(metrics)
-        self._endpoint.publish(dict(metrics))
-
     def close(self) -> None:
-        for view in self._views:
-            view.close()
+        self._views.close()
         for part in ("_endpoint", "_discovery"):
             if hasattr(self, part):
                 getattr(self, part).close()

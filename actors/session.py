@@ -93,7 +93,7 @@ def _check_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoin
 def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], checkpoint: Checkpoint | None) -> RunSummary:
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     totals = TrainingState.load(checkpoint.state).totals if checkpoint else None
-    observer = Observer(config, folder, view, totals, resumed_from=checkpoint.step if checkpoint else None)
+    observer = Observer(config, folder, view, totals)
     try:
         observer.event("info", config.batch_arithmetic())
         for note in notes:

@@ -68,10 +68,13 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
         "learner/learning_rate": result.learning_rate,
         "learner/entropy": result.entropy,
         "learner/optimizer_steps": result.optimizer_steps,
-        **{f"loss/{name}": value for name, value in result.metrics.items()},
+        "learner/microbatches": result.microbatches,
+        **{_LOSS_METRICS.get(name, f"loss/{name}"): value for name, value in result.metrics.items() if name != "entropy"},
     }
 
 
+_LOSS_METRICS = {"clip_fraction": "learner/clip_share", "drift_k3_kl": "learner/drift_k3", "penalty_kl": "learner/reference_kl"}
+"""Numbers of the loss that have a place of their own in the catalogue."""
 _DIAGNOSTICS = {
     **{
         f"{prefix}{ours}": f"{name}/{theirs}"
@@ -90,7 +93,7 @@ _DIAGNOSTICS = {
     "truncated_fraction": "rejection/truncated_share",
 }
 """Diagnostics that have a place of their own in the catalogue, by their name in correction.diagnostics."""
-_ALREADY_COUNTED = ("staleness_mean", "staleness_max", "mixed_version_fraction")
+_ALREADY_COUNTED = ("drift_k3_kl", "staleness_mean", "staleness_max", "mixed_version_fraction")
 
 
 def diagnostic_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
