@@ -137,24 +137,35 @@ class TrajectoryQueue:
         )
 
     def draw(self, version: int, places: int) -> list[Group]:
-        """Move finished groups into the batch of `version`: first those that are due, oldest first, then younger ones.
+        """Move finished groups into the batch of `version`, oldest first.
 
-        Places that a due group still has to fill are kept for it, so at most `places` minus the unfinished due groups go to younger ones.
+        A place goes to a group only if all older ones, finished or not, still find theirs in time: those of admission a or before need
+        their places by version a + max_staleness, and each step until then has groups_per_step. With a straggler places stay empty.
         """
-        due = self.due(version)
-        waited_for = sum(1 for i in due if self._entries[i].state is GroupState.ADMITTED)
-        due_set = set(due)
-        finished = sorted(i for i, e in self._entries.items() if e.state is GroupState.FINISHED)
-        chosen = [i for i in finished if i in due_set][:places]
-        room = places - len(chosen) - waited_for
-        chosen += [i for i in finished if i not in due_set][: max(0, room)]
+        undrawn = Counter(e.ticket.admitted_version for e in self._entries.values() if e.state is not GroupState.DRAWN)
         groups = []
-        for i in chosen:
+        for i in sorted(i for i, e in self._entries.items() if e.state is GroupState.FINISHED):
             entry = self._entries[i]
-            entry.state = GroupState.DRAWN
+            if places - len(groups) <= self._reserved(undrawn, version, older_than=entry.ticket.admitted_version):
+                break  # younger ones would take the same place
             assert entry.group is not None
+            entry.state = GroupState.DRAWN
+            undrawn[entry.ticket.admitted_version] -= 1
             groups.append(entry.group)
         return groups
+
+    def _reserved(self, undrawn: Counter[int], version: int, *, older_than: int) -> int:
+        """Places of the step of `version` that groups admitted before `older_than` can't do without.
+
+        Args:
+            undrawn: groups that no batch has, by the version of their admission.
+        """
+        needed = waiting = 0
+        for admitted_version in sorted(v for v in undrawn if v < older_than):
+            waiting += undrawn[admitted_version]
+            later_steps = max(0, admitted_version + self.max_staleness - version)
+            needed = max(needed, waiting - later_steps * self.groups_per_step)
+        return needed
 
     def settle(self, group_ids: Sequence[int]) -> None:
         """Take trained groups out. Those of a skipped step count as trained too."""

@@ -1,0 +1,37 @@
+"""Prompts, tickets and groups for the tests of the actors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actors.trajectory_queue import Ticket
+from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
+
+
+def prompt(position: int) -> Prompt:
+    return Prompt(f"train/0/{position}", f"question {position}", (1, 2, 3), f"answer {position}")
+
+
+def prompts(start: int, stop: int) -> list[Prompt]:
+    return [prompt(position) for position in range(start, stop)]
+
+
+def trajectory(prompt: Prompt, response_ids: Sequence[int] = (7, 8), *, reward: float | None = 1.0, version: int = 0) -> Trajectory:
+    """All tokens of one version, each with logprob -1."""
+    n = len(response_ids)
+    return Trajectory(
+        prompt_id=prompt.prompt_id,
+        prompt_ids=prompt.token_ids,
+        response_ids=tuple(response_ids),
+        behavior_logprobs=(-1.0,) * n,
+        version_spans=(VersionSpan(version, 0, n),),
+        finish_reason=FinishReason.STOP,
+        reward=reward,
+        error=None if reward is not None else "the reward raised ValueError: no",
+    )
+
+
+def group(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Group:
+    """The answer of a worker to a ticket."""
+    answers = tuple(trajectory(ticket.prompt, reward=reward, version=ticket.admitted_version) for reward in rewards)
+    return Group(ticket.group_id, ticket.prompt, answers, ticket.admitted_version)

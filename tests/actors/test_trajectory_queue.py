@@ -1,0 +1,254 @@
+"""Admission by staleness. Behaviours locked here:
+
+    admitted - trained - discarded <= (max_staleness + 1) * groups_per_step, whatever happens in whatever order
+    no group is trained more than max_staleness versions after its admission, stragglers, refills and skipped steps included
+    when all groups are finished, a batch can be drawn whole: the places kept for the old never block
+    a second delivery changes nothing; a snapshot loses nothing and keeps bound and counts
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from actors.trajectory_queue import Ticket, TrajectoryQueue, TrajectoryQueueActor
+from correction.errors import DataError, LedgerError
+from rollout.trajectory import Group
+from tests.actors.cases import group, prompt, prompts
+
+
+class QueueLife(RuleBasedStateMachine):
+    """A run as the queue sees it: workers finish in any order, the service prepares one batch ahead, the driver restarts at times."""
+
+    @initialize(groups_per_step=st.integers(1, 3), max_staleness=st.integers(0, 3))
+    def start(self, groups_per_step: int, max_staleness: int) -> None:
+        self.queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self.sampling: list[Ticket] = []
+        self.drawn: list[Group] = []
+        self.training: list[Group] | None = None
+        self.preparing = 0
+        """Version of the batch that is being drawn: the one after that in training."""
+        self.is_published = False
+        self.admitted: list[str] = []
+        self.gone: list[str] = []
+
+    @rule(count=st.integers(1, 8))
+    def admit(self, count: int) -> None:
+        start = len(self.admitted)
+        free = self.queue.free_places
+        tickets = self.queue.admit(prompts(start, start + count))
+        assert len(tickets) == min(count, max(0, free))
+        self.sampling += tickets
+        self.admitted += [ticket.prompt.prompt_id for ticket in tickets]
+
+    @precondition(lambda self: self.sampling)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        ticket = self.sampling.pop(data.draw(st.integers(0, len(self.sampling) - 1)))
+        assert self.queue.put(group(ticket))
+        before = self.queue.counts()
+        assert not self.queue.put(group(ticket)) and self.queue.counts() == before
+
+    @rule(data=st.data())
+    def draw(self, data: st.DataObject) -> None:
+        """The service takes what is there, and discards some of it (failed or uniform), which frees their places."""
+        for drawn in self.queue.draw(self.preparing, self.queue.groups_per_step - len(self.drawn)):
+            if data.draw(st.integers(0, 4)) == 0:
+                self.queue.discard([drawn.group_id], "rewards all alike")
+                self.gone.append(drawn.prompt.prompt_id)
+            else:
+                self.drawn.append(drawn)
+
+    @precondition(lambda self: self.training is None and len(self.drawn) == self.queue.groups_per_step)
+    @rule()
+    def train(self) -> None:
+        assert self.preparing == self.queue.version
+        staleness = [self.preparing - drawn.admitted_version for drawn in self.drawn]
+        assert 0 <= min(staleness) and max(staleness) <= self.queue.max_staleness
+        self.training, self.drawn = self.drawn, []
+        self.preparing += 1
+
+    @precondition(lambda self: self.training is not None and not self.is_published)
+    @rule()
+    def publish(self) -> None:
+        """Also after a step that the guard skipped: the version grows by one for each batch."""
+        self.queue.publish(self.preparing)
+        self.is_published = True
+
+    @precondition(lambda self: self.is_published)
+    @rule()
+    def settle(self) -> None:
+        assert self.training is not None
+        self.queue.settle([trained.group_id for trained in self.training])
+        self.gone += [trained.prompt.prompt_id for trained in self.training]
+        self.training, self.is_published = None, False
+
+    @precondition(lambda self: self.training is None)
+    @rule()
+    def restart(self) -> None:
+        """From a checkpoint of this moment: what was being sampled is sampled again, what was drawn is drawn again."""
+        snapshot = pickle.loads(pickle.dumps(self.queue.snapshot()))
+        restored = TrajectoryQueue(groups_per_step=self.queue.groups_per_step, max_staleness=self.queue.max_staleness)
+        tickets = restored.restore(snapshot)
+        assert sorted(t.group_id for t in tickets) == sorted(t.group_id for t in self.sampling)
+        assert restored.free_places == self.queue.free_places and restored.version == self.queue.version
+        self.queue, self.sampling, self.drawn = restored, tickets, []
+
+    @invariant()
+    def the_bound_holds(self) -> None:
+        queue = self.queue
+        assert queue.admitted - queue.trained - queue.discarded <= (queue.max_staleness + 1) * queue.groups_per_step
+
+    @invariant()
+    def every_prompt_is_somewhere_once(self) -> None:
+        snapshot = self.queue.snapshot()
+        held = [t.prompt.prompt_id for t in snapshot.in_flight] + [g.prompt.prompt_id for g in snapshot.finished]
+        assert sorted(held + self.gone) == sorted(self.admitted)
+        assert snapshot.admitted == len(self.admitted)
+
+    def teardown(self) -> None:
+        """Everything finishes: then batch after batch is whole at once, and nothing is too old."""
+        if not hasattr(self, "queue"):
+            return
+        for ticket in self.sampling:
+            self.queue.put(group(ticket))
+        if self.training is not None:
+            if not self.is_published:
+                self.publish()
+            self.settle()
+        while True:
+            counts = self.queue.counts()
+            if counts["finished"] + counts["drawn"] < self.queue.groups_per_step:
+                return
+            self.drawn += self.queue.draw(self.preparing, self.queue.groups_per_step - len(self.drawn))
+            assert len(self.drawn) == self.queue.groups_per_step, "places were kept for groups that are not there"
+            self.train()
+            self.publish()
+            self.settle()
+
+
+QueueLife.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestQueueLife = QueueLife.TestCase
+
+
+def queue_with(*, groups_per_step: int, max_staleness: int, admitted: int) -> tuple[TrajectoryQueue, list[Ticket]]:
+    queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
+    return queue, queue.admit(prompts(0, admitted))
+
+
+def train(queue: TrajectoryQueue, version: int) -> list[int]:
+    """Draw a batch, train it, publish."""
+    drawn = [g.group_id for g in queue.draw(version, queue.groups_per_step)]
+    queue.publish(version + 1)
+    queue.settle(drawn)
+    return drawn
+
+
+def test_the_example_of_the_module() -> None:
+    queue, tickets = queue_with(groups_per_step=2, max_staleness=1, admitted=9)
+    assert [t.group_id for t in tickets] == [0, 1, 2, 3]
+    for ticket in tickets:
+        queue.put(group(ticket))
+    assert train(queue, 0) == [0, 1]
+    assert [t.admitted_version for t in queue.admit(prompts(4, 9))] == [1, 1]
+    assert queue.due(1) == [2, 3]
+    assert train(queue, 1) == [2, 3]
+
+
+def test_a_place_is_kept_for_a_straggler() -> None:
+    """Group 0 is due in step 1 at the latest; younger ones take the other place, not its own."""
+    queue, tickets = queue_with(groups_per_step=2, max_staleness=1, admitted=4)
+    for ticket in tickets[1:]:
+        queue.put(group(ticket))
+    assert train(queue, 0) == [1, 2]
+    for ticket in queue.admit(prompts(4, 6)):
+        queue.put(group(ticket))
+    assert [g.group_id for g in queue.draw(1, 2)] == [3]
+    assert queue.draw(1, 1) == []
+    assert "due and unfinished: [0]" in queue.waiting_for(1)
+    queue.put(group(tickets[0]))
+    assert [g.group_id for g in queue.draw(1, 1)] == [0]
+
+
+def test_a_place_is_kept_before_a_straggler_is_due() -> None:
+    """One group a step, two versions of staleness: two stragglers of version 0 need steps 1 and 2, so step 1 can't go to a younger one."""
+    queue, tickets = queue_with(groups_per_step=1, max_staleness=2, admitted=3)
+    queue.put(group(tickets[0]))
+    assert train(queue, 0) == [0]
+    for ticket in queue.admit(prompts(3, 4)):
+        queue.put(group(ticket))
+    assert queue.draw(1, 1) == []
+    queue.put(group(tickets[2]))
+    assert train(queue, 1) == [2]
+    assert queue.draw(2, 1) == []
+    queue.put(group(tickets[1]))
+    assert train(queue, 2) == [1]
+
+
+def test_synchronous_mode_admits_one_batch() -> None:
+    queue, tickets = queue_with(groups_per_step=3, max_staleness=0, admitted=9)
+    assert len(tickets) == 3
+    for ticket in tickets:
+        queue.put(group(ticket))
+    assert len(queue.draw(0, 3)) == 3
+    assert queue.admit(prompts(3, 9)) == [], "a batch in training is outstanding"
+    queue.publish(1)
+    assert queue.admit(prompts(3, 9)) == []
+    queue.settle([0, 1, 2])
+    assert [t.admitted_version for t in queue.admit(prompts(3, 9))] == [1, 1, 1]
+
+
+def test_a_discarded_group_frees_its_place_and_is_reported_once() -> None:
+    queue, tickets = queue_with(groups_per_step=2, max_staleness=0, admitted=2)
+    for ticket in tickets:
+        queue.put(group(ticket))
+    queue.draw(0, 2)
+    queue.discard([1], "rewards all alike")
+    assert queue.free_places == 1 and queue.discarded_by_reason == {"rewards all alike": 1}
+    assert [t.group_id for t in queue.admit([prompt(2)])] == [2]
+    assert queue.take_discarded() == [("train/0/1", "rewards all alike")]
+    assert queue.take_discarded() == []
+
+
+def test_mistakes_of_the_callers_are_errors() -> None:
+    queue, tickets = queue_with(groups_per_step=1, max_staleness=1, admitted=2)
+    with pytest.raises(LedgerError, match="group 0 was trained but the queue has it as admitted"):
+        queue.settle([0])
+    with pytest.raises(LedgerError, match="group 9 can't be discarded"):
+        queue.discard([9], "x")
+    with pytest.raises(LedgerError, match="came back with prompt train/0/1, admitted was train/0/0"):
+        queue.put(group(Ticket(0, prompt(1), 0)))
+    queue.publish(1)
+    with pytest.raises(LedgerError, match="versions only grow"):
+        queue.publish(0)
+    with pytest.raises(DataError, match="needs an empty queue"):
+        queue.restore(queue.snapshot())
+    assert queue.put(group(tickets[0]))
+
+
+def test_the_actor_waits_for_places_and_groups() -> None:
+    """Both waits end by the change they wait for, long before their limit, and at the limit without one."""
+
+    async def scenario() -> None:
+        actor = TrajectoryQueueActor(groups_per_step=1, max_staleness=0)
+        assert await actor.wait_for_places(60.0) == 1
+        (ticket,) = await actor.admit(prompts(0, 3))
+        assert await actor.wait_for_places(0.05) == 0
+        assert await actor.draw(0, 1, 0.05) == []
+        drawing = asyncio.create_task(actor.draw(0, 1, 60.0))
+        placing = asyncio.create_task(actor.wait_for_places(60.0))
+        await asyncio.sleep(0.05)
+        assert not drawing.done()
+        assert await actor.put(group(ticket))
+        assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
+        assert not placing.done()
+        await actor.publish(1)
+        assert await actor.settle([0]) == []
+        assert await asyncio.wait_for(placing, 5.0) == 1
+
+    asyncio.run(scenario())
