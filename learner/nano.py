@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from correction.errors import DataError
 
@@ -50,6 +50,8 @@ class NanoModelConfig(BaseModel):
     word_share: float = Field(default=0.5, gt=0, le=1)
     """A word is a token of its own if it stands in at least this share of the texts: what all questions have in common becomes words,
     what varies stays letters and digits, with which a nano model can compute."""
+    lowercase: bool = False
+    """Read capitals as small letters: half the letters to learn, for tasks where case doesn't count. Text no longer round-trips then."""
     tie_word_embeddings: bool = True
     """One matrix for input embedding and output projection."""
     rope_theta: float = Field(default=10_000.0, gt=0)
@@ -83,7 +85,7 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     if (target / "config.json").exists():
         raise DataError(f"{target}: holds a model already; remove it or choose another folder")
     target.mkdir(parents=True, exist_ok=True)
-    tokenizer = _fast_tokenizer(train_tokenizer(list(texts), config.max_vocab_size, config.word_share), config)
+    tokenizer = _fast_tokenizer(train_tokenizer(list(texts), config.max_vocab_size, config.word_share, lowercase=config.lowercase), config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(_hf_config(config, tokenizer))  # type: ignore[no-untyped-call]
@@ -97,7 +99,7 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float = 0.5) -> Tokenizer:
+def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float = 0.5, *, lowercase: bool = False) -> Tokenizer:
     """Byte-level tokens, the words that most texts share, and the phrase with which all of them begin; any text round-trips.
 
     There are no merges: a word is looked up whole (ignore_merges), and otherwise falls into bytes. So letters of a word that varies
@@ -112,6 +114,8 @@ def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float
     words = dict.fromkeys([PAD, START, END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *ROLES, *common])
     vocabulary = {word: i for i, word in enumerate(list(words)[:max_vocab_size])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pieces
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD, START, END])
