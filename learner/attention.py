@@ -35,8 +35,14 @@ class Bucket:
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's description of packed sequences, with the padded layout of the attention calls; made once for each micro-batch."""
+    """Megatron's description of packed sequences, with the padded layout of the attention calls; made once for each micro-batch.
 
+    Megatron uses cu_seqlens for its rotary embedding alone, and is told of one sequence, because PolicyModel hands it one angle for each
+    token. max_seqlen is the longest real sequence: the length of the table of angles.
+    """
+
+    bounds: Tensor | None = None
+    """[S + 1] int32: the sequences' bounds among the packed tokens."""
     buckets: tuple[Bucket, ...] = ()
     token_of_cell: Tensor | None = None
     """[P] int64: the packed token in each cell; a padding cell repeats some token of the pack."""
@@ -57,13 +63,14 @@ def pack(offsets: Tensor, device: torch.device) -> tuple[Tensor, PackedSequences
     positions = torch.arange(n) - torch.repeat_interleave(offsets[:-1], lengths)
     longest = int(lengths.max()) if len(lengths) else 0
     buckets, token_of_cell, cell_of_token = _padded_layout(offsets, lengths)
-    boundaries = offsets.to(device=device, dtype=torch.int32)
+    whole = torch.tensor([0, n], dtype=torch.int32, device=device)
     return positions[None].to(device), PackedSequences(
         qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        bounds=offsets.to(device=device, dtype=torch.int32),
         buckets=buckets,
         token_of_cell=token_of_cell.to(device),
         cell_of_token=cell_of_token.to(device),
@@ -162,7 +169,8 @@ def variable_length_attention(query: Tensor, key: Tensor, value: Tensor, packed:
     """The same by torch's variable-length FlashAttention kernel: CUDA, half precision."""
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    bounds, longest = packed.bounds, packed.max_seqlen_q
+    assert bounds is not None
     output = varlen_attn(
         query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )

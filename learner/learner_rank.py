@@ -40,8 +40,8 @@ class _Loaded:
 class LearnerRank:
     """A Megatron rank: model, optimizer, and what is done with them.
 
-    Life: constructed (joins the process group), `load`ed, then any of the other calls, `close`d. All calls but the constructor's and
-    the exports' compute collectively: a rank that is not called lets the others wait until collective_timeout_s.
+    Life: constructed (joins the process group), `load`ed, then any of the other calls, `close`d. The ranks work together in nearly every
+    call: one that is not called lets the others wait until collective_timeout_s.
     """
 
     def __init__(self, config: LearnerConfig, rank: int = 0, world_size: int = 1, master_addr: str = "127.0.0.1", master_port: int = 0):

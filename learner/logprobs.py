@@ -12,21 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from correction.errors import DataError
-
-
-def predicted_tokens(batch: PackedBatch) -> Tensor:
-    """[M] int64: flat indices of the tokens whose logprob is wanted: those in the loss mask. Token j is predicted at j - 1.
-
-    Raises: DataError if the mask holds a sequence's first token, which nothing predicts.
-    """
-    first = batch.offsets[:-1][batch.lengths > 0]
-    if bool(batch.loss_mask[first].any()):
-        sequence = int((batch.offsets[:-1] == first[batch.loss_mask[first]][0]).nonzero()[-1])
-        raise DataError(f"PackedBatch.loss_mask is True for the first token of sequence {sequence}: no token before it predicts it")
-    return batch.loss_mask.nonzero()[:, 0]
-
 
 def head_logprobs(
     hidden: Tensor,

@@ -12,7 +12,8 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.loss import policy_loss
 from learner.attention import pack
-from learner.logprobs import head_logprobs, predicted_tokens
+from learner.inputs import ModelInputs
+from learner.logprobs import head_logprobs
 from learner.model import unwrap
 from learner.parallel import Placement
 
@@ -36,28 +37,30 @@ class Objective:
     """1-D float64, detached."""
 
 
-def forward_hidden(model: torch.nn.Module, batch: PackedBatch) -> Tensor:
-    """[1, N, hidden] of the packed sequences; each attends to itself alone and starts at position 0."""
-    positions, packed = pack(batch.offsets, batch.token_ids.device)
-    hidden: Tensor = model(batch.token_ids[None], positions, None, packed_seq_params=packed)
+def forward_hidden(model: torch.nn.Module, token_ids: Tensor, offsets: Tensor) -> Tensor:
+    """[1, R, hidden] of packed sequences; each attends to itself alone and starts at position 0."""
+    positions, packed = pack(offsets, token_ids.device)
+    hidden: Tensor = model(token_ids[None], positions, None, packed_seq_params=packed)
     return hidden
 
 
-def token_values(model: torch.nn.Module, hidden: Tensor, batch: PackedBatch, placement: Placement, chunk_tokens: int) -> TokenValues:
-    """Logprobs and entropies of the tokens in the loss mask, from the model's hidden states."""
+def token_values(
+    model: torch.nn.Module, hidden: Tensor, inputs: ModelInputs, batch: PackedBatch, placement: Placement, chunk_tokens: int
+) -> TokenValues:
+    """Logprobs and entropies of the tokens in the loss mask, from the hidden states of a batch's inputs."""
     policy = unwrap(model)
-    tokens = predicted_tokens(batch)
     logprobs, entropies = head_logprobs(
-        hidden[0].index_select(0, tokens - 1).to(policy.head_weight.dtype),  # Megatron's half-precision wrapper widens its output
+        # Megatron's half-precision wrapper widens its output.
+        hidden[0].index_select(0, inputs.predicting_row).to(policy.head_weight.dtype),
         policy.head_weight,
-        batch.token_ids[tokens],
+        batch.token_ids[inputs.predicted],
         temperature=batch.temperature,
         vocab_size=policy.real_vocab_size,
         group=placement.tensor_group,
         chunk_tokens=chunk_tokens,
     )
     blank = logprobs.new_zeros(batch.num_tokens)
-    return TokenValues(blank.index_copy(0, tokens, logprobs), blank.index_copy(0, tokens, entropies))
+    return TokenValues(blank.index_copy(0, inputs.predicted, logprobs), blank.index_copy(0, inputs.predicted, entropies))
 
 
 def correction_objective(config: CorrectionConfig) -> Callable[[CorrectedBatch, TokenValues], Objective]:

@@ -34,6 +34,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     real_vocab_size: int
     """Tokens of the Hugging Face model; the rows beyond are padding."""
 
+    def _preprocess(self, *args: Any, position_ids: Tensor, **options: Any) -> tuple[Any, ...]:
+        """Megatron's, with the rotary angles already picked for each packed token: it would cut and join the pack again in each layer."""
+        embedding, angles, *rest = super()._preprocess(*args, position_ids=position_ids, **options)
+        return embedding, angles.index_select(0, position_ids[0]), *rest
+
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states.transpose(0, 1) if self.post_process else hidden_states
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -123,30 +125,41 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if world_size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)  # no port is opened
-    else:
-        if backend == "gloo":
-            _use_interface_towards(master_addr)
-        dist.init_process_group(
-            backend, init_method=f"tcp://{master_addr}:{master_port}", rank=rank, world_size=world_size, timeout=timeout
-        )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tensor_parallel)
+    with _gloo_interface_towards(master_addr if world_size > 1 else None):
+        if world_size == 1:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)  # no port is opened
+        else:
+            address = f"tcp://{master_addr}:{master_port}"
+            dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tensor_parallel)
 
 
-def _use_interface_towards(master_addr: str) -> None:
-    """Let gloo listen only on the interface that leads to the master, unless the user has named one.
+@contextmanager
+def _gloo_interface_towards(master_addr: str | None) -> Iterator[None]:
+    """Let gloo's groups made in this block listen only on the interface that leads to the master, unless the user has named one.
 
     Left alone, gloo takes the address of the machine's own name, which may be another network's, or none.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = named or (_interface_towards(master_addr) if master_addr else None)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)  # an empty value is an error for gloo
-    family = socket.AF_INET6 if ":" in master_addr else socket.AF_INET
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if named:
+            os.environ["GLOO_SOCKET_IFNAME"] = named
+
+
+def _interface_towards(address: str) -> str | None:
+    """Name of the network interface through which packets to an address leave."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((master_addr, 9))  # a datagram socket sends nothing here; it only picks the route
-        local_address = probe.getsockname()[0]
+        probe.connect((address, 9))  # a datagram socket sends nothing here; it only picks the route
+        own_address = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.split("%")[0] == local_address for address in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return
+        if any(item.address.split("%")[0] == own_address for item in addresses):
+            return name
+    return None

@@ -15,6 +15,7 @@ from torch import Tensor
 from correction.batch import CorrectedBatch
 from learner import balance
 from learner.config import LearnerConfig
+from learner.inputs import ModelInputs
 from learner.loss import Objective, TokenValues, forward_hidden, token_values, without_loss
 from learner.megatron import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
 from learner.optimizer import GuardedOptimizer
@@ -114,10 +115,11 @@ def run_microbatches(
 
     def forward_step(data: Iterator[CorrectedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         microbatch = next(data)
-        hidden = forward_hidden(model, microbatch.batch)
+        inputs = ModelInputs.of(microbatch.batch)
+        hidden = forward_hidden(model, inputs.token_ids, inputs.offsets)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            values = token_values(model, hidden, microbatch.batch, placement, config.logprob_chunk_tokens)
+            values = token_values(model, hidden, inputs, microbatch.batch, placement, config.logprob_chunk_tokens)
             result = objective(microbatch, values) if objective else None
             outputs.append((values.logprobs.detach(), values.entropies.detach(), result.sums if result else None))
             loss = result.loss if result else values.logprobs.new_zeros(())

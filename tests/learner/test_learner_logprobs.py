@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from learner_cases import random_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from correction.errors import DataError
-from learner.logprobs import head_logprobs, predicted_tokens
+from learner.logprobs import head_logprobs
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -108,12 +105,3 @@ def test_no_tensor_of_all_tokens_by_vocabulary_exists() -> None:
             function(h, weight, targets, **options)[0].sum().backward()
         sizes.append(probe.elements)
     assert sizes == [max(chunk * vocab, tokens * 4), tokens * vocab]
-
-
-def test_a_first_token_cannot_be_trained() -> None:
-    batch = random_batch()
-    mask = batch.loss_mask.clone()
-    mask[batch.offsets[3]] = True
-    with pytest.raises(DataError, match="sequence 3"):
-        predicted_tokens(replace(batch, loss_mask=mask))
-    assert torch.equal(predicted_tokens(batch), batch.loss_mask.nonzero()[:, 0])
