@@ -132,7 +132,7 @@ def learner_on(folder: Path, **settings: Any) -> Iterator[LearnerRank]:
         learner.close()
 
 
-def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 240.0) -> list[Any]:
+def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> list[Any]:
     """work(rank, ranks, port, *args) in as many fresh processes that meet on loopback; their results by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -85,31 +85,36 @@ def test_ranks_skip_together(tmp_path: Path) -> None:
     assert run_ranks(poisoned_step, save_model(tmp_path / "m")) == [(1, True), (1, True)]
 
 
-def run_with_a_checkpoint(rank: int, ranks: int, port: int, folder: Path, first: int, last: int, checkpoint: Path | None) -> dict[str, Any]:
-    """Steps first to last, after restoring the checkpoint if it is there, saving it at the end if it isn't."""
-    learner = LearnerRank(LearnerConfig(data_parallel=ranks, warmup_steps=8, **SETTINGS), rank, ranks, "127.0.0.1", port)
-    learner.load(folder)
-    if checkpoint is not None and is_complete(checkpoint):
-        learner.restore(checkpoint)
+RESUMED: dict[str, Any] = {"warmup_steps": 8, **SETTINGS}
+
+
+def steps_with_number(learner: LearnerRank, first: int, last: int) -> dict[str, Any]:
     norms = [learner.step(correct(off_policy_batch(learner, seed=step), TIS), TIS, step=step).grad_norm for step in range(first, last)]
-    if checkpoint is not None and not is_complete(checkpoint):
-        learner.save(checkpoint)
-    found = {"norms": norms, "checksums": learner.weight_checksums(), "random": torch.rand(3).tolist()}
+    return {"norms": norms, "checksums": learner.weight_checksums(), "random": torch.rand(3).tolist()}
+
+
+def save_and_go_on_twice(rank: int, ranks: int, port: int, folder: Path, checkpoint: Path) -> list[dict[str, Any]]:
+    """Steps 2 and 3 after a save, and again after a fresh model was restored from it."""
+    learner = LearnerRank(LearnerConfig(data_parallel=ranks, **RESUMED), rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    steps_with_number(learner, 0, 2)
+    learner.save(checkpoint)
+    first = steps_with_number(learner, 2, 4)
+    learner.load(folder)
+    learner.restore(checkpoint)
+    second = steps_with_number(learner, 2, 4)
     learner.close()
-    return found
+    return [first, second]
 
 
 def test_resume_on_two_ranks_is_exact(tmp_path: Path) -> None:
     folder, checkpoint = save_model(tmp_path / "m"), tmp_path / "c"
-    whole = run_ranks(run_with_a_checkpoint, folder, 0, 4, None)
-    run_ranks(run_with_a_checkpoint, folder, 0, 2, checkpoint)
-    resumed = run_ranks(run_with_a_checkpoint, folder, 2, 4, checkpoint)
-    for rank in range(2):
-        assert resumed[rank]["norms"] == whole[rank]["norms"][2:]
-        assert resumed[rank]["checksums"] == whole[rank]["checksums"]
-        assert resumed[rank]["random"] == whole[rank]["random"]
-    one = run_with_a_checkpoint(0, 1, 0, folder, 2, 4, checkpoint)  # on another number of data ranks: equal but for rounding
-    assert one["norms"] == pytest.approx(whole[0]["norms"][2:], rel=1e-5)
+    both = run_ranks(save_and_go_on_twice, folder, checkpoint)
+    assert all(first == second for first, second in both)
+    assert both[0][0]["norms"] == both[1][0]["norms"] and both[0][0]["checksums"] == both[1][0]["checksums"]
+    with learner_on(folder, **RESUMED) as learner:  # on another number of data ranks: equal but for rounding
+        learner.restore(checkpoint)
+        assert steps_with_number(learner, 2, 4)["norms"] == pytest.approx(both[0][0]["norms"], rel=1e-5)
 
 
 def save_and_die(rank: int, ranks: int, port: int, folder: Path, target: Path) -> None:
