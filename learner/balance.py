@@ -74,7 +74,7 @@ def _spread(lengths: Sequence[int], ranks: int, hidden_size: int) -> list[list[i
 
 
 def _pack(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Neighbours in length together (attention pads less), in about equally full micro-batches within the budget."""
+    """In the order of length (attention takes equal lengths in one call), in about equally full micro-batches within the budget."""
     total = sum(lengths[i] for i in share)
     equal_part = total / max(1, math.ceil(total / budget))
     parts: list[tuple[int, ...]] = []

@@ -64,13 +64,9 @@ def test_packing_changes_nothing(tmp_path: Path) -> None:
     torch.testing.assert_close(together[batch.token_index(order)], shuffled, rtol=0, atol=2e-6)
 
 
-def test_padded_layout_holds_every_token_once() -> None:
-    batch = random_batch(longest=200)
-    _, packed = pack(batch.offsets, torch.device("cpu"))
-    cells = packed.cell_of_token
-    assert len(set(cells.tolist())) == batch.num_tokens
-    assert torch.equal(packed.token_of_cell[cells], torch.arange(batch.num_tokens))
-    assert len(packed.token_of_cell) <= 1.25 * batch.num_tokens + 8 * batch.num_sequences  # BUCKET_RATIO and BUCKET_SLACK bound it
+def test_neighbours_of_equal_length_are_one_run() -> None:
+    _, packed = pack(torch.tensor([0, 3, 6, 6, 9, 14, 17]), torch.device("cpu"))  # lengths 3 3 0 3 5 3
+    assert [(run.count, run.length) for run in packed.runs] == [(3, 3), (1, 5), (1, 3)]
 
 
 @pytest.mark.parametrize("max_seqlen_is_total", [False, True])
