@@ -1,7 +1,7 @@
 # Everything a newcomer needs: `make train` and `make test`. Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-RECIPE ?= recipes/nano_chain_sum.yaml
+RECIPE ?= recipes/nano_spell_backward.yaml
 
 .PHONY: train test test-slow lint bench clean
 .DEFAULT_GOAL := help
@@ -20,7 +20,7 @@ help:  ## this list
 	@touch $@
 
 train: .venv/installed  ## set up .venv, make the nano model, train it by async RL, write a report
-	$(BIN)/evenkeel init-model models/nano --if-missing
+	$(BIN)/evenkeel init-model $(RECIPE) --if-missing
 	$(BIN)/evenkeel train $(RECIPE)
 
 test: .venv/installed  ## set up .venv, run the test suite (under 20 minutes on 2 cores)

@@ -1,0 +1,110 @@
+"""How much does asynchrony gain? The nano recipe with max_staleness 0 and 1, same number of steps, in one benchmark.
+
+    python benchmarks/async_vs_sync.py [--steps 30] [--pairs 1]
+
+One thread for the engine and one for the learner, so that each side has a core. The ideal gain is that of two phases that overlap
+completely, (t_rollout + t_train) / max(t_rollout, t_train), with the phases of the synchronous run itself. A third run is synchronous with
+two threads in each phase: the other way to use two cores. Prints ratios; the first steps of each run are left out, they warm up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "nano_spell_backward.yaml"
+WARM_UP_STEPS = 5
+COMMON = ["dynamic_sampling=false", "evaluation.every_steps=0", "evaluation.problems=64", "checkpoint.every_steps=0", "learner.learning_rate=0.0",
+          "learner.min_learning_rate=0.0"]
+"""Learning rate 0: answers keep their length, so that every step of every run has the same work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of one run's steps, the warm-up left out."""
+
+    step_s: float
+    """Mean of a step."""
+    wait_s: float
+    """Mean time in which the learner had no batch; in a synchronous run that is the rollout phase and the correction."""
+    train_s: float
+    learner_wait_share: float
+    rollout_wait_share: float
+    mixed_share: float
+    largest_staleness: float
+
+
+def run(name: str, steps: int, folder: Path, *overrides: str) -> Phases:
+    """Train for some steps in a process of its own and read its metrics."""
+    run_dir = folder / name
+    settings = [*COMMON, f"steps={steps}", f"run_dir={run_dir}", *overrides]
+    command = [sys.executable, "-m", "actors.cli", "train", str(RECIPE), *settings]
+    print(f"... {name}: {' '.join(overrides)}", flush=True)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{name} failed:\n{done.stdout[-3000:]}")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(line.get(key, 0.0) for line in lines)
+
+    step_s = mean("time/step_s")
+    return Phases(
+        step_s=step_s,
+        wait_s=mean("wait/learner_s"),
+        train_s=mean("time/train_s"),
+        learner_wait_share=mean("wait/learner_s") / step_s,
+        rollout_wait_share=mean("wait/rollout_s") / step_s,
+        mixed_share=mean("staleness/mixed_version_share"),
+        largest_staleness=max(line["staleness/max"] for line in lines),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
+    parser.add_argument("--pairs", type=int, default=1, help="how often the runs are repeated, interleaved")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE over the recipe, for every run")
+    arguments = parser.parse_args()
+    subprocess.run([sys.executable, "-m", "actors.cli", "init-model", str(RECIPE), "--if-missing"], cwd=ROOT, check=True)
+    one = ["rollout.engine.threads=1", "learner.threads=1"]
+    two = ["rollout.engine.threads=2", "learner.threads=2"]
+    gains, shares_of_ideal, both_cores = [], [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for pair in range(arguments.pairs):
+            extra = arguments.overrides
+            sync = run(f"sync-{pair}", arguments.steps, Path(scratch), "max_staleness=0", *one, *extra)
+            later = run(f"async-{pair}", arguments.steps, Path(scratch), "max_staleness=1", *one, *extra)
+            wide = run(f"sync-two-threads-{pair}", arguments.steps, Path(scratch), "max_staleness=0", *two, *extra)
+            ideal = (sync.wait_s + sync.train_s) / max(sync.wait_s, sync.train_s)
+            gains.append(sync.step_s / later.step_s)
+            shares_of_ideal.append(gains[-1] / ideal)
+            both_cores.append(wide.step_s / later.step_s)
+            print_run("synchronous, 1 thread a side", sync, sync.step_s)
+            print_run("asynchronous, 1 thread a side", later, sync.step_s)
+            print_run("synchronous, 2 threads a phase", wide, sync.step_s)
+            print(f"  asynchronous is {gains[-1]:.2f} times as fast as synchronous; ideal {ideal:.2f}, reached {shares_of_ideal[-1]:.0%} of it")
+            print(f"  ... and {both_cores[-1]:.2f} times as fast as the synchronous run with both cores in each phase")
+    if arguments.pairs > 1:
+        print(f"median of {arguments.pairs}: gain {statistics.median(gains):.2f}, {statistics.median(shares_of_ideal):.0%} of the ideal, "
+              f"{statistics.median(both_cores):.2f} against both cores in each phase")
+
+
+def print_run(name: str, phases: Phases, reference_s: float) -> None:
+    print(
+        f"  {name:32} step time {phases.step_s / reference_s:.2f} of the synchronous one (learner waits {phases.wait_s / reference_s:.2f}, trains "
+        f"{phases.train_s / reference_s:.2f}); waiting: learner {phases.learner_wait_share:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
+        f"mixed versions {phases.mixed_share:.1%}, staleness up to {phases.largest_staleness:.0f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
