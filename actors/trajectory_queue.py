@@ -143,7 +143,7 @@ class TrajectoryQueue:
         their places by version a + max_staleness, and each step until then has groups_per_step. With a straggler places stay empty.
         """
         undrawn = Counter(e.ticket.admitted_version for e in self._entries.values() if e.state is not GroupState.DRAWN)
-        groups = []
+        groups: list[Group] = []
         for i in sorted(i for i, e in self._entries.items() if e.state is GroupState.FINISHED):
             entry = self._entries[i]
             if places - len(groups) <= self._reserved(undrawn, version, older_than=entry.ticket.admitted_version):

@@ -69,7 +69,7 @@ class QueueLife(RuleBasedStateMachine):
     def train(self) -> None:
         assert self.preparing == self.queue.version
         staleness = [self.preparing - drawn.admitted_version for drawn in self.drawn]
-        assert 0 <= min(staleness) and max(staleness) <= self.queue.max_staleness
+        assert min(staleness) >= 0 and max(staleness) <= self.queue.max_staleness
         self.training, self.drawn = self.drawn, []
         self.preparing += 1
 
@@ -87,6 +87,20 @@ class QueueLife(RuleBasedStateMachine):
         self.queue.settle([trained.group_id for trained in self.training])
         self.gone += [trained.prompt.prompt_id for trained in self.training]
         self.training, self.is_published = None, False
+
+    @precondition(lambda self: self.training is None)
+    @rule(finish=st.lists(st.integers(0, 11), max_size=3))
+    def whole_step(self, finish: list[int]) -> None:
+        """What a run does most of the time: fill the places, finish some groups out of order, and train if the batch is whole."""
+        self.admit(12)
+        for i in finish:
+            if i < len(self.sampling):
+                self.queue.put(group(self.sampling.pop(i)))
+        self.drawn += self.queue.draw(self.preparing, self.queue.groups_per_step - len(self.drawn))
+        if len(self.drawn) == self.queue.groups_per_step:
+            self.train()
+            self.publish()
+            self.settle()
 
     @precondition(lambda self: self.training is None)
     @rule()

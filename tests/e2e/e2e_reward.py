@@ -1,0 +1,7 @@
+"""A reward that any sampled text moves, so that every batch has a gradient whatever the model can do."""
+
+
+def vowels(completion: str) -> dict[str, float]:
+    """Share of vowels among the first characters, and a little for an answer that ends."""
+    letters = completion[:32]
+    return {"vowels": sum(c in "aeiou" for c in letters) / 32, "ended": 0.1 * (len(completion) < 32)}

@@ -1,0 +1,183 @@
+"""Starting `evenkeel` as a user does, watching it, and counting every process that it ever started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+RECIPE = Path(__file__).with_name("small.yaml")
+EVENKEEL = [sys.executable, "-m", "actors.cli"]
+_MARK = "EVENKEEL_TEST_MARK"
+_GONE = "(gone)"
+RAY_AGENTS = ("DashboardAgent", "RuntimeEnvAgent")
+"""Two processes of Ray's that, when raylet is gone, first try to tell the control service for a minute, and then end."""
+
+
+def environment(mark: str = "") -> dict[str, str]:
+    """One thread, the test's reward function importable, and a mark that child processes inherit."""
+    path = os.pathsep.join([str(ROOT), str(RECIPE.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, _MARK: mark}
+
+
+def evenkeel(*words: str, timeout_s: float = 120.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a short command to its end."""
+    return subprocess.run([*EVENKEEL, *words], capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd, check=False)
+
+
+class Run:
+    """`evenkeel train` in a session of its own, with its own Ray session in a short path."""
+
+    def __init__(self, run_dir: Path, *words: str) -> None:
+        self.run_dir = run_dir
+        self._mark = uuid.uuid4().hex
+        self._temp = tempfile.mkdtemp(prefix="ek-", dir="/tmp")  # socket paths must stay below 108 characters
+        self.log = run_dir.parent / f"{run_dir.name}-{self._mark[:6]}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*EVENKEEL, "train", *words, f"ray.temp_dir={self._temp}"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(self._mark),
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        self._seen: dict[int, psutil.Process] = {self.process.pid: psutil.Process(self.process.pid)}
+        self._commands: dict[int, str] = {}
+        self._is_over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    # -- what it wrote -----------------------------------------------------------------------------------------------
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return _json_lines(self.run_dir / "metrics.jsonl")
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.metrics()]
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return _json_lines(self.run_dir / "ledger.jsonl")
+
+    def events(self) -> str:
+        path = self.run_dir / "events.log"
+        return path.read_text() if path.exists() else ""
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 240.0) -> None:
+        """Raises: AssertionError with the end of the output when the run ends before, or time is up."""
+        until = time.monotonic() + timeout_s
+        while not ready():
+            ended = self.process.poll()
+            assert ended is None, f"the run ended ({ended}) before: {what}\n{self.output()[-4000:]}"
+            assert time.monotonic() < until, f"not in {timeout_s} s: {what}\n{self.output()[-4000:]}\n{self.events()[-2000:]}"
+            time.sleep(0.2)
+
+    def wait(self, timeout_s: float = 240.0) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s\n{self.output()[-4000:]}\n{self.events()[-2000:]}") from None
+
+    def interrupt(self) -> None:
+        """What a terminal does at Ctrl-C: SIGINT to every process of the foreground group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """kill -9 of the driver alone."""
+        self.process.kill()
+        self.process.wait(30.0)
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that the run started, directly or not, and that are alive."""
+        return [process for process in list(self._seen.values()) if _is_alive(process)]
+
+    def orphans(self, timeout_s: float = 30.0, *, but: tuple[str, ...] = ()) -> list[str]:
+        """Processes that are still there after the driver's end, once the time to notice it has passed.
+
+        Args:
+            but: command lines with one of these words don't count.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            commands = {process.pid: _command(process) for process in self.processes()}
+            left = [f"{pid} {command}" for pid, command in commands.items() if not any(word in command for word in but)]
+            if not left or time.monotonic() > until:
+                return left
+            time.sleep(0.2)
+
+    @property
+    def seen_commands(self) -> str:
+        """Command lines of all that were ever seen, one a line, as they were when seen last."""
+        return "\n".join(self._commands.values())
+
+    def pids(self, command: str) -> list[int]:
+        """Live processes whose command line contains `command`."""
+        return [process.pid for process in self.processes() if command in _command(process)]
+
+    def close(self) -> None:
+        """End what is left, by process id."""
+        self._is_over.set()
+        self._watcher.join(10.0)
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _watch(self) -> None:
+        """Collect descendants: by parentage, by session, and by the mark in their environment (some processes overwrite theirs)."""
+        while not self._is_over.wait(0.5):
+            for process in psutil.process_iter():
+                if process.pid not in self._seen and self._is_ours(process):
+                    self._seen[process.pid] = process
+            for pid, process in list(self._seen.items()):
+                if (command := _command(process)) != _GONE:
+                    self._commands[pid] = command
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            parent = process.ppid()
+            if parent in self._seen and self._seen[parent].create_time() <= process.create_time():
+                return True
+            return os.getsid(process.pid) == self.process.pid or process.environ().get(_MARK) == self._mark
+        except (psutil.Error, OSError):
+            return False
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines; the last one may still be growing."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:160]
+    except psutil.Error:
+        return _GONE
