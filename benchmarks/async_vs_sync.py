@@ -22,8 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "nano_spell_backward.yaml"
 WARM_UP_STEPS = 5
-COMMON = ["dynamic_sampling=false", "evaluation.every_steps=0", "evaluation.problems=64", "checkpoint.every_steps=0", "learner.learning_rate=0.0",
-          "learner.min_learning_rate=0.0"]
+COMMON = [
+    *("dynamic_sampling=false", "evaluation.every_steps=0", "evaluation.problems=64", "checkpoint.every_steps=0"),
+    *("learner.learning_rate=0.0", "learner.min_learning_rate=0.0"),
+]
 """Learning rate 0: answers keep their length, so that every step of every run has the same work."""
 
 
@@ -91,7 +93,8 @@ def main() -> None:
             print_run("synchronous, 1 thread a side", sync, sync.step_s)
             print_run("asynchronous, 1 thread a side", later, sync.step_s)
             print_run("synchronous, 2 threads a phase", wide, sync.step_s)
-            print(f"  asynchronous is {gains[-1]:.2f} times as fast as synchronous; ideal {ideal:.2f}, reached {shares_of_ideal[-1]:.0%} of it")
+            reached = f"ideal {ideal:.2f}, reached {shares_of_ideal[-1]:.0%} of it"
+            print(f"  asynchronous is {gains[-1]:.2f} times as fast as synchronous; {reached}")
             print(f"  ... and {both_cores[-1]:.2f} times as fast as the synchronous run with both cores in each phase")
     if arguments.pairs > 1:
         print(f"median of {arguments.pairs}: gain {statistics.median(gains):.2f}, {statistics.median(shares_of_ideal):.0%} of the ideal, "
@@ -100,8 +103,8 @@ def main() -> None:
 
 def print_run(name: str, phases: Phases, reference_s: float) -> None:
     print(
-        f"  {name:32} step time {phases.step_s / reference_s:.2f} of the synchronous one (learner waits {phases.wait_s / reference_s:.2f}, trains "
-        f"{phases.train_s / reference_s:.2f}); waiting: learner {phases.learner_wait_share:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
+        f"  {name:32} step time {phases.step_s / reference_s:.2f} of the synchronous one "
+        f"(learner waits {phases.wait_s / reference_s:.2f}, trains {phases.train_s / reference_s:.2f}); waiting: learner {phases.learner_wait_share:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
         f"mixed versions {phases.mixed_share:.1%}, staleness up to {phases.largest_staleness:.0f}"
     )
 
