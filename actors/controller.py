@@ -108,11 +108,11 @@ class Controller:
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
             diagnostics = self._service.observe.remote(batch.version, result.target_logprobs)
-            if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
-                await self._save()
             await self._observer.step(
                 self._step, self._version, batch, result, diagnostics, self._watch.read(), await self._queue.counts.remote(), discarded
             )
+            if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
+                await self._save()
             self._evaluate_beside()
 
     async def _next_batch(self) -> PreparedBatch:
@@ -169,6 +169,7 @@ class Controller:
         """A checkpoint of everything; the learner is idle, and nothing of the queue is between two places."""
         began = time.monotonic()
         deadline_s = self._config.deadlines.checkpoint_s
+        await self._observer.flush()  # a resume goes on after this step: its line and counts have to be there by then
         with self._folder.checkpoint(self._step) as checkpoint:
             await self._learner.save(checkpoint.state / "learner", checkpoint.hf, deadline_s=deadline_s)
             queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)

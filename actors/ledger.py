@@ -20,6 +20,7 @@ class Ledger:
         self._path = path
         self._settled: dict[str, int] = {}
         if path.exists():
+            _cut_torn_line(path)
             for line in path.read_text().splitlines():
                 entry = json.loads(line)
                 self._settled[entry["prompt_id"]] = entry["step"]
@@ -51,3 +52,11 @@ class Ledger:
             lines.append(json.dumps({"step": step, "prompt_id": prompt_id, "outcome": outcome}) + "\n")
         with self._path.open("a") as file:
             file.write("".join(lines))
+
+
+def _cut_torn_line(path: Path) -> None:
+    """A crash in the middle of a write leaves a line without an end; its step is after the last checkpoint and will be done again."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        path.write_bytes(whole)

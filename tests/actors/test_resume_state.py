@@ -1,0 +1,57 @@
+"""What a restart reads back, and what it refuses: a missing or foreign file, counts that don't add up."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.resume import TrainingState
+from actors.trajectory_queue import TrajectoryQueue
+from correction.errors import DataError
+from tests.actors.cases import group, prompts
+
+
+@pytest.fixture
+def state() -> TrainingState:
+    """After one step of two groups: one finished, one drawn, one discarded and unreported, one in flight."""
+    queue = TrajectoryQueue(groups_per_step=2, max_staleness=1)
+    tickets = queue.admit(prompts(0, 4))
+    for ticket in tickets:
+        queue.put(group(ticket))
+    first = [g.group_id for g in queue.draw(0, 2)]
+    queue.publish(1)
+    queue.settle(first)
+    later = queue.admit(prompts(4, 6))
+    queue.put(group(later[0]))
+    queue.draw(1, 1)
+    queue.discard([3], "rewards all alike")
+    return TrainingState(1, 1, 12.5, queue.snapshot(), {"groups/refilled_total": 3.0})
+
+
+def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
+    state.save(tmp_path)
+    loaded = TrainingState.load(tmp_path)
+    assert loaded == state
+    assert loaded.prompt_position == 6
+    queue = loaded.queue
+    assert (queue.admitted, queue.trained, queue.discarded) == (6, 2, 1)
+    assert [t.group_id for t in queue.in_flight] == [5] and [g.group_id for g in queue.finished] == [2, 4]
+    assert queue.unreported == (("train/0/3", "rewards all alike"),)
+
+
+@pytest.mark.parametrize("field", ["in_flight", "finished"])
+def test_lost_groups_are_refused(state: TrainingState, tmp_path: Path, field: str) -> None:
+    replace(state, queue=replace(state.queue, **{field: ()})).save(tmp_path)
+    with pytest.raises(DataError, match="6 groups admitted, but 2 trained, 1 discarded and .* the checkpoint has lost or doubled prompts"):
+        TrainingState.load(tmp_path)
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no complete checkpoint"):
+        TrainingState.load(tmp_path)
+    (tmp_path / "controller.pickle").write_bytes(pickle.dumps({"format": 99}))
+    with pytest.raises(DataError, match="has format 99, this version of evenkeel reads 1"):
+        TrainingState.load(tmp_path)

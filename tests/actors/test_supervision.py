@@ -1,0 +1,87 @@
+"""Waits: results and errors pass as they are; notices say what is waited for; a deadline names it and ends the wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import ray.exceptions
+
+from actors.supervision import Stopwatch, unwrapped, wait_for
+from correction.errors import DeadlineExceeded, EngineError, SyncError
+
+
+async def late(seconds: float, value: str = "done") -> str:
+    await asyncio.sleep(seconds)
+    return value
+
+
+def test_a_result_passes() -> None:
+    assert asyncio.run(wait_for(late(0.01), "x", deadline_s=5.0)) == "done"
+
+
+def test_a_deadline_names_the_wait_and_what_is_missing() -> None:
+    async def missing() -> str:
+        return "due and unfinished: [7]"
+
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded) as caught:
+        asyncio.run(wait_for(late(30.0), "batch of version 3 <- correction service", deadline_s=0.2, detail=missing))
+    assert time.monotonic() - began < 5.0
+    assert str(caught.value).startswith("batch of version 3 <- correction service: not done in 0 s (due and unfinished: [7])")
+
+
+def test_what_is_waited_for_is_cancelled_at_the_deadline() -> None:
+    cancelled = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30.0)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def scenario() -> None:
+        with pytest.raises(DeadlineExceeded):
+            await wait_for(work(), "x", deadline_s=0.05)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+    assert cancelled == [True]
+
+
+def test_notices_come_while_it_waits() -> None:
+    notices: list[str] = []
+
+    async def broken_detail() -> str:
+        raise RuntimeError("no")
+
+    result = wait_for(late(0.5), "receipt of worker 2", deadline_s=5.0, notice_s=0.1, notice=notices.append, detail=broken_detail)
+    assert asyncio.run(result) == "done"
+    assert 2 <= len(notices) <= 4
+    assert all(n.startswith("waiting 0 s for receipt of worker 2 (no detail: RuntimeError)") for n in notices)
+
+
+def test_errors_of_another_process_arrive_as_themselves() -> None:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    wrapped = ray.exceptions.RayTaskError("f", "a long traceback", SyncError("tensor x differs"))
+    assert isinstance(unwrapped(wrapped), SyncError)
+    with pytest.raises(SyncError, match="^tensor x differs$"):
+        asyncio.run(wait_for(fail(wrapped), "x", deadline_s=5.0))
+    with pytest.raises(EngineError, match=r"sync -> worker 1: the actor's process is gone \(ActorDiedError\)"):
+        asyncio.run(wait_for(fail(ray.exceptions.ActorDiedError()), "sync -> worker 1", deadline_s=5.0))
+    foreign = ray.exceptions.RayTaskError("f", "a long traceback", ValueError("no"))
+    assert unwrapped(foreign) is foreign
+
+
+def test_a_stopwatch_adds_up_and_starts_anew() -> None:
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch.phase("train"):
+            time.sleep(0.02)
+    seconds = watch.read()
+    assert list(seconds) == ["train"] and 0.04 <= seconds["train"] < 1.0
+    assert watch.read() == {}
