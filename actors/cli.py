@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -39,7 +40,7 @@ def main() -> None:
         app()
     except EvenkeelError as error:
         sys.exit(f"evenkeel: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("evenkeel: interrupted")
 
 

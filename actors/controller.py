@@ -89,7 +89,7 @@ class Controller:
             await self._save()
         after = None if self._stop_requested else await self._evaluate_now("after training")
         await self._observer.flush()
-        self._observer.keep_scatter(await self._service.scatter.remote())
+        self._observer.keep_scatter(await self._ask(self._service.scatter))
         return RunSummary(self._step, before, after, time.monotonic() - self._began, self._stop_requested)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -102,18 +102,23 @@ class Controller:
             self._version += 1
             with self._watch.phase("publish"):
                 await self._sync.publish()                                 # engines take it while we go on
-            await self._queue.publish.remote(self._version)
-            discarded = await self._queue.settle.remote([g.group_id for g in batch.groups])
-            await self._service.learner_reached.remote(self._version)
+            await self._ask(self._queue.publish, self._version)
+            discarded = await self._ask(self._queue.settle, [g.group_id for g in batch.groups])
+            await self._ask(self._service.learner_reached, self._version)
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
             diagnostics = self._service.observe.remote(batch.version, result.target_logprobs)
-            await self._observer.step(
-                self._step, self._version, batch, result, diagnostics, self._watch.read(), await self._queue.counts.remote(), discarded
-            )
+            counts = await self._ask(self._queue.counts)
+            await self._observer.step(self._step, self._version, batch, result, diagnostics, self._watch.read(), counts, discarded)
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
             self._evaluate_beside()
+
+    async def _ask(self, method: Any, *arguments: Any) -> Any:
+        """A short call to the queue or the service."""
+        return await wait_for(
+            method.remote(*arguments), f"{method._method_name} at v{self._version} <- queue or service", deadline_s=self._config.deadlines.sync_s
+        )
 
     async def _next_batch(self) -> PreparedBatch:
         with self._watch.phase("wait_learner"):
@@ -196,8 +201,7 @@ class Controller:
         )
         self._unfinished: list[Ticket] = []
         if self._state:
-            queue: Any = self._queue
-            self._unfinished = await queue.restore.remote(self._state.queue)
+            self._unfinished = await self._ask(self._queue.restore, self._state.queue)
         self._pool = RolloutPool(
             config.rollout,
             config.model,
@@ -241,9 +245,9 @@ class Controller:
         await self._pool.first_worker()
         await self._sync.publish()
         self._pool.follow(self._sync)
-        await self._queue.publish.remote(self._version)
+        await self._ask(self._queue.publish, self._version)
         await self._sync.receipts(self._version, deadline_s=self._config.deadlines.sync_s)
-        await self._service.learner_reached.remote(self._version)
+        await self._ask(self._service.learner_reached, self._version)
 
     def _service_config(self) -> ServiceConfig:
         config = self._config

@@ -20,6 +20,7 @@ from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
 from actors.run_folder import RunFolder
 from actors.scatter import ScatterSample
 from actors.step_report import batch_metrics, diagnostic_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
+from actors.supervision import wait_for
 from actors.terminal import TerminalView
 from actors.trajectory_queue import Ticket
 from rollout.trajectory import Prompt
@@ -172,7 +173,9 @@ class Observer:
     ) -> None:
         if previous is not None:
             await previous
-        metrics.update(diagnostic_metrics(await diagnostics))
+        limit_s = self._config.deadlines.step_s
+        found = await wait_for(diagnostics, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)
+        metrics.update(diagnostic_metrics(found))
         self._folder.append_metrics(metrics)
         self._views.step(metrics)
         self._endpoint.publish(dict(metrics))

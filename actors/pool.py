@@ -24,7 +24,7 @@ import ray
 
 from actors.actor_info import ActorInfo
 from actors.rollout_worker import GroupSummary, RolloutWorker, WorkerLoad
-from actors.supervision import ACTOR_LOST, unwrapped, wait_for
+from actors.supervision import unwrapped, wait_for
 from actors.trajectory_queue import Ticket
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
@@ -33,6 +33,7 @@ from rollout.trajectory import Prompt, Trajectory
 
 log = logging.getLogger("evenkeel.pool")
 _MAX_REPLACEMENTS = 10
+_SCORING_S = 300.0
 
 
 class WorkerState(StrEnum):
@@ -83,6 +84,7 @@ class RolloutPool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -205,22 +207,16 @@ class RolloutPool:
 
     async def _sample(self, ticket: Ticket) -> None:
         """Have a group sampled, on another worker if the first one fails; the queue takes it once."""
+        limit_s = self._config.engine.deadlines.generate_s + _SCORING_S  # the engine's own deadline comes first, unless its process hangs
         while True:
             worker = await self._current_worker(f"group {ticket.group_id}")
             worker.groups.add(ticket.group_id)
             try:
-                self._on_finished(await worker.actor.generate_group.remote(ticket))
+                what = f"group {ticket.group_id} <- rollout worker {worker.name}"
+                self._on_finished(await wait_for(worker.actor.generate_group.remote(ticket), what, deadline_s=limit_s, notice_s=limit_s))
                 return
-            except ACTOR_LOST as error:
-                self._lost(worker, type(error).__name__)
-            except ray.exceptions.RayTaskError as error:
-                cause = unwrapped(error)
-                if not isinstance(cause, (EngineError, DeadlineExceeded)):
-                    if not self._failure.done():
-                        self._failure.set_exception(cause)
-                    return
-                self._on_event("warning", f"group {ticket.group_id} is sampled again: {cause}")
-                self._lost(worker, f"its engine failed: {cause}")
+            except (EngineError, DeadlineExceeded) as error:
+                self._lost(worker, str(error))
             finally:
                 worker.groups.discard(ticket.group_id)
                 self._wake()
@@ -228,16 +224,18 @@ class RolloutPool:
     async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
         """One scored answer to each prompt, spread over the workers."""
 
+        limit_s = self._config.engine.deadlines.generate_s + _SCORING_S
+
         async def ask(part: Sequence[Prompt]) -> list[Trajectory]:
             while True:
                 worker = await self._current_worker("evaluation")
+                what = f"evaluation answers <- rollout worker {worker.name}"
                 try:
-                    answers: list[Trajectory] = await worker.actor.answer.remote(list(part), temperature)
+                    call = worker.actor.answer.remote(list(part), temperature)
+                    answers: list[Trajectory] = await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s)
                     return answers
-                except ACTOR_LOST as error:
-                    self._lost(worker, type(error).__name__)
-                except ray.exceptions.RayTaskError as error:
-                    raise unwrapped(error) from error
+                except (EngineError, DeadlineExceeded) as error:
+                    self._lost(worker, str(error))
 
         size = 32
         parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]

@@ -201,7 +201,9 @@ class TrajectoryQueue:
         counts = self.counts()
         stragglers = [i for i in self.due(version) if self._entries[i].state is GroupState.ADMITTED]
         clause = f"{counts['drawn']} of {self.groups_per_step} groups drawn, {counts['in_flight']} being sampled"
-        return clause + (f", due and unfinished: {stragglers[:8]}" if stragglers else "")
+        clause += f", due and unfinished: {stragglers[:8]}" if stragglers else ""
+        given_up = ", ".join(f"{count} {reason}" for reason, count in self.discarded_by_reason.items())
+        return clause + (f"; discarded so far: {given_up}" if given_up else "")
 
     def snapshot(self) -> QueueSnapshot:
         entries = [self._entries[i] for i in sorted(self._entries)]

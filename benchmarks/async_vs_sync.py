@@ -102,9 +102,10 @@ def main() -> None:
 
 
 def print_run(name: str, phases: Phases, reference_s: float) -> None:
+    step, wait, train = (seconds / reference_s for seconds in (phases.step_s, phases.wait_s, phases.train_s))
     print(
-        f"  {name:32} step time {phases.step_s / reference_s:.2f} of the synchronous one "
-        f"(learner waits {phases.wait_s / reference_s:.2f}, trains {phases.train_s / reference_s:.2f}); waiting: learner {phases.learner_wait_share:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
+        f"  {name:32} step time {step:.2f} of the synchronous one (learner waits {wait:.2f}, trains {train:.2f}); "
+        f"waiting: learner {phases.learner_wait_share:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
         f"mixed versions {phases.mixed_share:.1%}, staleness up to {phases.largest_staleness:.0f}"
     )
 
