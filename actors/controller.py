@@ -116,9 +116,8 @@ class Controller:
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
         """A short call to the queue or the service."""
-        return await wait_for(
-            method.remote(*arguments), f"{method._method_name} at v{self._version} <- queue or service", deadline_s=self._config.deadlines.sync_s
-        )
+        what = f"{method._method_name} at v{self._version} <- queue or service"
+        return await wait_for(method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
 
     async def _next_batch(self) -> PreparedBatch:
         with self._watch.phase("wait_learner"):
