@@ -52,6 +52,8 @@ class WorkerHandle:
     state: WorkerState = WorkerState.STARTING
     groups: set[int] = field(default_factory=set)
     """Groups that it is sampling."""
+    questions: int = 0
+    """Questions of evaluations that it is answering."""
     info: ActorInfo | None = None
 
 
@@ -230,12 +232,15 @@ class RolloutPool:
             while True:
                 worker = await self._current_worker("evaluation")
                 what = f"evaluation answers <- rollout worker {worker.name}"
+                worker.questions += len(part)
                 try:
                     call = worker.actor.answer.remote(list(part), temperature)
                     answers: list[Trajectory] = await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s)
                     return answers
                 except (EngineError, DeadlineExceeded) as error:
                     self._lost(worker, str(error))
+                finally:
+                    worker.questions -= len(part)
 
         size = 32
         parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -263,7 +268,7 @@ class RolloutPool:
         while True:
             current = [w for w in self._joined() if self._is_current(w)]
             if current:
-                return min(current, key=lambda w: len(w.groups))
+                return min(current, key=self._requests)
             now = time.monotonic()
             if now - noticed > self._notice_s:
                 noticed = now
@@ -295,6 +300,10 @@ class RolloutPool:
 
     def _is_current(self, worker: WorkerHandle) -> bool:
         return self._sync is not None and worker.sync.version >= 0 and worker.sync.version == self._sync.version
+
+    def _requests(self, worker: WorkerHandle) -> int:
+        """Trajectories that a worker is sampling."""
+        return len(worker.groups) * self._config.sampling.samples_per_group + worker.questions
 
     def _wake(self) -> None:
         self._changed.set()

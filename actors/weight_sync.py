@@ -120,9 +120,10 @@ class WeightSync:
         while self._snapshot is not None and target.version < self._snapshot.version:
             snapshot = self._snapshot
             if not target.is_verified and not snapshot.checksums:
-                snapshot = self._snapshot = await self._learner.weights(
-                    self._config.bucket_bytes, probe_ids=self._probe_ids, with_checksums=True
-                )
+                snapshot = await self._learner.weights(self._config.bucket_bytes, probe_ids=self._probe_ids, with_checksums=True)
+                if snapshot.version < self.version:  # a newer one was published meanwhile
+                    continue
+                self._snapshot = snapshot
             try:
                 receipt = await wait_for(
                     target.actor.update_weights.remote(snapshot.version, snapshot.buckets, self._probe_ids, not target.is_verified),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from actors.trajectory_queue import Ticket
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
@@ -35,3 +37,21 @@ def group(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Gr
     """The answer of a worker to a ticket."""
     answers = tuple(trajectory(ticket.prompt, reward=reward, version=ticket.admitted_version) for reward in rewards)
     return Group(ticket.group_id, ticket.prompt, answers, ticket.admitted_version)
+
+
+class FakeActor:
+    """A plain object called like a Ray actor: fake.method.remote(...) runs instance.method in the present event loop."""
+
+    def __init__(self, instance: object) -> None:
+        self.instance = instance
+
+    def __getattr__(self, name: str) -> _FakeMethod:
+        return _FakeMethod(getattr(self.instance, name))
+
+
+class _FakeMethod:
+    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._method = method
+
+    def remote(self, *args: Any, **named: Any) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self._method(*args, **named))

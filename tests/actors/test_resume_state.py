@@ -45,7 +45,7 @@ def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["in_flight", "finished"])
 def test_lost_groups_are_refused(state: TrainingState, tmp_path: Path, field: str) -> None:
     replace(state, queue=replace(state.queue, **{field: ()})).save(tmp_path)
-    with pytest.raises(DataError, match="6 groups admitted, but 2 trained, 1 discarded and .* the checkpoint has lost or doubled prompts"):
+    with pytest.raises(DataError, match=r"6 groups admitted, but 2 trained, 1 discarded and .* the checkpoint has lost or doubled prompts"):
         TrainingState.load(tmp_path)
 
 

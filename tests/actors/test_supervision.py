@@ -69,7 +69,7 @@ def test_errors_of_another_process_arrive_as_themselves() -> None:
 
     wrapped = ray.exceptions.RayTaskError("f", "a long traceback", SyncError("tensor x differs"))
     assert isinstance(unwrapped(wrapped), SyncError)
-    with pytest.raises(SyncError, match="^tensor x differs$"):
+    with pytest.raises(SyncError, match=r"^tensor x differs$"):
         asyncio.run(wait_for(fail(wrapped), "x", deadline_s=5.0))
     with pytest.raises(EngineError, match=r"sync -> worker 1: the actor's process is gone \(ActorDiedError\)"):
         asyncio.run(wait_for(fail(ray.exceptions.ActorDiedError()), "sync -> worker 1", deadline_s=5.0))

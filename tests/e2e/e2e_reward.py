@@ -5,3 +5,8 @@ def vowels(completion: str) -> dict[str, float]:
     """Share of vowels among the first characters, and a little for an answer that ends."""
     letters = completion[:32]
     return {"vowels": sum(c in "aeiou" for c in letters) / 32, "ended": 0.1 * (len(completion) < 32)}
+
+
+def raises(completion: str) -> float:
+    """For the test of a reward that can't work."""
+    return 1 / 0

@@ -1,0 +1,286 @@
+"""Workers come, fail and are replaced; each group is sampled to its end once. Workers are fakes here, because they have to fail on cue."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+import actors.pool
+from actors.actor_info import ActorInfo
+from actors.pool import RolloutPool
+from actors.rollout_worker import GroupSummary
+from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from correction.errors import ConfigError, EngineError, EvenkeelError
+from rollout.config import RolloutConfig
+from tests.actors.cases import FakeActor, group, prompt
+
+DEAD = ray.exceptions.ActorDiedError()
+
+
+def raised(error: Exception) -> ray.exceptions.RayTaskError:
+    """As Ray hands on what a worker raised."""
+    return ray.exceptions.RayTaskError("f", f"a long traceback, {error!r}", error)
+
+
+class Worker:
+    """Samples at once, unless its turn in `faults` says what to raise or to wait for."""
+
+    def __init__(self, name: str, scene: Scene) -> None:
+        self.name, self.scene = name, scene
+        self.sampled: list[int] = []
+        self.answered = 0
+
+    async def start(self, *_: Any) -> ActorInfo:
+        fault = self.scene.start_faults.get(self.name)
+        if fault is not None:
+            raise fault
+        return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
+
+    async def generate_group(self, ticket: Ticket) -> GroupSummary:
+        fault = self.scene.faults.get(self.name)
+        if isinstance(fault, Exception):
+            raise fault
+        if fault is not None:
+            await fault()
+        self.sampled.append(ticket.group_id)
+        await self.scene.queue.put(group(ticket))
+        return GroupSummary(ticket.group_id, 4, 2, 0, (), 0.1)
+
+    async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
+        await asyncio.sleep(0)
+        fault = self.scene.faults.get(self.name)
+        if isinstance(fault, Exception):
+            raise fault
+        self.answered += len(prompts)
+        return [p.prompt_id for p in prompts]
+
+
+class Sync:
+    """Every engine that joins holds the published version at once, but for those in `behind`."""
+
+    version = 0
+
+    def __init__(self, behind: set[str]) -> None:
+        self.behind = behind
+        self.left: list[str] = []
+
+    def join(self, target: Any) -> None:
+        target.version = -1 if target.name in self.behind else 0
+
+    def leave(self, name: str) -> None:
+        self.left.append(name)
+
+
+class Scene:
+    """A pool with its queue, and what it reported."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        workers: int = 1,
+        faults: dict[str, Any] | None = None,
+        start_faults: dict[str, Exception] | None = None,
+        behind: set[str] | None = None,
+        places: int = 8,
+    ) -> None:
+        self.faults, self.start_faults = faults or {}, start_faults or {}
+        self.workers: dict[str, Worker] = {}
+        self.killed: list[str] = []
+        self.finished: list[int] = []
+        self.events: list[str] = []
+        self.joined: list[str] = []
+        self.left: list[str] = []
+        self.sync = Sync(behind or set())
+        self.queue = TrajectoryQueueActor(groups_per_step=places, max_staleness=0)
+        fake_ray = SimpleNamespace(
+            remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make)),
+            kill=lambda actor: self.killed.append(actor.instance.name),
+            wait=lambda *_, **__: None,
+            exceptions=ray.exceptions,
+        )
+        monkeypatch.setattr(actors.pool, "ray", fake_ray)
+        config = RolloutConfig.model_validate(
+            {
+                "workers": workers,
+                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+                "reward": {"kind": "exact_match"},
+                "engine": {"device": "cpu"},
+            }
+        )
+        self.pool = RolloutPool(
+            config,
+            Path("model"),
+            FakeActor(self.queue),
+            prompt(0),
+            resource="rollout",
+            bind="127.0.0.1",
+            start_s=5.0,
+            notice_s=0.2,
+            on_joined=lambda info: self.joined.append(info.name),
+            on_left=self.left.append,
+            on_finished=lambda summary: self.finished.append(summary.group_id),
+            on_event=lambda _, text: self.events.append(text),
+        )
+
+    def _make(self, name: str, *_: Any, **__: Any) -> FakeActor:
+        self.workers[name] = Worker(name, self)
+        return FakeActor(self.workers[name])
+
+    async def begin(self) -> asyncio.Task[None]:
+        """Start, join, and feed; returns the feeding task."""
+        self.pool.start()
+        await self.pool.first_worker()
+        self.pool.follow(self.sync)  # type: ignore[arg-type]
+        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+
+    async def until_finished(self, count: int) -> None:
+        while len(self.finished) < count:
+            await asyncio.sleep(0.01)
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))  # type: ignore[arg-type]
+
+
+async def hang() -> None:
+    await asyncio.sleep(60.0)
+
+
+@pytest.mark.parametrize("fault", [DEAD, raised(EngineError("the scheduler is gone"))], ids=["process dead", "engine dead"])
+def test_groups_of_a_lost_worker_are_sampled_by_its_replacement(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": fault})
+        await scene.begin()
+        await scene.until_finished(8)
+        assert sorted(scene.finished) == list(range(8)) and sorted(scene.workers["1"].sampled) == list(range(8))
+        assert (await scene.queue.counts())["finished"] == 8
+        assert scene.joined == ["0", "1"] and scene.left == ["0"] and scene.sync.left == ["0"]
+        await asyncio.sleep(0.05)
+        assert scene.killed == ["0"], "an engine whose scheduler died still has a process"
+        assert any("rollout worker 0 is gone" in event for event in scene.events)
+
+    play(scenario)
+
+
+def test_a_group_that_was_delivered_before_the_worker_died_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, places=1)
+
+        async def deliver_and_die() -> None:
+            snapshot = await scene.queue.snapshot()
+            await scene.queue.put(group(snapshot.in_flight[0]))
+            raise DEAD
+
+        scene.faults["0"] = deliver_and_die
+        await scene.begin()
+        await scene.until_finished(1)
+        counts = await scene.queue.counts()
+        assert (counts["admitted"], counts["finished"], counts["in_flight"]) == (1, 1, 0)
+
+    play(scenario)
+
+
+def test_other_workers_take_over_without_waiting_for_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2, faults={"0": DEAD}, behind={"2"})
+        await scene.begin()
+        await scene.until_finished(8)
+        assert sorted(scene.workers["1"].sampled) == list(range(8))
+
+    play(scenario)
+
+
+def test_work_goes_only_to_engines_that_hold_the_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2, behind={"0"})
+        await scene.begin()
+        while len(scene.joined) < 2:
+            await asyncio.sleep(0.01)
+        await scene.until_finished(8)
+        assert scene.workers["0"].sampled == []
+        assert scene.pool.counts() == (2, 1)
+
+    play(scenario)
+
+
+def test_work_is_spread_by_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2, faults={"0": hang, "1": hang})
+        scene.pool.start()
+        while len(scene.joined) < 2:
+            await asyncio.sleep(0.01)
+        scene.pool.follow(scene.sync)  # type: ignore[arg-type]
+        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+        await asyncio.sleep(0.2)
+        assert [len(worker.groups) for worker in scene.pool._workers.values()] == [4, 4]
+        feeding.cancel()
+
+    play(scenario)
+
+
+def test_a_mistake_in_our_own_code_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling again would fail again: what is neither a dead process nor an engine's failure is raised."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": raised(KeyError("text"))})
+        await scene.begin()
+        with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
+            await asyncio.wait_for(scene.pool.raise_on_failure(), 5.0)
+
+    play(scenario)
+
+
+def test_a_first_worker_that_cannot_start_ends_the_run_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, start_faults={"0": raised(ConfigError("rollout.reward (x:y): it raised"))})
+        with pytest.raises(EvenkeelError, match=r"rollout.reward \(x:y\): it raised"):
+            await scene.begin()
+
+    play(scenario)
+
+
+def test_workers_that_die_for_ever_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={str(i): DEAD for i in range(100)})
+        await scene.begin()
+        with pytest.raises(EngineError, match="rollout worker"):
+            await asyncio.wait_for(scene.pool.raise_on_failure(), 10.0)
+        assert len(scene.workers) < 20
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("fault", [DEAD, raised(EngineError("the scheduler is gone"))], ids=["process dead", "engine dead"])
+def test_an_evaluation_outlives_a_worker(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2)
+        feeding = await scene.begin()
+        await scene.until_finished(8)
+        feeding.cancel()
+        scene.faults["0"] = fault
+        prompts = [prompt(i) for i in range(100)]
+        assert await scene.pool.answer(prompts, 0.0) == [p.prompt_id for p in prompts]  # type: ignore[comparison-overlap]
+
+    play(scenario)
+
+
+def test_an_evaluation_is_spread_over_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2)
+        feeding = await scene.begin()
+        await scene.until_finished(8)
+        feeding.cancel()
+        while len(scene.joined) < 2:
+            await asyncio.sleep(0.01)
+        await scene.pool.answer([prompt(i) for i in range(128)], 0.0)
+        assert [worker.answered for worker in scene.workers.values()] == [64, 64]
+
+    play(scenario)

@@ -1,0 +1,313 @@
+"""Versions, receipts and faults of the weight sync. Engines and learner are fakes here, for faults and time; tests/e2e has real ones.
+
+Behaviours locked here: an engine that fails is tried again, whole and with checksums; after three failures it is given up; a slow engine
+skips to the newest version; a wait for receipts names those that are missing; a broadcast that fails goes through the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from actors.config import WeightSyncConfig
+from actors.learner_group import WeightSnapshot
+from actors.rollout_worker import SyncReceipt
+from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
+from correction.errors import DeadlineExceeded, EngineError, SyncError
+from tests.actors.cases import FakeActor
+
+SUMS = {"a": "1", "b": "2"}
+
+
+class Learner:
+    """Weights whose version the test sets."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.broadcasts = 0
+        self.rank_zero = FakeActor(self)
+
+    async def weights(self, bucket_bytes: int, *, probe_ids: Sequence[int] = (), with_checksums: bool = False) -> WeightSnapshot:
+        version = self.version
+        await asyncio.sleep(0)
+        return WeightSnapshot(version, [], [-1.0, -2.0], dict(SUMS) if with_checksums else {}, 0.0)
+
+    async def address(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def open_broadcast(self, *_: Any) -> None: ...
+
+    async def close_broadcast(self) -> None: ...
+
+    async def weight_specs(self, bucket_bytes: int) -> list[Any]:
+        return []
+
+    async def broadcast(self, bucket_bytes: int) -> None:
+        self.broadcasts += 1
+
+
+class Engine:
+    """Takes weights as the test's script says: None for well, an error to raise, or something (or seconds) to wait for first."""
+
+    def __init__(self, *script: Exception | Awaitable[Any] | float | None, checksums: dict[str, str] | None = None) -> None:
+        self.script = list(script)
+        self.checksums = checksums or SUMS
+        self.taken: list[tuple[int, bool]] = []
+        """(version, with checksums) of each attempt."""
+        self.received: list[int] = []
+        """Versions that came by broadcast."""
+
+    async def update_weights(self, version: int, buckets: list[Any], probe_ids: list[int], with_checksums: bool) -> SyncReceipt:
+        self.taken.append((version, with_checksums))
+        await self._play()
+        return SyncReceipt("w", version, 0.1, 0.1, 8, [-1.0, -2.5], self.checksums if with_checksums else {})
+
+    async def join_weight_group(self, *_: Any) -> None: ...
+
+    async def leave_weight_group(self, *_: Any) -> None: ...
+
+    async def receive_weights(self, version: int, *_: Any) -> SyncReceipt:
+        await self._play()
+        self.received.append(version)
+        return SyncReceipt("w", version, 0.1, 0.1, 8, [-1.0, -2.0], {})
+
+    async def _play(self) -> None:
+        part = self.script.pop(0) if self.script else None
+        if isinstance(part, Exception):
+            raise part
+        if isinstance(part, float):
+            await asyncio.sleep(part)
+        elif part is not None:
+            await part
+
+
+class Scene:
+    """A sync with a learner and named engines, and what it reported."""
+
+    def __init__(self, sync_s: float = 5.0, transport: str = "object_store", **engines: Engine) -> None:
+        self.learner = Learner()
+        self.receipts: list[tuple[str, int, float | None]] = []
+        self.failures: list[tuple[str, str]] = []
+        self.sync = WeightSync(
+            WeightSyncConfig.model_validate({"transport": transport}),
+            self.learner,  # type: ignore[arg-type]
+            probe_ids=[1, 2, 3],
+            sync_s=sync_s,
+            on_receipt=lambda target, receipt, difference: self.receipts.append((target.name, receipt.version, difference)),
+            on_failure=lambda target, reason: self.failures.append((target.name, reason)),
+        )
+        self.targets = {name: SyncTarget(name, FakeActor(engine)) for name, engine in engines.items()}
+
+    async def join(self) -> None:
+        await self.sync.publish()
+        for target in self.targets.values():
+            self.sync.join(target)
+        await self.sync.receipts(0, deadline_s=10.0)
+
+    async def publish(self, version: int) -> None:
+        self.learner.version = version
+        await self.sync.publish()
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30.0))  # type: ignore[arg-type]
+
+
+def test_checksums_are_compared_once_after_a_join() -> None:
+    engine = Engine()
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        for version in (1, 2):
+            await scene.publish(version)
+            await scene.sync.receipts(version, deadline_s=5.0)
+        assert scene.receipts == [("w", 0, 0.5), ("w", 1, 0.5), ("w", 2, 0.5)], "the probe's largest difference: |-2.0 - -2.5|"
+
+    play(scenario)
+    assert engine.taken == [(0, True), (1, False), (2, False)]
+
+
+def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
+    engine = Engine(None, SyncError("bucket 2 of 3"), ray.exceptions.RayTaskError("f", "traceback", EngineError("no answer")))
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        await scene.publish(1)
+        with pytest.raises(DeadlineExceeded):
+            await scene.sync.receipts(1, deadline_s=0.1)
+        assert scene.targets["w"].version == -1, "dirty: it must not be given work"
+        await scene.sync.receipts(1, deadline_s=10.0)
+        assert scene.failures == []
+
+    play(scenario)
+    assert engine.taken == [(0, True), (1, False), (1, True), (1, True)]
+
+
+def test_an_engine_that_fails_three_times_is_given_up() -> None:
+    async def scenario() -> None:
+        scene = Scene(w=Engine(*[SyncError("the disk of the engine is full")] * 3))
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        ((name, reason),) = scene.failures
+        assert name == "w" and "took no weights in 3 attempts" in reason and "the disk of the engine is full" in reason
+        assert scene.targets["w"].version == -1 and scene.receipts == []
+
+    play(scenario)
+
+
+def test_wrong_tensors_count_as_a_failure() -> None:
+    async def scenario() -> None:
+        scene = Scene(w=Engine(checksums={"a": "1", "b": "3"}))
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        assert "1 tensors differ, first b" in scene.failures[0][1]
+
+    play(scenario)
+
+
+def test_a_slow_engine_skips_to_the_newest_version_and_holds_up_nobody() -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+        slow, quick = Engine(None, gate.wait()), Engine()
+        scene = Scene(slow=slow, quick=quick)
+        await scene.join()
+        for version in (1, 2, 3):
+            await scene.publish(version)
+            await asyncio.sleep(0.05)
+        assert scene.targets["quick"].version == 3 and scene.targets["slow"].version == 0
+        gate.set()
+        await scene.sync.receipts(3, deadline_s=5.0)
+        assert [version for version, _ in slow.taken] == [0, 1, 3]
+        assert [version for version, _ in quick.taken] == [0, 1, 2, 3]
+
+    play(scenario)
+
+
+def test_a_wait_for_receipts_names_the_missing() -> None:
+    async def scenario() -> None:
+        scene = Scene(quick=Engine(), slow=Engine(None, 60.0))
+        await scene.join()
+        await scene.publish(1)
+        with pytest.raises(DeadlineExceeded, match=r"^weight sync v1 -> workers slow: no receipt in 0 s$"):
+            await scene.sync.receipts(1, deadline_s=0.2)
+        await scene.sync.close()
+
+    play(scenario)
+
+
+def test_an_engine_that_hangs_is_tried_again_at_the_deadline() -> None:
+    engine = Engine(None, 60.0)
+
+    async def scenario() -> None:
+        scene = Scene(sync_s=0.2, w=engine)
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=5.0)
+
+    play(scenario)
+    assert [version for version, _ in engine.taken] == [0, 1, 1]
+
+
+def test_an_engine_that_left_is_waited_for_no_longer() -> None:
+    async def scenario() -> None:
+        scene = Scene(a=Engine(), b=Engine(None, 60.0))
+        await scene.join()
+        await scene.publish(1)
+        scene.sync.leave("b")
+        await scene.sync.receipts(1, deadline_s=2.0)
+        scene.sync.leave("b")  # twice does no harm
+
+    play(scenario)
+
+
+def test_an_engine_that_joins_late_gets_the_newest_weights_and_checksums() -> None:
+    """The version at hand was published without checksums, so they are asked for."""
+    late = Engine()
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine())
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=5.0)
+        scene.sync.join(SyncTarget("late", FakeActor(late)))
+        await scene.sync.receipts(1, deadline_s=5.0)
+
+    play(scenario)
+    assert late.taken == [(1, True)]
+
+
+def test_an_older_copy_never_replaces_a_newer_one() -> None:
+    """A joining engine's copy of v1 arrives after v2 was published: the sync stays at v2, and so does the engine."""
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine())
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=5.0)
+        gate, quick = asyncio.Event(), scene.learner.weights
+
+        async def slow(*args: Any, **named: Any) -> WeightSnapshot:
+            snapshot = await quick(*args, **named)
+            await gate.wait()
+            return snapshot
+
+        scene.learner.weights = slow  # type: ignore[method-assign]
+        scene.sync.join(SyncTarget("late", FakeActor(Engine())))
+        await asyncio.sleep(0.01)
+        scene.learner.weights = quick  # type: ignore[method-assign]
+        await scene.publish(2)
+        gate.set()
+        await scene.sync.receipts(2, deadline_s=5.0)
+        assert scene.sync.version == 2
+
+    play(scenario)
+
+
+# -- broadcast -------------------------------------------------------------------------------------------------------
+
+
+def test_broadcast_serves_verified_engines() -> None:
+    engines = {"a": Engine(), "b": Engine()}
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", **engines)
+        await scene.join()
+        for version in (1, 2):
+            await scene.publish(version)
+        assert scene.learner.broadcasts == 2
+        assert [t.version for t in scene.targets.values()] == [2, 2]
+
+    play(scenario)
+    assert all(e.taken == [(0, True)] and e.received == [1, 2] for e in engines.values())
+
+
+def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_works() -> None:
+    good, bad = Engine(), Engine(None, ray.exceptions.RayTaskError("f", "traceback", SyncError("member gone")))
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", good=good, bad=bad)
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=5.0)
+        await scene.publish(2)
+        assert [t.version for t in scene.targets.values()] == [2, 2]
+
+    play(scenario)
+    assert good.taken == bad.taken == [(0, True), (1, True)], "whole and verified after the failure"
+    assert good.received == [1, 2] and bad.received == [2]
+
+
+def test_comparison_names_what_differs() -> None:
+    compare_checksums("0", SUMS, dict(SUMS), version=1)
+    with pytest.raises(SyncError, match=r"v1 -> rollout worker 0: 1 tensors differ, first a; 2 tensors stand on one side only, first b"):
+        compare_checksums("0", {"a": "1", "b": "2"}, {"a": "9", "c": "2"}, version=1)
