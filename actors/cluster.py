@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,9 @@ from correction.errors import ConfigError
 
 # Python warnings of third parties are about things that a user of evenkeel can't change.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"}
+_LONGEST_TEMP_DIR = 40
+"""Characters. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
+_CONNECT_S = 10.0
 
 
 class Cluster:
@@ -34,19 +38,26 @@ class Cluster:
         }
         if settings.address is not None:
             try:
+                _check_listening(settings.address)
                 ray.init(address=settings.address, **common)
-            except (ConnectionError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 raise ConfigError(
                     f"ray.address = {settings.address!r}: no Ray cluster answers there ({error}). Start one (deploy/README.md), "
                     f"or leave ray.address empty for a private one"
                 ) from error
             return self
         workers = self._config.rollout.workers
+        temp_dir = str(settings.temp_dir.resolve()) if settings.temp_dir else None
+        if temp_dir is not None and len(temp_dir) > _LONGEST_TEMP_DIR:
+            raise ConfigError(
+                f"ray.temp_dir = {temp_dir}: {len(temp_dir)} characters, but Ray's sockets lie below it and the path of a socket has to "
+                f"stay short. Choose a path of {_LONGEST_TEMP_DIR} characters, or shorter"
+            )
         ray.init(
             num_cpus=settings.num_cpus or workers + self._config.learner.world_size + 1,
             resources={settings.rollout_resource: workers},
             include_dashboard=settings.include_dashboard,
-            _temp_dir=str(Path(settings.temp_dir).resolve()) if settings.temp_dir else None,
+            _temp_dir=temp_dir,
             **common,
         )
         return self
@@ -59,3 +70,11 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         ray.shutdown()
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself would look for a cluster that isn't there for minutes. Raises: OSError if nothing listens at host:port."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
+            pass

@@ -1,0 +1,200 @@
+"""The service between queue and learner, with the real queue and correction, and a learner that answers with values that tell tokens apart.
+
+Behaviours locked here: proximal logprobs land at their own tokens, however the batch was put together; they are asked for at the version
+from which the update starts, never before; batch k+1 is prepared while k trains; groups without two valid answers are replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.correction_service import CorrectionService, ServiceConfig
+from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from correction.batch import PackedBatch
+from correction.config import CorrectionConfig
+from correction.errors import DeadlineExceeded
+from rollout.config import TrainOverlong
+from rollout.trajectory import Group
+from tests.actors.cases import FakeActor, group, prompts, trajectory
+
+GROUPS = 4
+
+
+def code(token_ids: Tensor) -> Tensor:
+    """The fake learner's logprob of a token: a different number for each token id, as far from -1 as a real one may be."""
+    return -1.0 - token_ids / 10_000.0
+
+
+class Learner:
+    """Keeps what it was asked, at which version."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, PackedBatch]] = []
+
+    async def logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
+        self.asked.append((version, batch))
+        await asyncio.sleep(0)
+        return code(batch.token_ids)
+
+    async def reference_logprobs(self, batch: PackedBatch) -> Tensor:
+        return 2 * code(batch.token_ids)
+
+
+def answered(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Group:
+    """A group whose tokens say where they belong: response token j of answer a of group g has the id 100 g + 10 a + j; lengths differ."""
+    lengths = [2 + (ticket.group_id + a) % 3 for a in range(len(rewards))]
+    ids = [[100 * ticket.group_id + 10 * a + j for j in range(length)] for a, length in enumerate(lengths)]
+    pairs = zip(ids, rewards, strict=True)
+    answers = (trajectory(ticket.prompt, tokens, reward=reward, version=ticket.admitted_version) for tokens, reward in pairs)
+    return replace(group(ticket), trajectories=tuple(answers))
+
+
+class Scene:
+    def __init__(self, *, steps: int = 2, preset: str = "decoupled-ppo", max_staleness: int = 1, **changes: Any) -> None:
+        self.queue = TrajectoryQueueActor(groups_per_step=GROUPS, max_staleness=max_staleness)
+        self.learner = Learner()
+        settings: dict[str, Any] = {
+            "correction": CorrectionConfig.model_validate({"preset": preset}),
+            "groups_per_step": GROUPS,
+            "optimizer_steps_per_batch": steps,
+            "temperature": 1.0,
+            "overlong": TrainOverlong(),
+            "max_tokens": 16,
+            "dynamic_sampling": False,
+            "has_reference": False,
+            "batch_s": 5.0,
+        }
+        self.service = CorrectionService(ServiceConfig(**(settings | changes)), FakeActor(self.queue), self.learner)  # type: ignore[arg-type]
+
+    async def admit(self, start: int, stop: int) -> list[Ticket]:
+        return await self.queue.admit(prompts(start, stop))
+
+    async def put(self, *groups: Group) -> None:
+        for finished in groups:
+            await self.queue.put(finished)
+            await asyncio.sleep(0.01)
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 2, 0], [2, 3, 0, 1]])
+def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
+    """Two forwards of two groups each, in the order of arrival; the batch is in the order of admission."""
+
+    async def scenario() -> None:
+        scene = Scene(has_reference=True)
+        await scene.service.learner_reached(0)
+        tickets = await scene.admit(0, GROUPS)
+        waiting = asyncio.create_task(scene.service.next_batch(0))
+        await scene.put(*[answered(tickets[i]) for i in order])
+        prepared = await waiting
+        batch = prepared.corrected.batch
+        assert len(scene.learner.asked) == 2
+        assert [g.group_id for g in prepared.groups] == [0, 1, 2, 3]
+        assert batch.proximal_logprobs is not None and batch.reference_logprobs is not None
+        torch.testing.assert_close(batch.proximal_logprobs, code(batch.token_ids), rtol=0, atol=0)
+        torch.testing.assert_close(batch.reference_logprobs, 2 * code(batch.token_ids), rtol=0, atol=0)
+        trained = batch.token_ids[batch.loss_mask].tolist()
+        assert trained == [token for g in prepared.groups for t in g.trajectories for token in t.response_ids]
+
+    play(scenario)
+
+
+def test_forwards_wait_for_the_learner_to_reach_their_version() -> None:
+    async def scenario() -> None:
+        scene = Scene()
+        tickets = await scene.admit(0, 2 * GROUPS)
+        waiting = asyncio.create_task(scene.service.next_batch(0))
+        await scene.put(*[answered(ticket) for ticket in tickets])
+        assert scene.learner.asked == [], "the learner has no weights yet"
+        await scene.service.learner_reached(0)
+        first = await waiting
+        assert {version for version, _ in scene.learner.asked} == {0}
+
+        await asyncio.sleep(0.05)
+        counts = await scene.queue.counts()
+        assert counts["drawn"] == 2 * GROUPS, "the next batch is drawn while this one trains"
+        assert {version for version, _ in scene.learner.asked} == {0}, "but version 1 isn't there yet"
+        await scene.queue.publish(1)
+        await scene.queue.settle([g.group_id for g in first.groups])
+        await scene.service.learner_reached(1)
+        second = await scene.service.next_batch(1)
+        assert {version for version, _ in scene.learner.asked} == {0, 1}
+        assert second.version == 1 and [g.group_id for g in second.groups] == [4, 5, 6, 7]
+        batch = second.corrected.batch
+        assert batch.proximal_logprobs is not None and torch.equal(batch.proximal_logprobs, code(batch.token_ids))
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_one_optimizer_step_needs_no_forward() -> None:
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        tickets = await scene.admit(0, GROUPS)
+        await scene.put(*[answered(ticket) for ticket in tickets])
+        prepared = await scene.service.next_batch(0)
+        assert scene.learner.asked == [] and prepared.corrected.is_deferred
+        await scene.service.stop()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("rewards", "reason"), [((1.0, None), "fewer than two valid"), ((1.0, 1.0), "alike")])
+def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...], reason: str) -> None:
+    """Their places go to new prompts of the same version, and the batch is as large as ever."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1, max_staleness=0, dynamic_sampling=True)
+        tickets = await scene.admit(0, GROUPS)
+        waiting = asyncio.create_task(scene.service.next_batch(0))
+        await scene.put(answered(tickets[0], rewards=rewards), *[answered(ticket) for ticket in tickets[1:]])
+        assert await scene.queue.wait_for_places(1.0) == 1
+        (refill,) = await scene.admit(GROUPS, GROUPS + 1)
+        assert not waiting.done()
+        await scene.put(answered(refill))
+        prepared = await waiting
+        assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4]
+        ((prompt_id, why),) = await scene.queue.settle([1, 2, 3, 4])
+        assert prompt_id == "train/0/0" and reason in why
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
+    async def scenario() -> None:
+        scene = Scene(batch_s=0.3)
+        tickets = await scene.admit(0, GROUPS)
+        await scene.put(answered(tickets[1]))
+        with pytest.raises(DeadlineExceeded, match=r"batch of version 0 .*1 of 4 groups drawn, 3 being sampled"):
+            await scene.service.next_batch(0)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
+    """Proximal equals behaviour plus 0.1 on every token: k1 = -0.1 and k3 = exp(0.1) - 1 - 0.1 by their definitions."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        tickets = await scene.admit(0, GROUPS)
+        await scene.put(*[answered(ticket) for ticket in tickets])
+        prepared = await scene.service.next_batch(0)
+        target = torch.full((prepared.corrected.batch.num_tokens,), -0.9)
+        numbers = await scene.service.observe(0, target)
+        assert numbers["mismatch_k1_kl"] == pytest.approx(-0.1, rel=1e-5)
+        assert numbers["mismatch_k3_kl"] == pytest.approx(0.005170918, rel=1e-4)
+        await scene.service.stop()
+
+    play(scenario)
