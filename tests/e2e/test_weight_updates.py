@@ -1,0 +1,72 @@
+"""Three times: the Megatron learner trains, its weights go to SGLang as the sync sends them, and transformers loads what the learner saves.
+
+After each update the logprobs that SGLang samples with are transformers' on the saved folder, to 1e-5, and every tensor's checksum in the
+engine's own process is the learner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.weight_buckets import pack, unpack
+from actors.weight_sync import compare_checksums
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank
+from rollout.engine import RolloutEngine
+from tests.conftest import BackgroundLoop
+from tests.rollout.hf_reference import hf_model, largest_difference, response_logprobs
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def learner(tiny_model: Path) -> Iterator[LearnerRank]:
+    learner = LearnerRank(LearnerConfig(device="cpu", learning_rate=1e-2))
+    learner.load(tiny_model)
+    yield learner
+    learner.close()
+
+
+def train(learner: LearnerRank, seed: int) -> None:
+    """A supervised step on random text: any step that moves every tensor will do."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 512, (8 * 32,), generator=generator)
+    offsets = torch.arange(0, 8 * 32 + 1, 32)
+    mask = torch.ones(8 * 32, dtype=torch.bool)
+    mask[offsets[:-1]] = False
+    learner.supervised_step(ids, offsets, mask)
+
+
+async def on_the_wire(learner: LearnerRank) -> AsyncIterator[dict[str, Tensor]]:
+    """Several small buckets, through the sync's own packing."""
+    for bucket in learner.weight_buckets(64 << 10):
+        yield unpack(pack(list(bucket.tensors.items())))
+
+
+def test_three_updates(
+    learner: LearnerRank, engine: RolloutEngine, engine_loop: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    prompt = list(range(20, 32))
+    before: list[float] | None = None
+    for update in range(3):
+        train(learner, seed=update)
+        receipt = engine_loop.run(engine.update_weights(engine.version + 1, on_the_wire(learner)))
+        assert receipt.buckets > 1
+        compare_checksums("test", learner.weight_checksums(), engine_loop.run(engine.weight_checksums()), version=receipt.version)
+        folder = tmp_path_factory.mktemp("saved") / "hf"
+        learner.save_hf(folder)
+        model = hf_model(folder)
+        completions = engine_loop.run(engine.generate(prompt, max_tokens=48, samples=4, temperature=1.0, ignore_stop=True))
+        for completion in completions:
+            assert largest_difference(completion.logprobs, response_logprobs(model, prompt, completion.token_ids)) < 1e-5
+            assert {span.version for span in completion.version_spans} == {receipt.version}
+        scored = engine_loop.run(engine.score(prompt))
+        assert largest_difference(scored, response_logprobs(model, prompt[:1], prompt[1:])) < 1e-5
+        if before is not None:
+            assert largest_difference(scored, before) > 1e-2, "an update that changes nothing would prove nothing"
+        before = scored
