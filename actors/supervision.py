@@ -60,6 +60,8 @@ async def wait_for(
     finally:
         if not task.done():
             task.cancel()
+        elif not task.cancelled():
+            task.exception()  # seen, also when this wait was cancelled in the moment in which the task failed
 
 
 def unwrapped(error: BaseException) -> BaseException:

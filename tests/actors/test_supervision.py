@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import pytest
@@ -75,6 +76,26 @@ def test_errors_of_another_process_arrive_as_themselves() -> None:
         asyncio.run(wait_for(fail(ray.exceptions.ActorDiedError()), "sync -> worker 1", deadline_s=5.0))
     foreign = ray.exceptions.RayTaskError("f", "a long traceback", ValueError("no"))
     assert unwrapped(foreign) is foreign
+
+
+def test_a_wait_cancelled_as_its_task_fails_leaves_nothing_unseen() -> None:
+    """asyncio would print "exception was never retrieved" with a traceback below the one sentence that the user gets."""
+    unseen: list[str] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context["message"]))
+        failing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(wait_for(failing, "x", deadline_s=5.0))
+        await asyncio.sleep(0.01)
+        failing.set_exception(SyncError("no"))
+        await asyncio.sleep(0)  # the task inside has failed, the wait has not looked at it
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert unseen == []
 
 
 def test_a_stopwatch_adds_up_and_starts_anew() -> None:

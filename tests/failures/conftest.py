@@ -1,0 +1,18 @@
+"""A model folder that passes every check at start-up, without weights worth the name: no engine is started here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import save_tiny_qwen3, save_tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    folder.mkdir()
+    save_tiny_tokenizer(folder)
+    save_tiny_qwen3(folder)
+    return folder

@@ -1,0 +1,198 @@
+"""Bad input through the real command line: one clear sentence with the place and the remedy, no traceback, a non-zero exit, no engine.
+
+Single bad rows are skipped, counted and reported instead.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from actors.cli import main
+from actors.run_folder import RunFolder
+from actors.session import prepare_task
+from tests.e2e.launch import RECIPE, evenkeel
+
+
+def refused(*words: str) -> str:
+    """What the entry point of the command line says when it refuses, in this process: importing torch and ray takes seconds each time."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr("sys.argv", ["evenkeel", *words])
+        main()
+    said = str(caught.value.code)
+    assert said.startswith("evenkeel: ") and "\n" not in said, "one sentence, one line"
+    return said
+
+
+def refused_by_process(*words: str) -> str:
+    """The same from a process of its own: exit code and everything that it prints."""
+    result = evenkeel(*words, timeout_s=180.0)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stdout + result.stderr
+    said = result.stderr.strip()
+    return said[said.rindex("evenkeel: ") :]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    """A recipe that would run, with its folder in the test's own."""
+    path = tmp_path / "recipe.yaml"
+    text = RECIPE.read_text().replace("set-by-the-test", str(model))
+    path.write_text(text + f"run_dir: {tmp_path / 'run'}\n")
+    return path
+
+
+def rows_task(path: Path) -> list[str]:
+    """Overrides for a task of a file's rows."""
+    return ["rollout.task.kind=file", f"rollout.task.path={path}", "rollout.reward.kind=exact_match"]
+
+
+# -- the recipe ------------------------------------------------------------------------------------------------------
+
+
+def test_missing_recipe(tmp_path: Path) -> None:
+    assert "no such recipe file" in refused("train", str(tmp_path / "none.yaml"))
+
+
+def test_unknown_key_names_file_line_and_nearest_key(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "max_stalenes: 2\n")
+    line = len(recipe.read_text().splitlines())
+    assert refused_by_process("train", str(recipe)) == (
+        f"evenkeel: {recipe}:{line}: max_stalenes = 2: no such key; the nearest is max_staleness."
+    )
+
+
+def test_unknown_override(recipe: Path) -> None:
+    sentence = refused("train", str(recipe), "rollout.wokers=2")
+    assert "command line: rollout.wokers" in sentence and "workers" in sentence
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("steps=many", ["steps = 'many'", "valid integer"]),
+        ("rollout.sampling.top_p=0.9", ["top_p = 0.9", "every importance ratio would be biased", "Set top_p: 1.0"]),
+        ("learner.optimizer_steps_per_batch=3", ["groups_per_step = 4 is not a multiple of learner.optimizer_steps_per_batch = 3"]),
+        ("correction.preset=icepopp", ["icepopp", "icepop"]),
+        ("rollout.sampling.max_tokens=128", ["leaves no room for a prompt"]),
+    ],
+)
+def test_bad_value(recipe: Path, override: str, words: list[str]) -> None:
+    sentence = refused("train", str(recipe), override)
+    assert all(word in sentence for word in words), sentence
+
+
+def test_unknown_data_set_names_the_nearest(recipe: Path) -> None:
+    sentence = refused("train", str(recipe), "rollout.task.dataset=spell_backwards")
+    assert "rollout.task.dataset = spell_backwards" in sentence and "did you mean spell_backward?" in sentence
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_missing_data_file(recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    assert f"rollout.task.path = {path}: no such file" in refused("train", str(recipe), *rows_task(path))
+
+
+def test_no_usable_row(recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1 + 1"}\n')
+    sentence = refused("train", str(recipe), *rows_task(path))
+    assert "none of its 1 rows can be used" in sentence and f'{path}:1: no field "prompt" (it has question)' in sentence
+
+
+def test_bad_rows_are_skipped_counted_and_reported(recipe: Path, tmp_path: Path) -> None:
+    """The notes that a run puts into its events; what makes them is called as the run calls it."""
+    from actors.config import RunConfig
+    from actors.config_tools import load_config
+
+    path = tmp_path / "rows.jsonl"
+    rows: list[object] = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
+    rows[3] = {"answer": "no prompt"}
+    rows[7] = {"prompt": "word " * 200, "answer": "longer than the context"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{torn\n")
+    task, notes = prepare_task(load_config(RunConfig, recipe, rows_task(path)))
+    text = "\n".join(notes)
+    assert "3 bad rows skipped" in notes[0]
+    assert f'{path}:4: no field "prompt" (it has answer)' in text
+    assert f"{path}:8: its prompt has " in text and "tokens, more than the 80 that fit" in text
+    assert f"{path}:41: no valid JSON" in text
+    assert len({task.train_prompt(i).text for i in range(100)} | {p.text for p in task.held_out_prompts()}) == 38
+
+
+# -- model -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (["*"], "has no config.json"),
+        (["tokenizer*"], "the folder has no tokenizer"),
+        (["*.safetensors"], "no *.safetensors in it"),
+    ],
+)
+def test_incomplete_model_folder(recipe: Path, model: Path, tmp_path: Path, missing: list[str], words: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns(*missing))
+    sentence = refused("train", str(recipe), f"model={folder}")
+    assert f"model = {folder}" in sentence and words in sentence
+
+
+def test_missing_model_folder(recipe: Path, tmp_path: Path) -> None:
+    sentence = refused("train", str(recipe), f"model={tmp_path / 'none'}")
+    assert "is not there" in sentence and "evenkeel init-model RECIPE" in sentence
+
+
+# -- run folder and cluster ------------------------------------------------------------------------------------------
+
+
+def test_two_runs_on_one_folder(recipe: Path, tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "other"):
+        assert "in use by process" in refused_by_process("train", str(recipe))
+    assert (tmp_path / "run" / "tensorboard").is_dir()
+    assert "holds other files" in refused("train", str(recipe)), "the folder is free now, but not empty"
+
+
+def test_resume_of_what_is_no_run(tmp_path: Path) -> None:
+    assert "not a run folder: it has no config.yaml" in refused("train", "--resume", str(tmp_path))
+
+
+def test_resume_without_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "x")
+    folder.write_text("config.yaml", recipe.read_text())
+    folder.close()
+    assert "no complete checkpoint in checkpoints/" in refused("train", "--resume", str(folder.path))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_cluster_that_is_not_there(recipe: Path, address: str) -> None:
+    sentence = refused("train", str(recipe), f"ray.address={address}", f"run_dir={recipe.parent / address[:3]}")
+    assert f"ray.address = '{address}': no Ray cluster answers there" in sentence and "leave ray.address empty" in sentence
+
+
+def test_ray_sessions_in_too_long_a_path(recipe: Path, tmp_path: Path) -> None:
+    sentence = refused("train", str(recipe), f"ray.temp_dir={tmp_path / ('x' * 60)}")
+    assert "ray.temp_dir = " in sentence and "shorter" in sentence
+
+
+# -- reward ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("e2e_reward:raises", ["raised ZeroDivisionError", "tried on held_out/0/0"]),
+        pytest.param("no_such_module:score", ["no_such_module:score", "ModuleNotFoundError"], marks=pytest.mark.slow),
+        pytest.param("e2e_reward:vowel", ["e2e_reward has no vowel", "did you mean vowels?"], marks=pytest.mark.slow),
+    ],
+)
+def test_reward_function_that_cannot_work(recipe: Path, path: str, words: list[str]) -> None:
+    """Tried on a held-out prompt before the engine starts."""
+    with tempfile.TemporaryDirectory(prefix="ek-", dir="/tmp", ignore_cleanup_errors=True) as sessions:
+        sentence = refused_by_process("train", str(recipe), f"rollout.reward.path={path}", f"ray.temp_dir={sessions}")
+    assert all(word in sentence for word in words), sentence
