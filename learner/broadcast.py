@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 from torch.distributed.rendezvous import rendezvous
 
 from correction.errors import SyncError
@@ -50,7 +50,7 @@ class WeightBroadcaster:
         store, rank, world_size = next(rendezvous(f"tcp://{host}:{port}", 0, world_size, timeout=timeout))
         store.set_timeout(timeout)
         self._group, _ = _new_process_group_helper(
-            world_size, rank, [], backend, PrefixStore(self._name, store), group_name=self._name, timeout=timeout
+            world_size, rank, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
         )
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
