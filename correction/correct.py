@@ -15,13 +15,14 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
-from correction.decision import Scene, decide, make_scene, unit_weights
-from correction.denominators import Count, token_scale
+from correction.decision import Scene, decide, make_scene, needs_all_tokens
+from correction.denominators import Count, sequence_scale
 from correction.errors import ConfigError, DataError
 from correction.normalize import Population, normalizer, weight_sums
+from correction.parts import parts
 from correction.proximal import ProximalSource
 from correction.ratios import Logprobs
-from correction.segments import sequence_segments
+from correction.segments import running_counts
 from correction.sense import fold_obstacle, kept_count_is_late, normalization_is_late, uses_proximal
 
 
@@ -77,19 +78,25 @@ def staged_proximal(batch: PackedBatch, config: CorrectionConfig, *, is_deferred
 
 def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool) -> CorrectedBatch:
     proximal = staged_proximal(batch, config, is_deferred=is_deferred)
-    scene = make_scene(batch, Logprobs(batch.behavior_logprobs, proximal, None))
-    decision = decide(scene, config, late=False, is_deferred=is_deferred)
-    weights = decision.weights
-    if config.normalize.population is not Population.OFF and not normalization_is_late(config, is_deferred=is_deferred):
-        segments = scene.levels.at(config.importance.level)
-        sums = weight_sums(unit_weights(scene, config), scene.mask, decision.keep, segments, config.normalize.population)
-        weights = weights * normalizer(*sums.tolist())
-    if bool(batch.loss_mask.any()) and not bool(decision.keep.any()):
+    is_normalized = config.normalize.population is not Population.OFF and not normalization_is_late(config, is_deferred=is_deferred)
+    weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
+    sums = torch.zeros(2, dtype=torch.float64, device=weights.device)
+    for part in parts(batch, is_divisible=not needs_all_tokens(config)):
+        own = part.of_batch(batch)
+        scene = make_scene(own, Logprobs(own.behavior_logprobs, part.of_tokens(proximal), None))
+        decision = decide(scene, config, late=False, is_deferred=is_deferred)
+        weights[part.tokens], keep[part.tokens] = decision.weights, decision.keep
+        if is_normalized and decision.unit_weights is not None:
+            segments = scene.levels.at(config.importance.level)
+            sums += weight_sums(decision.unit_weights, scene.mask, decision.keep, segments, config.normalize.population)
+    if is_normalized:
+        weights *= normalizer(*sums.tolist())
+    if int(keep.count_nonzero()) == 0 and bool(batch.loss_mask.any()):
         warnings.warn("correction: every token of the batch was rejected; its policy loss is 0", stacklevel=3)
     corrected = CorrectedBatch(
         batch=batch,
-        importance_weights=_modulate_early(weights, scene, config),
-        keep_mask=decision.keep,
+        importance_weights=_modulate_early(weights, batch, proximal, config),
+        keep_mask=keep,
         token_scale=torch.empty_like(weights),
         is_deferred=is_deferred,
     )
@@ -111,11 +118,12 @@ def batch_scale(corrected: CorrectedBatch, config: CorrectionConfig) -> Tensor:
     count_kept = config.denominator.count is Count.KEPT and not kept_count_is_late(config, is_deferred=corrected.is_deferred)
     counted = corrected.keep_mask if count_kept else batch.loss_mask
     part = config.denominator
-    scale = token_scale(counted, sequence_segments(batch), batch.group_ids, kind=part.kind, constant=part.constant)
-    return scale.to(batch.behavior_logprobs.dtype)
+    tokens = running_counts(counted, batch.offsets).double()
+    scale = sequence_scale(tokens, batch.group_ids, kind=part.kind, constant=part.constant)
+    return torch.repeat_interleave(scale.to(batch.behavior_logprobs.dtype), batch.lengths, output_size=batch.num_tokens)
 
 
-def _modulate_early(weights: Tensor, scene: Scene, config: CorrectionConfig) -> Tensor:
+def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None, config: CorrectionConfig) -> Tensor:
     """Put the injected distortions in: experiments only.
 
     Source: "Probing RLVR training instability through the lens of objective-level hacking".
@@ -125,7 +133,8 @@ def _modulate_early(weights: Tensor, scene: Scene, config: CorrectionConfig) -> 
         generator = torch.Generator().manual_seed(part.noise_seed)
         noise = 1 + part.noise_std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
         weights = weights * noise.to(weights.device)
-    if scene.logprobs.proximal is not None:
+    if part.probability_below is not None and proximal is not None:
+        scene = make_scene(batch, Logprobs(batch.behavior_logprobs, proximal, None))
         weights = weights * probability_factor(scene, config)
     return weights
 

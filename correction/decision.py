@@ -6,7 +6,7 @@ or the late ones (those that need pi_theta); both together decide everything exa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from torch import Tensor
 from correction.batch import PackedBatch
 from correction.config import TOPK_STATISTICS, CorrectionConfig, CriterionConfig, ImportanceConfig, VetoConfig
 from correction.errors import DataError
-from correction.importance import WeightMode, importance_weights, staleness_bound
-from correction.ratios import Logprobs, Ratio, aggregate_log_ratio
+from correction.importance import WeightMode, bounded_weights, staleness_bound
+from correction.masking import all_finite, masked
+from correction.ratios import Logprobs, Ratio, aggregate_log_ratio, bounded_exp
 from correction.rejection import (
+    Side,
     Statistic,
     log_bound,
     on_side,
@@ -46,6 +48,13 @@ class Scene:
     levels: Levels
     target_topk_logprobs: Tensor | None = None
     """[N, K] log pi_theta of batch.topk_ids, for top-K divergences."""
+    _log_ratios: dict[Ratio, Tensor] = field(default_factory=dict)
+
+    def log_ratio(self, ratio: Ratio) -> Tensor:
+        """[N] log of a ratio, 0 outside the mask; made when first asked for."""
+        if ratio not in self._log_ratios:
+            self._log_ratios[ratio] = self.logprobs.log_ratio(ratio, self.mask)
+        return self._log_ratios[ratio]
 
     @property
     def broken(self) -> Tensor:
@@ -55,10 +64,8 @@ class Scene:
 
 def make_scene(batch: PackedBatch, logprobs: Logprobs, target_topk_logprobs: Tensor | None = None) -> Scene:
     """The scene, with tokens that are not finite taken out of its mask."""
-    mask = batch.loss_mask
-    for values in (batch.advantages, logprobs.behavior, logprobs.proximal, logprobs.target):
-        if values is not None:
-            mask = mask & values.isfinite()
+    looked_at = (batch.advantages, logprobs.behavior, logprobs.proximal, logprobs.target)
+    mask = batch.loss_mask & all_finite(*(values for values in looked_at if values is not None))
     return Scene(batch, logprobs, mask, Levels(batch), target_topk_logprobs)
 
 
@@ -79,10 +86,19 @@ class Decision:
 
     weights: Tensor
     """[N] importance weights before batch normalisation; 1 where the pass has none."""
+    unit_weights: Tensor | None
+    """[U] the same for the units of their level; None where the pass has none."""
+    unit_ratios: Tensor | None
+    """[U] the units' ratios, before any bound but that of exp; None as above."""
     keep: Tensor
     """[N] bool, inside the loss mask."""
     verdicts: tuple[Verdict, ...]
     """One for each criterion, and the veto's at the end if there is one."""
+
+
+def needs_all_tokens(config: CorrectionConfig) -> bool:
+    """True if some decision looks at all tokens of the batch together, beyond sums."""
+    return any(criterion.statistic is Statistic.SECOND_MOMENT for criterion in config.rejection)
 
 
 def decide(scene: Scene, config: CorrectionConfig, *, late: bool, is_deferred: bool) -> Decision:
@@ -100,21 +116,26 @@ def decide(scene: Scene, config: CorrectionConfig, *, late: bool, is_deferred: b
         verdicts.append(_veto(scene, config.veto, config))
     keep = scene.mask
     units = [verdict.units for verdict in verdicts]
+    ratios = by_unit = None
     weights = torch.ones_like(scene.logprobs.behavior)
     if config.importance.mode is not WeightMode.OFF and importance_is_late(config, is_deferred=is_deferred) == late:
         segments = scene.levels.at(config.importance.level)
         units.append(segments)
-        weights = segments.spread(unit_weights(scene, config)).to(weights.dtype)
+        ratios = _unit_ratios(scene, config)
+        by_unit = _bounded(scene, ratios, config)
+        weights = segments.spread(by_unit).to(weights.dtype)
     for verdict in verdicts:
         keep = keep & verdict.keep
-    return Decision(weights, drop_broken_units(scene, keep, units), tuple(verdicts))
+    return Decision(weights, by_unit, ratios, drop_broken_units(scene, keep, units), tuple(verdicts))
 
 
 def drop_broken_units(scene: Scene, keep: Tensor, units: list[Segments]) -> Tensor:
     """Drop each unit with a token that is not finite: its product or sum is unknown. Token decisions lose that token alone."""
-    broken = scene.broken
     coarse = [segments for segments in units if segments.ids is not None]
-    if not coarse or not bool(broken.any()):
+    if not coarse:
+        return keep
+    broken = scene.broken
+    if int(broken.count_nonzero()) == 0:
         return keep
     for segments in coarse:
         keep = keep & ~segments.spread(segments.any(broken))
@@ -123,12 +144,22 @@ def drop_broken_units(scene: Scene, keep: Tensor, units: list[Segments]) -> Tens
 
 def unit_weights(scene: Scene, config: CorrectionConfig) -> Tensor:
     """[U] importance weights of the units of their level, before batch normalisation."""
+    return _bounded(scene, _unit_ratios(scene, config), config)
+
+
+def _unit_ratios(scene: Scene, config: CorrectionConfig) -> Tensor:
+    """[U] ratios of the importance weights' units."""
+    part = config.importance
+    log_ratio = scene.log_ratio(effective_ratio(part.ratio, config))
+    return bounded_exp(aggregate_log_ratio(log_ratio, scene.mask, scene.levels.at(part.level), level=part.level))
+
+
+def _bounded(scene: Scene, ratios: Tensor, config: CorrectionConfig) -> Tensor:
+    """[U] weights of units, from their ratios."""
     part = config.importance
     segments = scene.levels.at(part.level)
-    log_ratio = scene.logprobs.log_ratio(effective_ratio(part.ratio, config), scene.mask)
-    units = aggregate_log_ratio(log_ratio, scene.mask, segments, level=part.level)
     lower, upper = _bounds(scene, part, segments)
-    weights = importance_weights(units, mode=part.mode, lower=lower, upper=upper)
+    weights = bounded_weights(ratios, mode=part.mode, lower=lower, upper=upper)
     if part.only_negative:
         weights = torch.where(unit_advantages(scene, segments) < 0, weights, 1)
     return weights
@@ -137,7 +168,7 @@ def unit_weights(scene: Scene, config: CorrectionConfig) -> Tensor:
 def unit_advantages(scene: Scene, segments: Segments) -> Tensor:
     """[U] advantage of each unit: the mean over its tokens, which is their common value if it is constant."""
     if segments.ids is None:
-        return torch.where(scene.mask, scene.batch.advantages, 0)
+        return masked(scene.batch.advantages, scene.mask)
     return segments.mean(scene.batch.advantages, scene.mask)
 
 
@@ -146,7 +177,7 @@ def _bounds(scene: Scene, part: ImportanceConfig | CriterionConfig, segments: Se
     lower: Bound = part.lower
     upper: Bound = part.upper
     if part.lower_by_staleness or part.upper_by_staleness:
-        staleness = torch.where(scene.mask, token_staleness(scene.batch), 0)
+        staleness = masked(token_staleness(scene.batch), scene.mask)
         oldest = segments.maximum(staleness.double()).clamp(min=0).long()
         if part.lower_by_staleness:
             lower = staleness_bound(part.lower_by_staleness, oldest)
@@ -167,7 +198,8 @@ def _judge(scene: Scene, criterion: CriterionConfig, config: CorrectionConfig) -
         lower, upper = log_bound(lower), log_bound(upper)
     units = unit_statistic(values, scene.mask, segments, criterion.level)
     keep = within(units, lower=lower, upper=upper, is_open=criterion.is_open)
-    keep = keep | ~on_side(unit_advantages(scene, segments), criterion.side)
+    if criterion.side is not Side.ANY:
+        keep = keep | ~on_side(unit_advantages(scene, segments), criterion.side)
     return Verdict(criterion.label, segments.spread(keep), segments)
 
 
@@ -176,6 +208,8 @@ def divergence_of_tokens(scene: Scene, statistic: Statistic, ratio: Ratio) -> Te
 
     Raises: DataError if a top-K statistic is asked for and the top-K logprobs are missing.
     """
+    if statistic in (Statistic.RATIO, Statistic.SECOND_MOMENT):
+        return scene.log_ratio(ratio)
     numerator, denominator = scene.logprobs.pair(ratio)
     if statistic not in TOPK_STATISTICS:
         return token_statistic(statistic, numerator, denominator, scene.mask)
@@ -195,7 +229,7 @@ def _veto(scene: Scene, veto: VetoConfig, config: CorrectionConfig) -> Verdict:
     """What the veto keeps."""
     segments = scene.levels.at(Level.SEQUENCE)
     if veto.quantity == "ratio":
-        values = scene.logprobs.log_ratio(effective_ratio(veto.ratio, config), scene.mask)
+        values = scene.log_ratio(effective_ratio(veto.ratio, config))
     else:
         values = scene.logprobs.behavior if scene.logprobs.proximal is None else scene.logprobs.proximal
     return Verdict("veto", veto_keep(values, scene.mask, segments, lower=veto.lower, upper=veto.upper), segments)

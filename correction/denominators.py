@@ -38,15 +38,13 @@ class Count(enum.StrEnum):
     """Those that rejection and veto left."""
 
 
-def token_scale(counted: Tensor, sequences: Segments, group_ids: Tensor, *, kind: DenominatorKind, constant: float = 1.0) -> Tensor:
-    """[N] float64: one over the denominator of each token; 0 where its sequence counts nothing.
+def sequence_scale(tokens: Tensor, group_ids: Tensor, *, kind: DenominatorKind, constant: float = 1.0) -> Tensor:
+    """[S] float64: one over the denominator of each sequence's tokens; 0 where the sequence counts nothing.
 
     Args:
-        counted: [N] bool, the tokens that count.
-        sequences: segments of the sequences; group_ids: [S], read by prompt_mean only.
+        tokens: [S] float64, tokens that count; group_ids: [S], read by prompt_mean only.
         constant: tokens, > 0, read by constant only.
     """
-    tokens = sequences.sum(counted)
     has_tokens = tokens > 0
     if kind is DenominatorKind.TOKEN_MEAN:
         per_sequence = torch.full_like(tokens, 1.0) / tokens.sum().clamp(min=1)
@@ -59,7 +57,7 @@ def token_scale(counted: Tensor, sequences: Segments, group_ids: Tensor, *, kind
         if kind is DenominatorKind.SEQUENCE_MEAN:
             length = tokens.clamp(min=1)
         per_sequence = 1 / (length * has_tokens.sum().clamp(min=1))
-    return sequences.spread(torch.where(has_tokens, per_sequence, 0))
+    return torch.where(has_tokens, per_sequence, 0)
 
 
 def kept_local_factor(mask: Tensor, keep: Tensor, sequences: Segments, *, kind: DenominatorKind) -> Tensor | float:

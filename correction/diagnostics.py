@@ -7,21 +7,21 @@ one optimizer step per batch they are the same policy. What has no tokens is abs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import torch
 from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
-from correction.decision import Scene, Verdict, decide, make_scene, unit_weights
-from correction.errors import DataError
-from correction.importance import WeightMode
-from correction.loss import training_scene
-from correction.ratios import LOG_RATIO_LIMIT, Logprobs, aggregate_log_ratio, bounded_exp
-from correction.segments import Level, Levels, Segments
-from correction.sense import effective_ratio, importance_is_late
-from correction.staleness import is_mixed, split_staleness, token_staleness
+from correction.decision import Scene, make_scene, needs_all_tokens
+from correction.gap import chunk_tokens, gap_numbers
+from correction.masking import masked
+from correction.parts import parts
+from correction.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
+from correction.segments import Level
+from correction.staleness import Stretches, count_staleness, stretches
+from correction.tally import joined, rejection_numbers, tally
 
 BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
 """Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""
@@ -94,21 +94,6 @@ DIAGNOSTIC_FAMILIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Gap:
-    """Log ratio and probabilities of a set of n tokens."""
-
-    log_ratio: Tensor
-    """[n] float64, cut to +-20."""
-    behavior: Tensor
-    """[n] float64 probabilities."""
-    proximal: Tensor
-    """[n] float64 probabilities."""
-
-    def pick(self, chosen: Tensor) -> _Gap:
-        return _Gap(self.log_ratio[chosen], self.behavior[chosen], self.proximal[chosen])
-
-
 def diagnose(
     batch: PackedBatch,
     corrected: CorrectedBatch,
@@ -125,77 +110,58 @@ def diagnose(
         target_logprobs: [N] the learner's logprobs of the step; None leaves what needs them out.
         config: gives fractions by criterion and the truncated share; with target_logprobs also those of the late parts.
         entropy: [N] of the target policy, for the entropy of dropped tokens.
-        detailed: quantiles, buckets and the spurious objective as well.
+        detailed: quantiles, buckets and the spurious objective as well; they sort the tokens, which takes longer than all the rest.
     """
     target = None if target_logprobs is None else target_logprobs.detach().to(batch.behavior_logprobs.dtype)
     proximal = target if batch.proximal_logprobs is None else batch.proximal_logprobs
-    known = make_scene(batch, Logprobs(batch.behavior_logprobs, proximal, target))
-    sequences = known.levels.at(Level.SEQUENCE)
-    numbers: dict[str, float] = {"broken_tokens": float(known.broken.sum())}
-    numbers |= _staleness_numbers(batch, sequences)
+    mask = torch.empty_like(batch.loss_mask)
+    tallies, sequence_sums = [], []
+    for part in parts(batch, is_divisible=config is None or not needs_all_tokens(config)):
+        own = part.of_batch(batch)
+        scene = make_scene(own, Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target)))
+        mask[part.tokens] = scene.mask
+        sequence_sums.append(_sequence_sums(scene))
+        tallies.append(tally(scene, part.of_corrected(corrected), part.of_tokens(target), config, part.of_tokens(entropy)))
+    runs = stretches(batch, batch.loss_mask)
+    sums = joined(tallies)
+    numbers = {"broken_tokens": float(sums["tokens"] - sums["finite"])}
+    numbers |= _staleness_numbers(runs, batch.num_sequences)
     if proximal is not None:
-        numbers |= _gap_family(known, proximal) | _sequence_numbers(known, proximal, sequences)
+        numbers |= _gap_family(batch, proximal, runs, mask, has_broken=numbers["broken_tokens"] > 0)
+        numbers |= _sequence_numbers(torch.cat(sequence_sums))
     if target is not None:
-        numbers |= _target_numbers(known, target)
-    numbers |= _rejection_numbers(known, corrected, target, config, entropy)
+        numbers |= _target_numbers(batch, target, mask)
+    numbers |= rejection_numbers(sums)
     if detailed and proximal is not None:
-        numbers |= _detailed_numbers(known, proximal)
+        numbers |= _detailed_numbers(batch, proximal, mask)
     return numbers
 
 
-def _gap_family(scene: Scene, proximal: Tensor) -> dict[str, float]:
-    behavior, proximal = scene.batch.behavior_logprobs[scene.mask].double(), proximal[scene.mask].double()
-    gap = _Gap((proximal - behavior).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), behavior.exp(), proximal.exp())
-    is_fresh = token_staleness(scene.batch)[scene.mask] == 0
-    numbers = _gap_numbers(gap)
-    for prefix, chosen in (("mismatch_", is_fresh), ("stale_", ~is_fresh)):
-        part = gap if bool(chosen.all()) else gap.pick(chosen)
-        numbers |= {prefix + name: value for name, value in _gap_numbers(part).items()}
-    return numbers
+def _gap_family(batch: PackedBatch, proximal: Tensor, runs: Stretches, mask: Tensor, *, has_broken: bool) -> dict[str, float]:
+    """All tokens of the mask, those of staleness 0, and the older ones."""
+    chunk = chunk_tokens(mask.device)
+    sets = [
+        (index[mask[index]] if has_broken else index for index in runs.token_index(chosen, chunk=chunk))
+        for chosen in (runs.staleness == 0, runs.staleness > 0)
+    ]
+    fresh, stale, whole = gap_numbers(batch.behavior_logprobs, proximal, sets)
+    named = {f"mismatch_{name}": value for name, value in fresh.items()} | {f"stale_{name}": value for name, value in stale.items()}
+    return whole | named
 
 
-def _gap_numbers(gap: _Gap) -> dict[str, float]:
-    """The numbers of GAP; empty for no tokens."""
-    if gap.log_ratio.numel() == 0:
+def _sequence_sums(scene: Scene) -> Tensor:
+    """[S, 3] float64: tokens, sum of log mu, sum of log pi_prox (of log mu again without a proximal policy)."""
+    sequences, behavior, proximal = scene.levels.at(Level.SEQUENCE), scene.logprobs.behavior, scene.logprobs.proximal
+    columns = [scene.mask, masked(behavior, scene.mask), masked(behavior if proximal is None else proximal, scene.mask)]
+    return torch.stack([sequences.sum(column) for column in columns], 1)
+
+
+def _sequence_numbers(sums: Tensor) -> dict[str, float]:
+    tokens, sum_mu, sum_prox = sums[sums[:, 0] > 0].unbind(1)
+    if tokens.numel() == 0:
         return {}
-    x, excess = gap.log_ratio, torch.expm1(gap.log_ratio)
-    rho = excess + 1
-    mean, mean_excess, mean_square = float(x.mean()), float(excess.mean()), float(excess.square().mean())
-    low, high = float(x.min()), float(x.max())
-    numbers = {
-        "k1_kl": -mean,
-        "k2_kl": 0.5 * float(x.square().mean()),
-        "k3_kl": float((excess - x).mean()),
-        "chi2_token": mean_square + 2 * mean_excess,  # rho^2 - 1 = (rho - 1)^2 + 2 (rho - 1), without cancellation
-        "log_ratio_mean": mean,
-        "log_ratio_std": float(x.std(correction=0)),
-        "log_ratio_abs_max": max(-low, high),
-        "rho_std": float(excess.std(correction=0)),
-        "rho_max": float(torch.tensor(high).double().exp()),
-        "rho_min": float(torch.tensor(low).double().exp()),
-        "probability_gap_mean": float((gap.proximal - gap.behavior).abs().mean()),
-        "ess_token": float(rho.mean()) ** 2 / float(rho.square().mean()),
-        "tokens": float(x.numel()),
-    }
-    pearson = _pearson(gap.behavior, gap.proximal)
-    return numbers if pearson is None else {**numbers, "pearson": pearson}
-
-
-def _pearson(first: Tensor, second: Tensor) -> float | None:
-    """Correlation; None if one of the two does not vary."""
-    a, b = first - first.mean(), second - second.mean()
-    norm = float(a.norm() * b.norm())
-    return float((a * b).sum()) / norm if norm > 0 else None
-
-
-def _sequence_numbers(scene: Scene, proximal: Tensor, sequences: Segments) -> dict[str, float]:
-    counted = sequences.any(scene.mask)
-    if not bool(counted.any()):
-        return {}
-    log_mu = sequences.mean(scene.batch.behavior_logprobs, scene.mask)[counted]
-    log_prox = sequences.mean(proximal, scene.mask)[counted]
-    product = sequences.sum(torch.where(scene.mask, proximal - scene.batch.behavior_logprobs, 0))[counted]
-    rho = bounded_exp(product)
+    log_mu, log_prox = sum_mu / tokens, sum_prox / tokens
+    rho = bounded_exp(sum_prox - sum_mu)
     square = float(rho.square().mean())
     return {
         "chi2_sequence": square - 1,
@@ -206,127 +172,45 @@ def _sequence_numbers(scene: Scene, proximal: Tensor, sequences: Segments) -> di
     }
 
 
-def _target_numbers(scene: Scene, target: Tensor) -> dict[str, float]:
-    batch, mask = scene.batch, scene.mask
-    if not bool(mask.any()):
+def _target_numbers(batch: PackedBatch, target: Tensor, mask: Tensor) -> dict[str, float]:
+    tokens = int(mask.sum())
+    if tokens == 0:
         return {}
-    behavior, chosen = batch.behavior_logprobs[mask].double(), target[mask].double()
-    x = (chosen - behavior).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    is_bad = (batch.advantages[mask] < 0) & (behavior.exp() - chosen.exp() >= BAD_UPDATE)
+    behavior, chosen = masked(batch.behavior_logprobs, mask), masked(target, mask)
+    x = (chosen.double() - behavior).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # 0 outside the mask, and so are k1 and k3
+    is_bad = (batch.advantages < 0) & (behavior.exp() - chosen.exp() >= BAD_UPDATE)
     numbers = {
-        "target_k1_kl": -float(x.mean()),
-        "target_k3_kl": float((torch.expm1(x) - x).mean()),
-        "target_rho_max": float(x.max().exp()),
-        "bad_update_fraction": float(is_bad.double().mean()),
+        "target_k1_kl": -float(x.sum()) / tokens,
+        "target_k3_kl": _k3_mean(x, tokens),
+        "target_rho_max": math.exp(float((x + (mask.double() - 1) * 1e3).max())),
+        "bad_update_fraction": float(is_bad.sum()) / tokens,
     }
     if batch.proximal_logprobs is not None:
-        drift = (chosen - batch.proximal_logprobs[mask].double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        numbers["drift_k3_kl"] = float((torch.expm1(drift) - drift).mean())
+        drift = (chosen.double() - masked(batch.proximal_logprobs, mask)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        numbers["drift_k3_kl"] = _k3_mean(drift, tokens)
     return numbers
 
 
-def _staleness_numbers(batch: PackedBatch, sequences: Segments) -> dict[str, float]:
-    sampled = batch.loss_mask & (batch.weight_versions >= 0)
-    if not bool(sampled.any()):
+def _k3_mean(log_ratio: Tensor, tokens: int) -> float:
+    return float((torch.expm1(log_ratio) - log_ratio).sum()) / tokens
+
+
+def _staleness_numbers(runs: Stretches, num_sequences: int) -> dict[str, float]:
+    counts = count_staleness(runs, num_sequences)
+    if counts is None:
         return {}
-    in_flight, in_queue = (part[sampled] for part in split_staleness(batch, sequences))
-    total = in_flight + in_queue
-    trained = sequences.any(sampled)
-    numbers = {
-        "staleness_mean": float(total.double().mean()),
-        "staleness_max": float(total.max()),
-        "staleness_in_flight_mean": float(in_flight.double().mean()),
-        "staleness_in_queue_mean": float(in_queue.double().mean()),
-        "mixed_version_fraction": float(is_mixed(batch, sequences)[trained].double().mean()),
-    }
-    for name, values in (("staleness", total), ("staleness_in_flight", in_flight), ("staleness_in_queue", in_queue)):
-        shares = torch.bincount(values).double() / values.numel()
-        numbers |= {f"{name}_fraction_{versions}": share for versions, share in enumerate(shares.tolist())}
+    shares = {"staleness": counts.total, "staleness_in_flight": counts.in_flight, "staleness_in_queue": counts.in_queue}
+    tokens = float(counts.total.sum())
+    numbers = {"staleness_max": float(counts.total.numel() - 1), "mixed_version_fraction": counts.mixed_sequences / counts.sequences}
+    for name, histogram in shares.items():
+        by_version = [count / tokens for count in histogram.tolist()]
+        numbers[f"{name}_mean"] = sum(versions * share for versions, share in enumerate(by_version))
+        numbers |= {f"{name}_fraction_{versions}": share for versions, share in enumerate(by_version)}
     return numbers
 
 
-def _rejection_numbers(
-    known: Scene, corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig | None, entropy: Tensor | None
-) -> dict[str, float]:
-    loss_mask, advantages = known.batch.loss_mask, known.batch.advantages
-    keep, verdicts, numbers = _final_decision(corrected, target, config)
-    if not bool(loss_mask.any()):
-        return {}
-    dropped = loss_mask & ~keep
-    numbers |= {"kept_fraction": _share(keep, loss_mask), "rejected_fraction": _share(dropped, loss_mask)}
-    for name, side in (("positive", loss_mask & (advantages > 0)), ("negative", loss_mask & (advantages < 0))):
-        if bool(side.any()):
-            numbers[f"rejected_fraction_{name}"] = _share(dropped, side)
-    sequences = known.levels.at(Level.SEQUENCE)
-    counted = sequences.any(loss_mask)
-    numbers["rejected_sequence_fraction"] = _share(~sequences.any(keep), counted)
-    for verdict in verdicts:
-        numbers[f"rejected_by_{verdict.label}"] = _share(~verdict.keep, known.mask) if bool(known.mask.any()) else 0.0
-    finite_dropped = dropped & known.mask
-    if bool(finite_dropped.any()):
-        if known.logprobs.proximal is not None:
-            numbers["rejected_probability_mean"] = float(known.logprobs.proximal[finite_dropped].double().exp().mean())
-        if entropy is not None:
-            numbers["rejected_entropy_mean"] = float(entropy.detach()[finite_dropped].double().mean())
-    return numbers
-
-
-def _final_decision(
-    corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig | None
-) -> tuple[Tensor, tuple[Verdict, ...], dict[str, float]]:
-    """(keep [N], verdicts, numbers of the weights), late parts included if the target is known and they need no top-K table."""
-    weights, keep = corrected.importance_weights, corrected.keep_mask
-    if config is None:
-        return keep, (), _weight_numbers(weights, keep)
-    batch = corrected.batch
-    scene = make_scene(batch, Logprobs(batch.behavior_logprobs, batch.proximal_logprobs, None))
-    numbers: dict[str, float] = {}
-    passes = [False] if target is None else [False, True]
-    if target is not None:
-        scene = training_scene(corrected, target, config)
-    elif config.proximal.value == "behavior":
-        scene = Scene(batch, Logprobs(batch.behavior_logprobs, batch.behavior_logprobs, None), scene.mask, Levels(batch))
-    verdicts: tuple[Verdict, ...] = ()
-    for late in passes:
-        try:
-            decision = decide(scene, config, late=late, is_deferred=corrected.is_deferred)
-        except DataError:
-            continue  # top-K criteria: their tables stay with the learner
-        keep = keep & decision.keep
-        verdicts += decision.verdicts
-        weights = weights * decision.weights if late else weights
-        if config.importance.mode is not WeightMode.OFF and importance_is_late(config, is_deferred=corrected.is_deferred) == late:
-            numbers |= _bound_numbers(scene, config)
-    return keep, verdicts, numbers | _weight_numbers(weights, keep)
-
-
-def _bound_numbers(scene: Scene, config: CorrectionConfig) -> dict[str, float]:
-    """Shares of units whose weight is not their ratio."""
-    part = config.importance
-    segments = scene.levels.at(part.level)
-    counted = segments.any(scene.mask)
-    if not bool(counted.any()):
-        return {}
-    log_ratio = scene.logprobs.log_ratio(effective_ratio(part.ratio, config), scene.mask)
-    raw = bounded_exp(aggregate_log_ratio(log_ratio, scene.mask, segments, level=part.level))
-    weights = unit_weights(scene, config)
-    return {
-        "truncated_fraction": _share((weights != raw) & (weights > 0), counted),
-        "masked_fraction": _share(weights == 0, counted),
-    }
-
-
-def _weight_numbers(weights: Tensor, keep: Tensor) -> dict[str, float]:
-    kept = weights[keep].double()
-    if kept.numel() == 0:
-        return {}
-    numbers = {"importance_weight_mean": float(kept.mean()), "importance_weight_max": float(kept.max())}
-    square = float(kept.square().mean())
-    return {**numbers, "importance_weight_ess": float(kept.mean()) ** 2 / square} if square > 0 else numbers
-
-
-def _detailed_numbers(scene: Scene, proximal: Tensor) -> dict[str, float]:
-    behavior, chosen = scene.batch.behavior_logprobs[scene.mask].double(), proximal[scene.mask].double()
+def _detailed_numbers(batch: PackedBatch, proximal: Tensor, mask: Tensor) -> dict[str, float]:
+    behavior, chosen = batch.behavior_logprobs[mask].double(), proximal[mask].double()
     x = (chosen - behavior).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if x.numel() == 0:
         return {}
@@ -340,9 +224,5 @@ def _detailed_numbers(scene: Scene, proximal: Tensor) -> dict[str, float]:
         if inside.numel() > 0:
             numbers[f"bucket_rho_mean_{index}"] = float(inside.mean())
             numbers[f"bucket_rho_std_{index}"] = float(inside.std(correction=0))
-    numbers["spurious_objective"] = float(scene.batch.advantages[scene.mask].double()[probability < 0.1].sum())
+    numbers["spurious_objective"] = float(batch.advantages[mask].double()[probability < 0.1].sum())
     return numbers
-
-
-def _share(chosen: Tensor, among: Tensor) -> float:
-    return float((chosen & among).sum()) / float(among.sum())

@@ -11,6 +11,7 @@ import enum
 import torch
 from torch import Tensor
 
+from correction.masking import masked
 from correction.ratios import bounded_exp
 
 
@@ -34,7 +35,11 @@ def importance_weights(log_ratio: Tensor, *, mode: WeightMode, lower: Tensor | f
     Returns: [U], detached, the dtype of log_ratio.
     Source: truncate: Ionides (2008), "TIS" in Yao et al. (2025); mask: IcePop (arXiv 2510.18855), which keeps the ratio, not 1.
     """
-    weights = bounded_exp(log_ratio.detach())
+    return bounded_weights(bounded_exp(log_ratio.detach()), mode=mode, lower=lower, upper=upper)
+
+
+def bounded_weights(weights: Tensor, *, mode: WeightMode, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:
+    """Weights of units from their ratios [U]; see importance_weights."""
     if mode is WeightMode.OFF:
         return torch.ones_like(weights)
     if mode is WeightMode.RAW:
@@ -42,8 +47,10 @@ def importance_weights(log_ratio: Tensor, *, mode: WeightMode, lower: Tensor | f
     low = 0.0 if lower is None or mode is WeightMode.TRUNCATE else lower
     high = torch.inf if upper is None else upper
     if mode is WeightMode.MASK:
-        return torch.where((weights >= low) & (weights <= high), weights, 0)
-    return torch.clamp(torch.clamp(weights, min=low), max=high)
+        return masked(weights, (weights >= low) & (weights <= high))
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return torch.clamp(torch.clamp(weights, min=low), max=high)
+    return weights.clamp(low, high)
 
 
 def staleness_bound(table: tuple[float, ...], staleness: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import enum
 import torch
 from torch import Tensor
 
+from correction.masking import masked
 from correction.segments import Segments
 
 SMALLEST_MEAN = 1e-8
@@ -37,7 +38,7 @@ def weight_sums(unit_weights: Tensor, mask: Tensor, keep: Tensor, segments: Segm
     counted = segments.any(mask)
     if population is Population.KEPT:
         counted = segments.any(keep) & (unit_weights > 0)
-    weights = torch.where(counted, unit_weights, 0)
+    weights = masked(unit_weights, counted)
     return torch.stack([weights.sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])
 
 

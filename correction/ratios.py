@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from correction.masking import masked
 from correction.segments import Level, Segments
 
 LOG_RATIO_LIMIT = 20.0
@@ -54,7 +54,7 @@ class Logprobs:
     def log_ratio(self, ratio: Ratio, mask: Tensor) -> Tensor:
         """[N] log of a ratio; 0 outside the mask, whatever stands there."""
         numerator, denominator = self.pair(ratio)
-        return torch.where(mask, numerator - denominator, 0)
+        return masked(numerator - denominator, mask)
 
 
 def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: Level) -> Tensor:

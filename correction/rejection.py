@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from correction.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
+from correction.masking import masked
 from correction.segments import Level, Segments
 
 
@@ -72,7 +73,7 @@ def token_statistic(statistic: Statistic, numerator: Tensor, denominator: Tensor
         numerator, denominator: [N] logprobs of the sampled token.
     Raises: ValueError for a top-K statistic, which needs more than the sampled token: see `topk_statistic`.
     """
-    log_ratio = torch.where(mask, numerator - denominator, 0)
+    log_ratio = masked(numerator - denominator, mask)
     if statistic in (Statistic.RATIO, Statistic.SECOND_MOMENT):
         return log_ratio
     if statistic in (Statistic.K1, Statistic.K2, Statistic.K3):
@@ -120,8 +121,10 @@ def unit_statistic(values: Tensor, mask: Tensor, segments: Segments, level: Reje
 
 def within(values: Tensor, *, lower: Tensor | float | None, upper: Tensor | float | None, is_open: bool = False) -> Tensor:
     """[U] bool: inside the bounds, which count as inside unless is_open. Not a number is outside."""
-    inside = ~values.isnan()
-    if lower is not None:
+    if lower is None and upper is None:
+        return ~values.isnan()
+    inside = torch.ones_like(values, dtype=torch.bool)
+    if lower is not None:  # a comparison with not a number is False
         inside &= values > lower if is_open else values >= lower
     if upper is not None:
         inside &= values < upper if is_open else values <= upper

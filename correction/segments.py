@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
+from correction.masking import masked
 
 
 class Level(enum.StrEnum):
@@ -40,9 +41,11 @@ class Segments:
     """U."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """[U] float64 sums of values [N]; 0 for an empty unit."""
+        """[U] float64 sums of values [N], or counts of a mask; 0 for an empty unit."""
         if self.offsets is None:
             return values.double()
+        if values.dtype == torch.bool:
+            return running_counts(values, self.offsets).double()
         if values.numel() == 0:
             return values.new_zeros(self.count, dtype=torch.float64)
         return torch.segment_reduce(values.double(), "sum", offsets=self.offsets, initial=0)
@@ -56,21 +59,28 @@ class Segments:
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """[U] float64 means over the tokens in mask; 0 where a unit has none. Values outside the mask are not looked at."""
-        return self.sum(torch.where(mask, values, 0)) / self.sum(mask).clamp(min=1)
+        return self.sum(masked(values, mask)) / self.sum(mask).clamp(min=1)
 
     def any(self, mask: Tensor) -> Tensor:
         """[U] bool: some token of the unit is in the mask."""
-        return mask if self.ids is None else self.sum(mask) > 0
+        return mask if self.offsets is None else running_counts(mask, self.offsets) > 0
 
     def spread(self, units: Tensor) -> Tensor:
         """[N] the value of each token's unit."""
         return units if self.ids is None else units.index_select(0, self.ids)
 
 
+def running_counts(mask: Tensor, offsets: Tensor) -> Tensor:
+    """[U] int32: tokens of the mask [N] in each unit. Running counts are exact, and their differences cost less than a reduction."""
+    running = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
+    torch.cumsum(mask.to(torch.int32), 0, dtype=torch.int32, out=running[1:])
+    return running.index_select(0, offsets).diff()
+
+
 def segments_from_offsets(offsets: Tensor, num_tokens: int) -> Segments:
     """Units given by offsets [U + 1]."""
     count = int(offsets.shape[0]) - 1
-    ids = torch.repeat_interleave(torch.arange(count, device=offsets.device), offsets.diff(), output_size=num_tokens)
+    ids = torch.repeat_interleave(offsets.diff(), output_size=num_tokens)
     return Segments(ids=ids, offsets=offsets, count=count)
 
 

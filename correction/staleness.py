@@ -2,36 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.segments import Segments
+from correction.masking import masked
 
 
 def token_staleness(batch: PackedBatch) -> Tensor:
-    """[N] int64, versions, >= 0; 0 for tokens that no weights sampled."""
-    age = batch.learner_version - batch.weight_versions.long()
-    return torch.where(batch.weight_versions >= 0, age.clamp(min=0), 0)
+    """[N] integers, versions, >= 0; 0 for tokens that no weights sampled."""
+    age = (batch.learner_version - batch.weight_versions).clamp(min=0)
+    return masked(age, batch.weight_versions >= 0)
 
 
-def split_staleness(batch: PackedBatch, sequences: Segments) -> tuple[Tensor, Tensor]:
-    """Token staleness as (in-flight [N], in-queue [N]), which add up to it.
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """The trained tokens as R runs in which neither sequence nor weight version changes.
 
-    In-flight: updates between this token and the last token of its sequence, while the sequence was being sampled.
-    In-queue: updates from then to the training step, while the finished sequence waited.
+    A trajectory has few of them, since weights and masks change rarely: what depends on the version alone is settled on the
+    runs, and what is wanted of the tokens of one age is gathered by index instead of being selected out of all.
     """
-    staleness = token_staleness(batch)
-    sampled = batch.loss_mask & (batch.weight_versions >= 0)
-    newest = -sequences.maximum(torch.where(sampled, -staleness.double(), -torch.inf))  # least staleness in the sequence
-    in_queue = torch.minimum(sequences.spread(newest), staleness.double()).long()
-    return staleness - in_queue, in_queue
+
+    starts: Tensor
+    """[R] int64: index of the first token."""
+    lengths: Tensor
+    """[R] int64: tokens, > 0."""
+    sequences: Tensor
+    """[R] int64: sequence that the run is part of."""
+    versions: Tensor
+    """[R] integers: version of the weights that sampled the run; -1 if none did."""
+    staleness: Tensor
+    """[R] int64, versions, >= 0."""
+
+    def token_index(self, chosen: Tensor, *, chunk: int) -> Iterator[Tensor]:
+        """Indices of the tokens of the chosen runs [R bool], rising, in tensors [n] int64 of whole runs with about `chunk` tokens each."""
+        starts, lengths = self.starts[chosen], self.lengths[chosen]
+        ends = lengths.cumsum(0)
+        if ends.numel() == 0:
+            return
+        shifts, total = starts - (ends - lengths), int(ends[-1])
+        inner = torch.searchsorted(ends, torch.tensor(range(chunk, total, chunk), dtype=torch.int64, device=ends.device))
+        edges = sorted({0, ends.numel(), *inner.tolist()})
+        bounds = [0, *ends[torch.tensor(edges[1:], device=ends.device) - 1].tolist()]
+        for k in range(len(edges) - 1):
+            runs, tokens = slice(edges[k], edges[k + 1]), bounds[k + 1] - bounds[k]
+            shift = torch.repeat_interleave(shifts[runs], lengths[runs], output_size=tokens)
+            yield shift + torch.arange(bounds[k], bounds[k + 1], device=shift.device)
 
 
-def is_mixed(batch: PackedBatch, sequences: Segments) -> Tensor:
-    """[S] bool: sequences with trained tokens of more than one version."""
-    sampled = batch.loss_mask & (batch.weight_versions >= 0)
-    versions = batch.weight_versions.double()
-    newest = sequences.maximum(torch.where(sampled, versions, -torch.inf))
-    oldest = -sequences.maximum(torch.where(sampled, -versions, -torch.inf))
-    return newest > oldest
+def stretches(batch: PackedBatch, mask: Tensor) -> Stretches:
+    """The runs of the tokens in the mask [N] bool."""
+    versions, tokens = batch.weight_versions, batch.num_tokens
+    changes = torch.empty_like(mask)
+    changes[:1] = True
+    changes[1:] = (versions[1:] ^ versions[:-1]).bool() | (mask[1:] ^ mask[:-1])
+    changes[batch.offsets[batch.offsets < tokens]] = True
+    bounds = changes.nonzero().squeeze(1)
+    lengths = torch.cat([bounds, bounds.new_tensor([tokens])]).diff()
+    inside = mask[bounds]
+    starts = bounds[inside]
+    sampled_by = versions[starts].long()
+    return Stretches(
+        starts=starts,
+        lengths=lengths[inside],
+        sequences=torch.searchsorted(batch.offsets, starts, right=True) - 1,
+        versions=sampled_by,
+        staleness=torch.where(sampled_by >= 0, (batch.learner_version - sampled_by).clamp(min=0), 0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessCounts:
+    """Sampled tokens by staleness; entry k of each tensor is the number of tokens with k updates. Float64, and whole numbers."""
+
+    total: Tensor
+    """[K]: updates between sampling a token and this step."""
+    in_flight: Tensor
+    """[F]: updates between a token and the last token of its sequence, while the sequence was being sampled."""
+    in_queue: Tensor
+    """[Q]: updates from then to the training step, while the finished sequence waited. in_flight + in_queue = total."""
+    sequences: int
+    """Sequences with a sampled token."""
+    mixed_sequences: int
+    """Sequences with tokens of more than one version."""
+
+
+def count_staleness(runs: Stretches, num_sequences: int) -> StalenessCounts | None:
+    """The counts; None if there is no sampled token."""
+    sampled = runs.versions >= 0
+    if not bool(sampled.any()):
+        return None
+    staleness, sequence, tokens = runs.staleness[sampled], runs.sequences[sampled], runs.lengths[sampled].double()
+    missing = torch.full((num_sequences,), torch.iinfo(torch.int64).max, device=staleness.device)
+    freshest = missing.scatter_reduce(0, sequence, staleness, "amin")  # a sequence is as fresh as its last token
+    in_queue = freshest[sequence]
+    is_mixed = torch.zeros_like(missing, dtype=torch.bool)
+    versions = runs.versions[sampled]
+    newest = torch.full_like(missing, -1).scatter_reduce(0, sequence, versions, "amax")
+    is_mixed[sequence[versions < newest[sequence]]] = True
+    return StalenessCounts(
+        total=torch.bincount(staleness, weights=tokens),
+        in_flight=torch.bincount(staleness - in_queue, weights=tokens),
+        in_queue=torch.bincount(in_queue, weights=tokens),
+        sequences=int((freshest < missing).sum()),
+        mixed_sequences=int(is_mixed.sum()),
+    )

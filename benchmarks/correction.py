@@ -1,0 +1,246 @@
+"""What the correction costs: the full pass over a million tokens, against a plain copy of its inputs and against verl's helper.
+
+    python benchmarks/correction.py --make-verl /tmp/verl      # once: verl 0.9.1 in a virtual environment of its own
+    python benchmarks/correction.py --verl /tmp/verl
+
+The pass is preset mis-full (truncated weights, rejection, veto, batch normalisation) and the cheap diagnostics, on one ragged batch
+(lengths log-uniform from 16 to 16384) and on one of equal lengths. verl gets the same batch padded, with token truncation at 2, batch
+normalisation and token_k1 rejection from 0.5 to 2; it has no veto. All contestants take turns in one run, so that
+a busy machine hits all of them; ratios are of their best times, and of their medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[0] = str(ROOT)  # otherwise this file would be what `import correction` finds
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from correction import CorrectionConfig, PackedBatch, correct, diagnose, to_padded  # noqa: E402
+
+SHORTEST, LONGEST, EQUAL = 16, 16384, 2048
+VERL = "verl==0.9.1"
+VERL_NEEDS = ["torch==2.13.0", "numpy", "omegaconf", "packaging", "ray", "tensordict==0.10.0", "transformers<5.11", "codetiming", "orjson"]
+"""What verl's helper imports; verl itself goes without dependencies, which would be serving engines."""
+CONFIG = CorrectionConfig(preset="mis-full")
+LIMITS = {"ragged": 5.0, "equal": 1.0}
+COPY_LIMIT, MEMORY_LIMIT = 25.0, 6.0
+
+
+def lengths_of(kind: str, tokens: int) -> Tensor:
+    """[S] int64, their sum is `tokens`."""
+    if kind == "equal":
+        return torch.full((tokens // EQUAL,), EQUAL)
+    generator = torch.Generator().manual_seed(0)
+    drawn = (math.log(SHORTEST) + torch.rand(tokens // 8, generator=generator) * math.log(LONGEST / SHORTEST)).exp().long()
+    drawn[0] = LONGEST
+    count = int((drawn.cumsum(0) <= tokens - SHORTEST).sum())
+    return torch.cat([drawn[:count], torch.tensor([tokens - int(drawn[:count].sum())])])
+
+
+def make_batch(lengths: Tensor, seed: int) -> PackedBatch:
+    """A batch of two-thirds fresh and one-third older sequences, some of mixed versions; every eighth block of 64 tokens is a tool's.
+
+    One token in a hundred has a log ratio of spread 1, the others of 0.05.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens, sequences = int(lengths.sum()), len(lengths)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    position = torch.arange(tokens) - torch.repeat_interleave(offsets[:-1], lengths)
+    mu = -torch.rand(tokens, generator=generator).clamp(min=1e-6).log().neg().mul(0.5)
+    spread = torch.where(torch.rand(tokens, generator=generator) < 0.01, 1.0, 0.05)
+    prox = (mu + spread * torch.randn(tokens, generator=generator)).clamp(max=0)
+    age = torch.repeat_interleave(torch.randint(0, 3, (sequences,), generator=generator).sub(1).clamp(min=0), lengths)
+    age += (position < torch.repeat_interleave(lengths // 4, lengths)) & (age > 0)
+    return PackedBatch(
+        token_ids=torch.randint(0, 150_000, (tokens,), generator=generator),
+        offsets=offsets,
+        loss_mask=(position // 64) % 8 != 3,
+        behavior_logprobs=mu,
+        advantages=torch.repeat_interleave(torch.randn(sequences, generator=generator), lengths),
+        weight_versions=(7 - age).int(),
+        group_ids=torch.arange(sequences) // 8,
+        learner_version=7,
+        proximal_logprobs=prox,
+    ).validate()
+
+
+def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def full_pass(batch: PackedBatch) -> dict[str, float]:
+    """What is timed."""
+    return diagnose(batch, correct(batch, CONFIG), config=CONFIG)
+
+
+class Verl:
+    """verl's helper in a process of its own, which times one round when told to."""
+
+    def __init__(self, folder: Path, batch: PackedBatch, threads: int, scratch: Path) -> None:
+        real = torch.arange(int(batch.lengths.max())) < batch.lengths[:, None]
+        padded = {
+            "old_log_prob": to_padded(batch.proximal_logprobs, real),
+            "rollout_log_prob": to_padded(batch.behavior_logprobs, real),
+            "response_mask": to_padded(batch.loss_mask.long(), real),
+        }
+        self.padded_tokens = real.numel()
+        torch.save(padded, scratch)
+        command = [str(folder / "bin" / "python"), str(ROOT / "benchmarks" / "verl_worker.py"), str(scratch), str(threads)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+        self.metrics: dict[str, float] = self._answer()
+
+    def round(self) -> float:
+        """Seconds of one round."""
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("round\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("verl's process ended; is its environment complete? Make it anew with --make-verl")
+        return dict(json.loads(line))
+
+
+def timed(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def last_level_cache_bytes() -> int:
+    """Of the first processor; 32 MiB where the system does not say."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max([int(size[:-1]) * {"K": 1024, "M": 1024**2}[size[-1]] for size in sizes if size[-1] in "KM"], default=32 * 1024**2)
+
+
+def measure(kind: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Print the comparison for one kind of batch; return the seconds of each contestant."""
+    lengths = lengths_of(kind, arguments.tokens)
+    input_bytes = sum(value.nbytes for value in tensors_of(make_batch(lengths, 0)).values())
+    # Several batches in turn, so that neither the copy nor the pass finds its inputs in the cache.
+    copies = max(2, math.ceil(2 * last_level_cache_bytes() / input_bytes))
+    batches = [make_batch(lengths, seed) for seed in range(copies)]
+    buffers = [{name: torch.empty_like(value) for name, value in tensors_of(batch).items()} for batch in batches]
+
+    def copy(index: int) -> None:
+        for name, value in tensors_of(batches[index]).items():
+            buffers[index][name].copy_(value)
+
+    scratch = ROOT / "benchmarks" / f".{kind}.pt"
+    verl = Verl(arguments.verl, batches[0], arguments.threads, scratch) if arguments.verl else None
+    scratch.unlink(missing_ok=True)
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "correct", "diagnose", "pass", "verl")}
+    for index in range(copies):  # the first touch of every page
+        copy(index), full_pass(batches[index])
+    for turn in range(arguments.rounds):
+        index = turn % copies
+        seconds["copy"].append(timed(lambda: copy(index)))  # noqa: B023
+        seconds["pass"].append(timed(lambda: full_pass(batches[index])))  # noqa: B023
+        corrected = correct(batches[index], CONFIG)
+        seconds["correct"].append(timed(lambda: correct(batches[index], CONFIG)))  # noqa: B023
+        seconds["diagnose"].append(timed(lambda: diagnose(batches[index], corrected, config=CONFIG)))  # noqa: B023
+        if verl is not None:
+            seconds["verl"].append(verl.round())
+    print(f"\n{kind}: {arguments.tokens:,} tokens, {len(lengths)} sequences of {int(lengths.min())} to {int(lengths.max())}")
+    print(f"  inputs: {input_bytes / 1e6:.1f} MB, {copies} such batches taken in turn; cache: {last_level_cache_bytes() / 1e6:.1f} MB")
+    if kind == "ragged":
+        print("  " + ", ".join(f"{name} {value.nbytes:,}" for name, value in tensors_of(batches[0]).items()) + " bytes")
+    for name, values in seconds.items():
+        if values:
+            print(f"  {name:9s} best {min(values) * 1e3:8.2f} ms   median {statistics.median(values) * 1e3:8.2f} ms")
+    _print_ratio("pass / copy", seconds["pass"], seconds["copy"], f"at most {COPY_LIMIT:g}")
+    if verl is not None:
+        _print_ratio("verl / pass", seconds["verl"], seconds["pass"], f"at least {LIMITS[kind]:g}")
+        _check_same_answer(verl.metrics, full_pass(batches[0]))
+        print(f"  verl's padded batch holds {verl.padded_tokens:,} tokens")
+        verl.close()
+    return seconds
+
+
+def _print_ratio(name: str, above: list[float], below: list[float], wanted: str) -> None:
+    best, median = min(above) / min(below), statistics.median(above) / statistics.median(below)
+    print(f"  {name}: {best:.1f} (of medians {median:.1f}); wanted: {wanted}")
+
+
+def _check_same_answer(verl: dict[str, float], ours: dict[str, float]) -> None:
+    """Both have done the same work: the k3 KL and the rejected share agree to float32."""
+    for theirs, name in (("rollout_corr/k3_kl", "k3_kl"), ("rollout_corr/rollout_rs_masked_fraction", "rejected_fraction")):
+        if not math.isclose(verl[theirs], ours[name], rel_tol=2e-3):
+            raise SystemExit(f"verl's {theirs} = {verl[theirs]}, ours = {ours[name]}: the two did not do the same work")
+
+
+def profile(arguments: argparse.Namespace) -> None:
+    """Print peak memory beyond the inputs, from the profiler's record of every allocation, and the five largest costs."""
+    batch = make_batch(lengths_of("ragged", arguments.tokens), 0)
+    input_bytes = sum(value.nbytes for value in tensors_of(batch).values())
+    full_pass(batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        full_pass(batch)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    print(f"\npeak memory beyond the inputs: {peak / 1e6:.1f} MB, {peak / input_bytes:.2f} times them; wanted: at most {MEMORY_LIMIT:g}")
+    averages = profiler.key_averages()
+    total = sum(item.self_cpu_time_total for item in averages)
+    print("largest costs of the pass (own time of the operator):")
+    for item in sorted(averages, key=lambda item: -item.self_cpu_time_total)[:5]:
+        print(f"  {item.key:28s} {item.self_cpu_time_total / total:6.1%} in {item.count} calls")
+
+
+def make_verl(folder: Path) -> None:
+    """verl and what its helper imports, in a virtual environment of their own (about 1 GB)."""
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *VERL_NEEDS], check=True)
+    subprocess.run([*pip, "--no-deps", VERL], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2**20)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--verl", type=Path, help="folder of the virtual environment that has verl")
+    parser.add_argument("--make-verl", type=Path, metavar="FOLDER", help="make that environment, and stop")
+    arguments = parser.parse_args()
+    if arguments.make_verl:
+        make_verl(arguments.make_verl)
+        return
+    torch.set_num_threads(arguments.threads)
+    print(f"torch {torch.__version__}, {arguments.threads} threads, one process, {arguments.rounds} rounds in turn")
+    for kind in LIMITS:
+        measure(kind, arguments)
+    profile(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What rejection, veto and bounds did, as sums that add up over the parts of a batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from correction.batch import CorrectedBatch
+from correction.config import CorrectionConfig
+from correction.decision import Decision, Scene, Verdict, decide, make_scene
+from correction.errors import DataError
+from correction.loss import training_scene
+from correction.masking import masked
+from correction.proximal import ProximalSource
+from correction.ratios import Logprobs
+from correction.segments import Level
+
+Sums = dict[str, float]
+LARGEST_WEIGHT = "largest_weight"
+"""The one entry that is no sum: parts are joined by their maximum."""
+_PASSED = "passed:"
+
+
+def tally(
+    known: Scene, corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig | None, entropy: Tensor | None
+) -> Sums:
+    """Sums over whole sequences. An entry is missing where nothing was decided or counted.
+
+    Args:
+        known: the scene of these sequences with all that is known now; corrected: of these sequences.
+        target, entropy: [N].
+    """
+    loss_mask, advantages = known.batch.loss_mask, known.batch.advantages
+    keep, weights, verdicts, sums = _final_decision(known, corrected, target, config)
+    kept_weights = masked(weights, keep).double()
+    sequences = known.levels.at(Level.SEQUENCE)
+    sums |= {
+        "tokens": int(loss_mask.count_nonzero()),
+        "finite": int(known.mask.count_nonzero()),
+        "kept": int(keep.count_nonzero()),
+        "sequences": int(sequences.any(loss_mask).count_nonzero()),
+        "kept_sequences": int(sequences.any(keep).count_nonzero()),
+        "weight": float(kept_weights.sum()),
+        "weight_square": float(kept_weights.dot(kept_weights)),
+        LARGEST_WEIGHT: float(kept_weights.max()) if kept_weights.numel() else 0.0,
+    }
+    for name, side in (("positive", advantages > 0), ("negative", advantages < 0)):
+        sums |= {name: int((side & loss_mask).count_nonzero()), f"kept_{name}": int((side & keep).count_nonzero())}
+    for number, verdict in enumerate(verdicts):
+        sums[f"{_PASSED}{number}:{verdict.label}"] = int((verdict.keep & known.mask).count_nonzero())
+    return sums | _dropped(known, loss_mask & ~keep & known.mask, entropy)
+
+
+def joined(parts: list[Sums]) -> Sums:
+    """The sums of all parts together."""
+    total: Sums = {}
+    for part in parts:
+        for name, value in part.items():
+            old = total.get(name, 0)
+            total[name] = max(old, value) if name == LARGEST_WEIGHT else old + value
+    return total
+
+
+def rejection_numbers(sums: Sums) -> dict[str, float]:
+    """The numbers about weights and rejection of diagnostics.DIAGNOSTICS, from the sums of the whole batch."""
+    tokens, kept = sums["tokens"], sums["kept"]
+    if tokens == 0:
+        return {}
+    numbers = {
+        "kept_fraction": kept / tokens,
+        "rejected_fraction": (tokens - kept) / tokens,
+        "rejected_sequence_fraction": 1 - sums["kept_sequences"] / sums["sequences"],
+    }
+    for side in ("positive", "negative"):
+        if sums[side] > 0:
+            numbers[f"rejected_fraction_{side}"] = (sums[side] - sums[f"kept_{side}"]) / sums[side]
+    for name, passed in sums.items():
+        if name.startswith(_PASSED):
+            numbers[f"rejected_by_{name.split(':')[2]}"] = (sums["finite"] - passed) / max(sums["finite"], 1)
+    if sums.get("units", 0) > 0:
+        numbers |= {"truncated_fraction": sums["truncated"] / sums["units"], "masked_fraction": sums["masked"] / sums["units"]}
+    for name in ("probability", "entropy"):
+        if f"dropped_{name}" in sums and sums["dropped"] > 0:
+            numbers[f"rejected_{name}_mean"] = sums[f"dropped_{name}"] / sums["dropped"]
+    if kept > 0:
+        mean, square = sums["weight"] / kept, sums["weight_square"] / kept
+        numbers |= {"importance_weight_mean": mean, "importance_weight_max": sums[LARGEST_WEIGHT]}
+        if square > 0:
+            numbers["importance_weight_ess"] = mean**2 / square
+    return numbers
+
+
+def _dropped(known: Scene, dropped: Tensor, entropy: Tensor | None) -> Sums:
+    """Sums over the dropped tokens [N bool], which are few."""
+    index = dropped.nonzero().squeeze(1)
+    sums: Sums = {"dropped": index.numel()}
+    if known.logprobs.proximal is not None:
+        sums["dropped_probability"] = float(known.logprobs.proximal[index].double().exp().sum())
+    if entropy is not None:
+        sums["dropped_entropy"] = float(entropy.detach()[index].double().sum())
+    return sums
+
+
+def _final_decision(
+    known: Scene, corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig | None
+) -> tuple[Tensor, Tensor, tuple[Verdict, ...], Sums]:
+    """(keep [N], weights [N], verdicts, sums of the bounds), late parts included if the target is known and they need no top-K table."""
+    weights, keep = corrected.importance_weights, corrected.keep_mask
+    if config is None:
+        return keep, weights, (), {}
+    scene = _decided_scene(known, corrected, target, config)
+    sums: Sums = {}
+    verdicts: tuple[Verdict, ...] = ()
+    for late in [False] if target is None else [False, True]:
+        try:
+            decision = decide(scene, config, late=late, is_deferred=corrected.is_deferred)
+        except DataError:
+            continue  # top-K criteria: their tables stay with the learner
+        keep = keep & decision.keep
+        verdicts += decision.verdicts
+        weights = weights * decision.weights if late else weights
+        sums |= _bounds(scene, decision, config)
+    return keep, weights, verdicts, sums
+
+
+def _decided_scene(known: Scene, corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig) -> Scene:
+    """The scene in which the batch was, or will be, decided; mostly the one that is known."""
+    batch = corrected.batch
+    if target is not None:
+        is_known = config.proximal is ProximalSource.RECOMPUTE and not (corrected.is_deferred and batch.proximal_logprobs is not None)
+        return known if is_known else training_scene(corrected, target, config)
+    if config.proximal is ProximalSource.BEHAVIOR:
+        return make_scene(batch, Logprobs(batch.behavior_logprobs, batch.behavior_logprobs, None))
+    return known
+
+
+def _bounds(scene: Scene, decision: Decision, config: CorrectionConfig) -> Sums:
+    """Units whose weight is not their ratio; empty where the pass has no weights."""
+    if decision.unit_weights is None or decision.unit_ratios is None:
+        return {}
+    counted = scene.levels.at(config.importance.level).any(scene.mask)
+    is_zero = counted & (decision.unit_weights == 0)
+    is_other = counted & (decision.unit_weights != decision.unit_ratios)
+    is_cut = is_other & ~is_zero
+    return {"units": int(counted.count_nonzero()), "truncated": int(is_cut.count_nonzero()), "masked": int(is_zero.count_nonzero())}
