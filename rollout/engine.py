@@ -188,7 +188,8 @@ class RolloutEngine:
         if max_tokens < 1 or len(token_ids) > self.longest_prompt or len(token_ids) + max_tokens > self.context_length:
             raise DataError(
                 f"{self.name}: {len(token_ids)} prompt tokens and max_tokens = {max_tokens}: the engine takes up to "
-                f"{self.longest_prompt} and at least 1, together up to {self.context_length} tokens. Shorten the prompt, or lower rollout.sampling.max_tokens"
+                f"{self.longest_prompt} and at least 1, together up to {self.context_length} tokens. "
+                "Shorten the prompt, or lower rollout.sampling.max_tokens"
             )
         if not (math.isfinite(temperature) and temperature >= 0):
             raise DataError(f"{self.name}: temperature = {temperature}: give a finite number, 0 for greedy, 1.0 for the model itself")

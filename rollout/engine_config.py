@@ -125,6 +125,7 @@ class EngineConfig(BaseModel):
             "disable_radix_cache": not self.prefix_cache,
             "sampling_backend": "pytorch",                          # rollout.sglang_plugin.sampler answers to this name
             "skip_tokenizer_init": True,
+            "sleep_on_idle": True,                                  # an idle scheduler would spin, and take a core from the learner
             "weight_version": str(version),
             "log_level": self.log_level,
         }
@@ -133,6 +134,7 @@ class EngineConfig(BaseModel):
                 "attention_backend": "torch_native" if self.attention_backend in (None, "stock") else self.attention_backend,
                 "grammar_backend": "none",
                 "disable_cuda_graph": True,
+                "disable_overlap_schedule": True,                   # overlap hides the GPU's time; here it is a step too many a request
                 # SGLang would take most of the machine's memory for the cache
                 "max_total_tokens": self.max_total_tokens or min(self.max_running_requests * context, 65_536),
             }

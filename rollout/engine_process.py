@@ -133,8 +133,8 @@ class EngineProcess:
                 failure = EngineError(f"{self.name}: SGLang did not start: {error}. Its log lines above say why")
                 failure.__cause__ = error
             self._loop.call_soon_threadsafe(_fail, started, failure)
-            return
-        self._loop.call_soon_threadsafe(_succeed, started, built)
+        else:
+            self._loop.call_soon_threadsafe(_succeed, started, built)
         self._end.wait()
 
     def _environment(self) -> dict[str, str]:
@@ -183,12 +183,13 @@ class EngineProcess:
         return _command(child).startswith("sglang::") or self._engine_id in child.environ().get(VARIABLE, "")
 
     def _end_processes(self) -> None:
+        """Kill them and wait until they are gone: the scheduler holds nothing that needs a goodbye."""
         deadline = time.monotonic() + self._config.deadlines.shutdown_s
         while (living := self._processes()) and time.monotonic() < deadline:
             for process in living:
                 with contextlib.suppress(psutil.Error):
-                    process.kill()                                  # the scheduler holds nothing that needs a goodbye
-            psutil.wait_procs(living, timeout=1.0)
+                    process.kill()
+            psutil.wait_procs(living, timeout=max(0.0, deadline - time.monotonic()))
         multiprocessing.active_children()                           # its side effect: ended children are reaped
 
 
@@ -204,10 +205,10 @@ def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     policy = asyncio.get_event_loop_policy()
     import sglang
 
-    asyncio.set_event_loop_policy(policy)                           # importing SGLang makes uvloop the policy of the whole process
     capabilities = probe(arguments["device"])
     capabilities.require()
     engine = sglang.Engine(**arguments)
+    asyncio.set_event_loop_policy(policy)                           # SGLang's import makes uvloop the policy of the whole process
     atexit.unregister(engine.shutdown)
     engine.tokenizer_manager._subprocess_watchdog.stop()
     return engine, capabilities

@@ -33,7 +33,7 @@ def platform() -> None:
 def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
-    from rollout.sglang_plugin import attention, host_memory, process_groups, sampler, versions, weights
+    from rollout.sglang_plugin import attention, host_memory, idle, process_groups, sampler, versions, weights
     from rollout.sglang_plugin.settings import PluginSettings
 
     settings = PluginSettings.from_environment()
@@ -43,4 +43,5 @@ def register() -> None:
     sampler.register()
     weights.register()
     versions.register()
+    idle.register()
     process_groups.register(settings.group_timeout_s)
