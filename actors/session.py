@@ -17,6 +17,7 @@ from actors.run_folder import Checkpoint, RunFolder
 from actors.terminal import TerminalView
 from correction.errors import ConfigError, DataError, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.rewards import RewardPool
 from rollout.tasks import Demonstration, Task, build_task
 
 
@@ -49,8 +50,22 @@ def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
     tokenizer = load_tokenizer(config.model)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.max_prompt_tokens(model_context(config.model)))
     task = build_task(config.rollout.task, encoder)
+    asyncio.run(_try_reward(config, task))
     report = task.check(demonstrations=warmup_demonstrations(config.model))
     return task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+
+
+async def _try_reward(config: RunConfig, task: Task) -> None:
+    """Score one held-out question, so that a broken reward function shows before anything is started. Raises: ConfigError, DataError."""
+    prompts = task.held_out_prompts()
+    if not prompts:
+        raise DataError(f"{task.name}: no question could be held out; raise rollout.task.held_out_fraction, or take more questions")
+    if config.rollout.reward.kind == "function":
+        pool = RewardPool(config.rollout.reward, config.rollout.task)
+        try:
+            await pool.check(prompts[0])
+        finally:
+            await pool.close()
 
 
 def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
@@ -87,6 +102,14 @@ def _check_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoin
             f"{folder.path} has done {checkpoint.step} of {config.steps} steps: nothing is left. "
             f"Add steps={checkpoint.step + 100} to train on"
         )
+    before = folder.read_config()
+    for name in ("groups_per_step", "max_staleness"):
+        value, saved = getattr(config, name), before.get(name)
+        if isinstance(saved, int) and value < saved:
+            raise ConfigError(
+                f"{name} = {value}, but {folder.path} ran with {saved}: groups that are under way could become older than allowed. "
+                f"Resume with {saved} or more"
+            )
     folder.rewind(checkpoint.step)
 
 
