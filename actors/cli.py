@@ -129,6 +129,19 @@ def presets() -> None:
 
 
 @app.command()
+def precision(
+    dtypes: Annotated[list[str] | None, typer.Argument(metavar="[DTYPE]...", help="Formats; default: bfloat16 float16.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Sampled tokens.")] = 50_000,
+    seed: Annotated[int, typer.Option(help="Seed of logits and samples.")] = 1234,
+) -> None:
+    """What a softmax in low precision alone does to the ratio of two engines that agree in everything else (a few seconds)."""
+    from correction.precision import precision_gap, precision_table
+
+    gaps = [precision_gap(dtype, tokens=tokens, seed=seed) for dtype in dtypes or ["bfloat16", "float16"]]
+    typer.echo(precision_table(gaps))
+
+
+@app.command()
 def capabilities() -> None:
     """What the installed engines offer on this machine."""
     from dataclasses import asdict
