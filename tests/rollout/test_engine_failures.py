@@ -126,8 +126,8 @@ def test_folder_that_sglang_cannot_serve(tiny_model: Path, tmp_path: Path, engin
     before = {p.pid for p in living_descendants(os.getpid())}
     with pytest.raises(EngineError, match="broken engine: SGLang did not start"):
         engine_loop.run(RolloutEngine.start(folder, EngineConfig(device="cpu", max_total_tokens=4096), name="broken engine"))
-    left = [p for p in living_descendants(os.getpid()) if p.pid not in before and "resource_tracker" not in " ".join(p.cmdline())]
-    assert left == []
+    left = [p.pid for p in living_descendants(os.getpid()) if p.pid not in before and "resource_tracker" not in " ".join(p.cmdline())]
+    assert wait_until_gone(left, 5.0) == []
 
 
 def test_folder_without_a_model(tmp_path: Path, engine_loop: BackgroundLoop) -> None:

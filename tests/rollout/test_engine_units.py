@@ -1,0 +1,140 @@
+"""The engine's parts that need no engine: checksum, settings, update checks, answers, the hash of the sgl_kernel stand-in."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from correction.checksum import tensor_checksum
+from correction.errors import ConfigError, EngineError, SyncError
+from rollout.capabilities import EngineCapabilities
+from rollout.completion import Completion
+from rollout.engine_config import EngineConfig
+from rollout.sglang_plugin.stand_in_sgl_kernel import murmur_hash32
+from rollout.trajectory import FinishReason, VersionSpan
+from rollout.weight_bucket import UpdateCheck, WeightSpec
+
+
+def test_checksum_is_sha256_of_dtype_shape_and_bytes() -> None:
+    tensor = torch.tensor([[1.0, -0.0], [float("nan"), 3.5]])
+    assert tensor_checksum(tensor) == hashlib.sha256(b"torch.float32(2, 2)" + tensor.numpy().tobytes()).hexdigest()
+
+
+def test_checksum_sees_one_bit_and_nothing_else() -> None:
+    tensor = torch.randn(64, 48)
+    same = torch.empty(48, 64).t().copy_(tensor)                    # other strides, same elements
+    assert not same.is_contiguous() and tensor_checksum(same) == tensor_checksum(tensor)
+    next_float = tensor.clone()
+    next_float.view(torch.int32)[63, 47] ^= 1
+    others = [next_float, tensor.reshape(48, 64), tensor.bfloat16(), torch.zeros(2), -torch.zeros(2), torch.zeros(()), torch.zeros(0)]
+    checksums = [tensor_checksum(tensor), *(tensor_checksum(other) for other in others)]
+    assert len(set(checksums)) == len(checksums)
+
+
+def test_checksum_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(1001).bfloat16()
+    whole = tensor_checksum(tensor)
+    monkeypatch.setattr("correction.checksum.CHUNK_BYTES", 64)
+    assert tensor_checksum(tensor) == whole
+
+
+def test_arguments_on_a_cpu_and_on_cuda() -> None:
+    cpu = EngineConfig(device="cpu", max_running_requests=16).sglang_arguments("folder", 1024, 7)
+    assert (cpu["dtype"], cpu["attention_backend"]) == ("float32", "torch_native")
+    assert (cpu["max_total_tokens"], cpu["weight_version"]) == (16 * 1024, "7")
+    cuda = EngineConfig(device="cuda", memory_fraction=0.6).sglang_arguments("folder", 32768, 0)
+    assert (cuda["dtype"], cuda["mem_fraction_static"]) == ("auto", 0.6)
+    assert not {"attention_backend", "max_total_tokens", "disable_cuda_graph", "disable_overlap_schedule"} & cuda.keys()
+    assert EngineConfig(device="cpu", engine_args={"chunked_prefill_size": 64}).sglang_arguments("f", 64, 0)["chunked_prefill_size"] == 64
+
+
+def test_reserved_and_unknown_settings_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"engine_args\.tp_size = 2.*not sharded"):
+        EngineConfig(engine_args={"tp_size": 2})
+    with pytest.raises(ValidationError, match="max_total_token"):
+        EngineConfig(max_total_token=5)                             # type: ignore[call-arg]
+
+
+def test_update_check_follows_buckets() -> None:
+    held = {name: WeightSpec(name, "float32", (2, 3)) for name in ("a.weight", "b.weight")}
+    check = UpdateCheck("engine", 4, held)
+    check.admit([WeightSpec.of("a.weight", torch.zeros(2, 3))])
+    with pytest.raises(SyncError, match=r"engine: weights v4: 1 of 2 tensors were not sent, the first is b\.weight"):
+        check.finish()
+    with pytest.raises(SyncError, match=r"a\.weight comes twice"):
+        check.admit([held["a.weight"]])
+    check.admit([held["b.weight"]])
+    check.finish()
+    receipt = check.receipt(4, "retract", 0.5)
+    assert (receipt.buckets, receipt.tensors, receipt.bytes) == (2, 2, 2 * 6 * 4)
+
+
+def test_spec_survives_its_text() -> None:
+    for spec in (WeightSpec("n", "bfloat16", (3, 4, 5)), WeightSpec("n", "float32", (7,)), WeightSpec("n", "float32", ())):
+        assert WeightSpec.parse("n", f"{spec.dtype}:{','.join(map(str, spec.shape))}") == spec
+
+
+def answer(spans: list[tuple[str, int, int]], logprobs: list[float], tokens: int = 4) -> dict[str, object]:
+    return {
+        "output_ids": list(range(tokens)),
+        "meta_info": {
+            "output_token_logprobs": [(value, 0, None) for value in logprobs],
+            "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
+            "finish_reason": {"type": "length", "length": tokens},
+        },
+    }
+
+
+def test_completion_reads_spans() -> None:
+    completion = Completion.from_sglang(answer([("3", 0, 1), ("5", 1, 4)], [-1.0] * 4), "engine")
+    assert completion.version_spans == (VersionSpan(3, 0, 1), VersionSpan(5, 1, 4))
+    assert completion.finish_reason is FinishReason.LENGTH
+    assert Completion.from_sglang(answer([("3", 0, 0)], [], 0), "engine").version_spans == ()
+
+
+@pytest.mark.parametrize(
+    ("spans", "logprobs"),
+    [
+        ([("3", 0, 2)], [-1.0] * 4),                                # the end is missing
+        ([("3", 0, 1), ("4", 2, 4)], [-1.0] * 4),                   # a gap
+        ([("3", 1, 4)], [-1.0] * 4),                                # the start is missing
+        ([("3", 0, 4)], [-1.0] * 3),                                # a logprob too few
+        ([("3", 0, 4)], [-1.0, float("nan"), -1.0, -1.0]),
+    ],
+)
+def test_completion_refuses_what_does_not_cover_the_tokens(spans: list[tuple[str, int, int]], logprobs: list[float]) -> None:
+    with pytest.raises(EngineError):
+        Completion.from_sglang(answer(spans, logprobs), "engine")
+
+
+def test_capabilities_name_what_is_missing() -> None:
+    complete = dict.fromkeys(EngineCapabilities.__dataclass_fields__, True) | {"sglang": "0.5.21", "torch": "2", "transformers": "5"}
+    EngineCapabilities(**{**complete, "device": "cpu", "has_gpu_kernels": False}).require()
+    with pytest.raises(ConfigError, match=r"sglang 0\.5\.21 on cuda lacks has_plugin, has_gpu_kernels"):
+        EngineCapabilities(**{**complete, "device": "cuda", "has_plugin": False, "has_gpu_kernels": False}).require()
+
+
+def murmur3_x86_32(key: bytes) -> int:
+    """Appleby's MurmurHash3_x86_32 with seed 0, for keys of whole words, in plain integers."""
+    word = 0xFFFFFFFF
+    rotate = lambda value, bits: ((value << bits) | (value >> (32 - bits))) & word      # noqa: E731
+    state = 0
+    for (block,) in struct.iter_unpack("<I", key):
+        state ^= rotate(block * 0xCC9E2D51 & word, 15) * 0x1B873593 & word
+        state = (rotate(state, 13) * 5 + 0xE6546B64) & word
+    state ^= len(key)
+    state = (state ^ state >> 16) * 0x85EBCA6B & word
+    state = (state ^ state >> 13) * 0xC2B2AE35 & word
+    return state ^ state >> 16
+
+
+def test_murmur_hash_of_the_stand_in() -> None:
+    assert murmur3_x86_32(b"test") == 0xBA6BD213                    # a published test vector: the reference itself is right
+    seeds, positions, columns = [0, 1, 2**40 + 12345, 2**62 - 1], [0, 7, 511, 2**31], [0, 1, 65_000]
+    hashed = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns)).tolist()
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        assert hashed[row] == [murmur3_x86_32(struct.pack("<QII", seed, position, column)) for column in columns]
