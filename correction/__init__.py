@@ -7,6 +7,7 @@ from correction.correct import correct, defer, for_step, needs_proximal_forward
 from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, diagnose
 from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LedgerError, SyncError
 from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
+from correction.monitor import Event, Monitor, MonitorConfig
 from correction.padded import from_padded, to_padded
 from correction.presets import PRESETS, Preset, presets_table
 from correction.proximal import ProximalSource
@@ -24,7 +25,10 @@ __all__ = [
     "DeadlineExceeded",
     "EngineError",
     "EvenkeelError",
+    "Event",
     "LedgerError",
+    "Monitor",
+    "MonitorConfig",
     "PackedBatch",
     "PolicyLoss",
     "Preset",

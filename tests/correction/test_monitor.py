@@ -1,0 +1,189 @@
+"""The monitor on synthetic series: silence on noise at the stated rates, warning on growth in a known number of steps, what it says."""
+
+import math
+import pickle
+import random
+
+import pytest
+
+from correction.monitor import SYMPTOMS, Monitor, MonitorConfig, State, Symptom, theil_sen
+
+START = 2 + 20  # steps skipped and of the baseline
+K3 = 1e-3
+
+
+def noisy(seed, *, sigma=0.2, rate=0.0, begins=40, memory=0.0):
+    """Endless k3 KL: noise on the log scale, growing by `rate` nats a step once it begins."""
+    rng, noise, step = random.Random(seed), 0.0, 0
+    while True:
+        noise = memory * noise + math.sqrt(1 - memory**2) * rng.gauss(0, sigma)
+        yield K3 * math.exp(noise + rate * max(0, step - begins))
+        step += 1
+
+
+def first_events(series, steps, name="k3_kl", monitor=None):
+    """{state: first step at which the symptom entered it}."""
+    monitor = monitor or Monitor()
+    found = {}
+    for step in range(steps):
+        for event in monitor.update(step, {name: next(series)}):
+            found.setdefault(event.state, step)
+    return found
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.3, 0.5])
+def test_false_alarms_on_independent_noise(sigma):
+    """As the module states: of 100 runs of 300 steps, one watch at most and no alarm (seeds 0 to 99)."""
+    found = [first_events(noisy(seed, sigma=sigma), 300) for seed in range(100)]
+    assert sum(bool(events) for events in found) <= 1
+    assert not any(State.ALARM in events for events in found)
+
+
+def test_false_alarms_on_noise_with_a_memory():
+    found = [first_events(noisy(seed, sigma=0.3, memory=0.8), 300) for seed in range(60)]
+    assert sum(bool(events) for events in found) <= 60 / 5
+    assert not any(State.ALARM in events for events in found)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.3])
+def test_growth_is_seen_in_time(rate):
+    """A series reaches 2x after log 2 / rate steps and 4x after log 4 / rate; the median of 8 lags by 4, patience by 1.
+
+    Noise may double the first, and fast growth goes straight to the alarm.
+    """
+    for seed in range(20):
+        found = first_events(noisy(seed, rate=rate), 200)
+        alarm = found[State.ALARM] - 40
+        watch = found.get(State.WATCH, found[State.ALARM]) - 40
+        assert 0 < watch <= 2 * (math.log(2) / rate + 5)
+        assert math.log(4) / rate * 0.8 <= alarm <= math.log(4) / rate * 1.3 + 6
+        assert watch <= alarm and (watch < alarm or rate > 0.1)
+
+
+def test_a_jump_without_noise_to_the_step():
+    """5x from step 50 on: the median of 8 moves with the 5th new value (of an even number: the mean of the middle two), then patience."""
+    monitor = Monitor(MonitorConfig(patience=3))
+    found = {}
+    for step in range(80):
+        for event in monitor.update(step, {"k3_kl": K3 * (5 if step >= 50 else 1)}):
+            found[event.state] = step, event.growth
+    # Step 53: four of eight are new, the median is at sqrt(5) = 2.2x. From step 54 on it is at 5x, and has been for three steps at 56.
+    assert found == {State.ALARM: (56, pytest.approx(5))}
+
+
+def test_small_changes_are_no_news_however_sure():
+    """1.5x without any noise is far beyond every scatter, and below what is worth a word."""
+    assert first_events((K3 * (1.5 if step >= 50 else 1) for step in range(200)), 200) == {}
+
+
+def test_nothing_is_said_before_there_is_a_start():
+    assert first_events((K3 * 3**step for step in range(40)), START + 7) == {}
+
+
+def test_recovery_is_an_event_too():
+    series = (K3 * (10 if 50 <= step < 70 else 1) for step in range(120))
+    monitor = Monitor()
+    events = [event for step in range(120) for event in monitor.update(step, {"k3_kl": next(series)})]
+    assert [event.state for event in events][-1] is State.OK and "back where it was" in events[-1].message
+    assert events[0].state is State.ALARM or events[0].state is State.WATCH
+    assert monitor.state is State.OK
+
+
+def run(values, steps=100, monitor=None):
+    """All events; values(step) gives the diagnostics."""
+    monitor = monitor or Monitor()
+    return [event for step in range(steps) for event in monitor.update(step, values(step))]
+
+
+def test_the_line_says_where_and_what_to_try():
+    def values(step):
+        late = 8 if step >= 50 else 1
+        buckets = {f"bucket_rho_std_{k}": 0.1 * (late if k == 0 else 1) for k in range(5)}
+        return {"k3_kl": K3 * late, "stale_k3_kl": 2 * K3 * late, "mismatch_k3_kl": K3 / 9, **buckets}
+
+    alarm = next(event for event in run(values) if event.state is State.ALARM)
+    assert alarm.name == "k3_kl" and alarm.growth == pytest.approx(8)
+    for words in ("8.0 times the level of steps 2 to 21", "on stale tokens only", "in tokens under p = 0.1", "lower max_staleness"):
+        assert words in alarm.message
+    assert "\n" not in alarm.message
+
+
+def test_mismatch_explains_the_whole_gap():
+    """When fresh tokens are off, the gap over all tokens and the weights' effective size follow: one cause, one event."""
+
+    def values(step):
+        gap = K3 * (8 if step >= 50 else 1)
+        return {"mismatch_k3_kl": gap, "k3_kl": gap, "stale_k3_kl": gap, "ess_token": 1 - 10 * gap}
+
+    monitor = Monitor()
+    assert {event.name for event in run(values, monitor=monitor)} == {"mismatch_k3_kl"}
+    assert monitor.states["k3_kl"] is State.ALARM  # known, but not said
+
+
+def test_what_is_missing_of_one_is_followed():
+    """Effective sample size from 0.99 to 0.8: what is missing grows 20-fold."""
+    events = run(lambda step: {"ess_token": 0.99 if step < 50 else 0.8})
+    assert events[-1].state is State.ALARM and events[-1].growth == pytest.approx((0.2 + 1e-3) / (0.01 + 1e-3))
+
+
+def test_limits_and_infinities_alarm_at_once():
+    assert [e.state for e in Monitor().update(0, {"broken_tokens": 3.0})] == [State.ALARM]
+    assert [e.state for e in Monitor().update(0, {"rejected_fraction": 0.95})] == [State.ALARM]
+    monitor = Monitor()
+    assert monitor.update(0, {"k3_kl": math.inf}) == []  # no limit of its own: patience holds
+    assert [e.state for e in monitor.update(1, {"k3_kl": math.nan})] == [State.ALARM]
+
+
+def test_absent_numbers_leave_a_series_alone():
+    """Every other step has none: the same events, at twice the steps."""
+    dense = first_events(noisy(1, rate=0.1), 100)
+    series, monitor, found = noisy(1, rate=0.1), Monitor(), {}
+    for step in range(200):
+        for event in monitor.update(step, {"k3_kl": next(series)} if step % 2 == 0 else {}):
+            found.setdefault(event.state, step)
+    assert found == {state: 2 * step for state, step in dense.items()}
+
+
+@pytest.mark.parametrize("cut", [0, 10, 30, 55])
+def test_a_restart_changes_nothing(cut):
+    """A monitor that was pickled into a checkpoint goes on as if it had never stopped."""
+    numbers = [next(series) for series in [noisy(3, rate=0.08)] for _ in range(120)]
+    straight, resumed = Monitor(), Monitor()
+    expected = [straight.update(step, {"k3_kl": value}) for step, value in enumerate(numbers)]
+    got = [resumed.update(step, {"k3_kl": value}) for step, value in enumerate(numbers[:cut])]
+    resumed = pickle.loads(pickle.dumps(resumed))
+    got += [resumed.update(step, {"k3_kl": value}) for step, value in enumerate(numbers[cut:], cut)]
+    assert got == expected and any(expected)
+
+
+def test_memory_does_not_grow():
+    monitor = Monitor()
+    series = noisy(0)
+    sizes = []
+    for step in range(400):
+        monitor.update(step, {"k3_kl": next(series)})
+        if step in (100, 399):
+            sizes.append(len(pickle.dumps(monitor)))
+    assert sizes[1] <= sizes[0] + 16
+
+
+def test_theil_sen():
+    """A straight line with one wild value among nine keeps its slope; by hand for three values."""
+    line = [2.0 * k + 1 for k in range(9)]
+    assert theil_sen(line) == 2
+    assert theil_sen([*line[:4], 1e6, *line[5:]]) == pytest.approx(2)
+    assert theil_sen([0.0, 1.0, 5.0]) == 2.5  # slopes 1, 4, 2.5
+    assert theil_sen([1.0]) == 0
+
+
+def test_own_symptoms():
+    """Any number can be followed, one of the learner too."""
+    grad = Symptom("grad_norm", "gradients grow", "clip harder")
+    events = run(lambda step: {"grad_norm": 1.0 if step < 50 else 9.0}, monitor=Monitor(symptoms=(grad,)))
+    assert events[-1].name == "grad_norm" and "clip harder" in events[-1].message
+
+
+def test_symptoms_are_known_numbers():
+    from correction import DIAGNOSTICS
+
+    assert all(symptom.name in DIAGNOSTICS for symptom in SYMPTOMS)
