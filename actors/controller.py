@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster import Cluster
 from actors.config import RunConfig
@@ -29,7 +30,7 @@ from actors.run_folder import Checkpoint, RunFolder
 from actors.supervision import Stopwatch, wait_for
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.weight_sync import WeightSync
-from correction.errors import EvenkeelError
+from correction.errors import DataError, EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import Prompt
 
@@ -76,7 +77,7 @@ class Controller:
 
     async def _whole_run(self) -> RunSummary:
         before = None
-        if self._step == 0:
+        if self._step == 0 and not self._stop_requested:
             before = await self._evaluate_now("before training")
         self._observer.training_begins(time.monotonic() - self._began)
         feeding = asyncio.create_task(self._pool.feed(self._prompts(), self._unfinished, self._observer.admitted))
@@ -104,7 +105,6 @@ class Controller:
                 await self._sync.publish()                                 # engines take it while we go on
             await self._ask(self._queue.publish, self._version)
             discarded = await self._ask(self._queue.settle, [g.group_id for g in batch.groups])
-            await self._ask(self._service.learner_reached, self._version)
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
             diagnostics = self._service.observe.remote(batch.version, result.target_logprobs)
@@ -112,6 +112,9 @@ class Controller:
             await self._observer.step(self._step, self._version, batch, result, diagnostics, self._watch.read(), counts, discarded)
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
+            # After the save: the ranks take collective calls from one caller at a time.
+            if self._step < config.steps and not self._stop_requested:
+                await self._ask(self._service.learner_reached, self._version)
             self._evaluate_beside()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
@@ -145,7 +148,11 @@ class Controller:
             self._observer.event("info", f"evaluation of step {self._step} left out: the one before is still running")
             return
         self._evaluation = asyncio.create_task(self._evaluate(self._held_out[: self._config.evaluation.problems_between]))
-        self._evaluation.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._evaluation.add_done_callback(self._note_evaluation)
+
+    def _note_evaluation(self, task: asyncio.Task[Evaluation]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._observer.event("warning", f"an evaluation beside training failed: {task.exception()}")
 
     async def _evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
         settings = self._config.evaluation
@@ -160,7 +167,7 @@ class Controller:
         if self._evaluation is not None:
             await asyncio.wait({self._evaluation}, timeout=self._config.deadlines.evaluation_s)
         self._observer.phase(f"evaluating {when} on {len(self._held_out)} held-out problems")
-        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.sync_s)
+        await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
         return await wait_for(
             self._evaluate(self._held_out),
             f"evaluation {when}, weights v{self._version}",
@@ -175,7 +182,12 @@ class Controller:
         deadline_s = self._config.deadlines.checkpoint_s
         await self._observer.flush()  # a resume goes on after this step: its line and counts have to be there by then
         with self._folder.checkpoint(self._step) as checkpoint:
-            await self._learner.save(checkpoint.state / "learner", checkpoint.hf, deadline_s=deadline_s)
+            # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be on a file system that both see.
+            await self._learner.save((checkpoint.state / "learner").resolve(), checkpoint.hf.resolve(), deadline_s=deadline_s)
+            if not (checkpoint.hf / "config.json").is_file():
+                raise DataError(
+                    f"{checkpoint.path}: the learner's node wrote its part elsewhere; run_dir has to be on a file system that all nodes share"
+                )
             queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
             elapsed_s = time.monotonic() - self._began
             TrainingState(self._step, self._version, elapsed_s, queue, self._observer.totals()).save(checkpoint.state)
@@ -192,10 +204,12 @@ class Controller:
         self._ledger.rewind(self._step)
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         bind, deadlines = config.metrics.bind, config.deadlines
-        model = self._resume_from.hf if self._resume_from else config.model
+        model = (self._resume_from.hf if self._resume_from else config.model).resolve()
 
         observer.phase(f"starting {config.rollout.workers} rollout workers and {config.learner.world_size} learner ranks")
-        self._queue: Any = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=4096).remote(
+        # Beside the driver: a rollout node may leave, and must not take the queue along.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._queue: Any = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=4096, scheduling_strategy=here).remote(
             groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
         )
         self._unfinished: list[Ticket] = []
@@ -203,7 +217,7 @@ class Controller:
             self._unfinished = await self._ask(self._queue.restore, self._state.queue)
         self._pool = RolloutPool(
             config.rollout,
-            config.model,
+            config.model.resolve(),
             self._queue,
             self._held_out[0],
             resource=config.ray.rollout_resource,
@@ -223,10 +237,10 @@ class Controller:
         for info in infos:
             observer.joined(info)
         if self._resume_from:
-            await self._learner.restore(self._resume_from.state / "learner", self._version, deadline_s=deadlines.checkpoint_s)
+            await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
         if config.correction.kl.coefficient > 0:
-            await self._learner.load_reference(config.model)
-        self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64).remote(
+            await self._learner.load_reference(config.model.resolve())
+        self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64, scheduling_strategy=here).remote(
             self._service_config(), self._queue, self._learner
         )
         self._sync = WeightSync(
@@ -245,7 +259,7 @@ class Controller:
         await self._sync.publish()
         self._pool.follow(self._sync)
         await self._ask(self._queue.publish, self._version)
-        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.sync_s)
+        await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)
         await self._ask(self._service.learner_reached, self._version)
 
     def _service_config(self) -> ServiceConfig:
@@ -287,6 +301,8 @@ class Controller:
 
     async def _end(self) -> None:
         """Stop what was started, whatever state it is in."""
+        if self._evaluation is not None:
+            self._evaluation.cancel()
         endings: dict[str, Callable[[], Any]] = {
             "_service": lambda: self._service.stop.remote(),
             "_sync": lambda: self._sync.close(),

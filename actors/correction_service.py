@@ -79,9 +79,6 @@ class CorrectionService:
         self._last: PreparedBatch | None = None
         self._scatter = ScatterReservoir()
 
-    async def ping(self) -> bool:
-        return True
-
     async def learner_reached(self, version: int) -> None:
         """The learner stands at `version` and is idle: forwards for the batch of that version may run."""
         async with self._learner_at:

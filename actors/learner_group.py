@@ -53,7 +53,6 @@ class LearnerRankActor:
     def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
-        self._busy_s = 0.0
         self._broadcaster: WeightBroadcaster | None = None
 
     def address(self) -> tuple[str, int]:
@@ -78,7 +77,6 @@ class LearnerRankActor:
         began = time.monotonic()
         result = self._learner.step(corrected, correction, step=step)
         self._version += 1
-        self._busy_s += time.monotonic() - began
         self._endpoint.set("time/train_s", time.monotonic() - began)
         self._endpoint.set("weight_version", self._version)
         return result
@@ -87,20 +85,13 @@ class LearnerRankActor:
         """[N] float32 at the weights of `version`, which have to be the present ones."""
         if version != self._version:
             raise RuntimeError(f"learner rank {self._rank}: logprobs at version {version} asked, the weights are {self._version}")
-        began = time.monotonic()
-        result = self._learner.logprobs(batch)
-        self._busy_s += time.monotonic() - began
-        return result
+        return self._learner.logprobs(batch)
 
     def load_reference(self, model: Path) -> None:
         self._learner.load_reference(model)
 
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         return self._learner.reference_logprobs(batch)
-
-    def busy_s(self) -> float:
-        """Seconds of work since the start: steps and forwards."""
-        return self._busy_s
 
     def weights(self, bucket_bytes: int, probe_ids: Sequence[int], with_checksums: bool) -> WeightSnapshot | None:
         """Copy the weights into the object store. Every rank takes part in gathering; rank 0 answers."""
@@ -232,10 +223,6 @@ class LearnerGroup:
         calls = [r.reference_logprobs.remote(reference) for r in self._ranks]
         results: list[Tensor] = await self._all(calls, "reference logprobs")
         return results[0]
-
-    async def busy_s(self) -> float:
-        seconds: list[float] = await self._all([r.busy_s.remote() for r in self._ranks], "learner's busy time")
-        return sum(seconds) / len(seconds)
 
     async def weights(self, bucket_bytes: int, *, probe_ids: Sequence[int] = (), with_checksums: bool = False) -> WeightSnapshot:
         calls = [r.weights.remote(bucket_bytes, list(probe_ids), with_checksums) for r in self._ranks]

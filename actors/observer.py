@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray.exceptions import RayError
+
 from actors.actor_info import ActorInfo, listen_address
 from actors.config import RunConfig
 from actors.correction_service import INVALID, UNIFORM, PreparedBatch
@@ -23,6 +25,7 @@ from actors.step_report import batch_metrics, diagnostic_metrics, learner_metric
 from actors.supervision import wait_for
 from actors.terminal import TerminalView
 from actors.trajectory_queue import Ticket
+from correction.errors import EvenkeelError
 from rollout.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -174,8 +177,11 @@ class Observer:
         if previous is not None:
             await previous
         limit_s = self._config.deadlines.step_s
-        found = await wait_for(diagnostics, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)
-        metrics.update(diagnostic_metrics(found))
+        try:
+            found = await wait_for(diagnostics, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)
+            metrics.update(diagnostic_metrics(found))
+        except (EvenkeelError, RayError) as error:  # the step's other numbers must not be lost with them
+            self.event("warning", f"no diagnostics of step {metrics.step}: {error}")
         self._folder.append_metrics(metrics)
         self._views.step(metrics)
         self._endpoint.publish(dict(metrics))

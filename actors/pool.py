@@ -83,6 +83,7 @@ class RolloutPool:
         self._workers: dict[str, WorkerHandle] = {}
         self._born = 0
         self._replaced = 0
+        self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -159,7 +160,7 @@ class RolloutPool:
 
     def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
         """Give a worker up; start another in its place, unless that has been tried too often."""
-        if worker.state is WorkerState.GONE:
+        if worker.state is WorkerState.GONE or self._is_stopping:
             return
         never_worked = worker.state is WorkerState.STARTING
         worker.state = WorkerState.GONE
@@ -169,8 +170,9 @@ class RolloutPool:
         self._on_left(worker.name)
         self._spawn(_kill(worker.actor))
         self._on_event("warning", f"rollout worker {worker.name} is gone: {reason}; its {len(worker.groups)} groups go to others")
-        self._replaced += 1
-        is_hopeless = never_worked and not any(True for _ in self._joined())
+        is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
+        self._replaced += not is_waiting_for_a_node
+        is_hopeless = never_worked and not self._workers
         if is_hopeless or self._replaced > _MAX_REPLACEMENTS:
             if not self._failure.done():
                 cause = error if isinstance(error, EvenkeelError) else EngineError(f"rollout worker {worker.name} {reason}")
@@ -216,6 +218,7 @@ class RolloutPool:
             try:
                 what = f"group {ticket.group_id} <- rollout worker {worker.name}"
                 self._on_finished(await wait_for(worker.actor.generate_group.remote(ticket), what, deadline_s=limit_s, notice_s=limit_s))
+                self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
                 return
             except (EngineError, DeadlineExceeded) as error:
                 self._lost(worker, str(error))
@@ -284,6 +287,7 @@ class RolloutPool:
 
     async def stop(self) -> None:
         """End all workers, engines first."""
+        self._is_stopping = True
         for task in list(self._tasks):
             task.cancel()
         stopping = [w.actor.stop.remote() for w in self._joined()]

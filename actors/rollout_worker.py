@@ -60,7 +60,7 @@ class WorkerLoad:
     """Running totals of one worker."""
 
     busy_s: float
-    """Seconds with at least one request in the engine, weight updates excluded."""
+    """Seconds with at least one request in the engine, weight updates included."""
     up_s: float
     generated_tokens: int
     requests_in_flight: int
@@ -125,7 +125,7 @@ class RolloutWorker:
         tokens = sum(len(t.response_ids) for t in trajectories)
         self._tokens += tokens
         self._endpoint.add("rollout/generated_tokens_total", tokens)
-        self._endpoint.set("rollout/requests_in_flight", self._busy.depth)
+        self._endpoint.set("rollout/requests_in_flight", self._engine.requests_in_flight)
         return trajectories, time.monotonic() - began
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class RolloutWorker:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def load(self) -> WorkerLoad:
-        return WorkerLoad(self._busy.busy_s, self._busy.up_s, self._tokens, self._busy.depth)
+        return WorkerLoad(self._busy.busy_s, self._busy.up_s, self._tokens, self._engine.requests_in_flight)
 
     async def stop(self) -> None:
         await self._engine.shutdown()

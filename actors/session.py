@@ -135,7 +135,7 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
     finally:
         observer.close()
         report = _report(folder)
-    view.close(_summary_text(summary, folder, report, config.evaluation.temperature))
+    view.close(_summary_text(summary, folder, report, temperature=config.evaluation.temperature, steps=config.steps))
     return summary
 
 
@@ -148,7 +148,7 @@ def _report(folder: RunFolder) -> Path | None:
         return None
 
 
-def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, temperature: float) -> str:
+def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, temperature: float, steps: int) -> str:
     lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {summary.steps} steps in {summary.seconds:.0f} s"]
     how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     for when, evaluation in (("before", summary.before), ("after", summary.after)):
@@ -160,6 +160,6 @@ def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, t
         lines.append(f"model:       {checkpoints[-1].hf}")
     if report is not None:
         lines.append(f"report:      {report}")
-    if summary.stopped_early:
+    if summary.stopped_early and checkpoints and summary.steps < steps:
         lines.append(f"to go on:    evenkeel train --resume {folder.path}")
     return "\n".join(lines)

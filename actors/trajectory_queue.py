@@ -301,9 +301,6 @@ class TrajectoryQueueActor:
     async def counts(self) -> dict[str, int]:
         return self._queue.counts()
 
-    async def discarded_by_reason(self) -> dict[str, int]:
-        return dict(self._queue.discarded_by_reason)
-
     async def waiting_for(self, version: int) -> str:
         return self._queue.waiting_for(version)
 

@@ -163,6 +163,9 @@ class WeightSync:
         for target in targets:  # an update through the object store must not overlap the broadcast
             if target.task is not None and not target.task.done():
                 await asyncio.wait({target.task}, timeout=self._sync_s)
+        targets = [t for t in targets if t.is_verified and (t.task is None or t.task.done())]
+        if not targets:
+            return
         try:
             receipts = await self._broadcast.send(snapshot, targets, self._probe_ids)
         except (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError) as error:
@@ -212,8 +215,9 @@ class _BroadcastGroup:
         host, port = await wait_for(rank_zero.address.remote(), "address <- learner", deadline_s=self._sync_s)
         joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s)]
         joins += [t.actor.join_weight_group.remote(host, port, i + 1, world_size, self._name) for i, t in enumerate(targets)]
-        await asyncio.gather(*(wait_for(j, f"weight group {self._name}", deadline_s=self._sync_s) for j in joins))
+        # Before they have joined, so that `close` undoes a half-built group.
         self._members, self._actors = members, [t.actor for t in targets]
+        await asyncio.gather(*(wait_for(j, f"weight group {self._name}", deadline_s=self._sync_s) for j in joins))
 
     async def close(self) -> None:
         """Leave the group everywhere; members that are gone don't matter."""

@@ -1,4 +1,4 @@
-"""The other side of benchmarks/correction.py: verl's own helper, run by the Python of an environment that has verl.
+"""The other side of benchmarks/correction_pass.py: verl's own helper, run by the Python of an environment that has verl.
 
 Reads a padded batch, then does one round for each line on stdin. Answers with one line of JSON: verl's metrics the
 first time, then the seconds of each round.

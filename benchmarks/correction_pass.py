@@ -1,7 +1,7 @@
 """What the correction costs: the full pass over a million tokens, against a plain copy of its inputs and against verl's helper.
 
-    python benchmarks/correction.py --make-verl /tmp/verl      # once: verl 0.9.1 in a virtual environment of its own
-    python benchmarks/correction.py --verl /tmp/verl
+    python benchmarks/correction_pass.py --make-verl /tmp/verl      # once: verl 0.9.1 in a virtual environment of its own
+    python benchmarks/correction_pass.py --verl /tmp/verl
 
 The pass is preset mis-full (truncated weights, rejection, veto, batch normalisation) and the cheap diagnostics, on one ragged batch
 (lengths log-uniform from 16 to 16384) and on one of equal lengths. verl gets the same batch padded, with token truncation at 2, batch
