@@ -186,7 +186,7 @@ class Controller:
             await self._learner.save((checkpoint.state / "learner").resolve(), checkpoint.hf.resolve(), deadline_s=deadline_s)
             if not (checkpoint.hf / "config.json").is_file():
                 raise DataError(
-                    f"{checkpoint.path}: the learner's node wrote its part elsewhere; run_dir has to be on a file system that all nodes share"
+                    f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
                 )
             queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
             elapsed_s = time.monotonic() - self._began
