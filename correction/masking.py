@@ -26,8 +26,8 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def all_finite(*values: Tensor) -> Tensor:
-    """[N] bool: every one of the values [N] is a finite number. x - x is 0 for these, and not a number for all others."""
+    """[N] bool: every one of the values [N] is a finite number. x - x is 0 for these, and not a number, which is true, for all others."""
     total = values[0] - values[0]
     for more in values[1:]:
         total = total + (more - more)
-    return total == 0
+    return ~total.bool()  # a cast costs a sixth of a comparison on a CPU

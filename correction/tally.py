@@ -138,7 +138,7 @@ def _bounds(scene: Scene, decision: Decision, config: CorrectionConfig) -> Sums:
     if decision.unit_weights is None or decision.unit_ratios is None:
         return {}
     counted = scene.levels.at(config.importance.level).any(scene.mask)
-    is_zero = counted & (decision.unit_weights == 0)
-    is_other = counted & (decision.unit_weights != decision.unit_ratios)
+    is_zero = counted & ~decision.unit_weights.bool()
+    is_other = counted & (decision.unit_weights - decision.unit_ratios).bool()  # both are finite
     is_cut = is_other & ~is_zero
     return {"units": int(counted.count_nonzero()), "truncated": int(is_cut.count_nonzero()), "masked": int(is_zero.count_nonzero())}
