@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import signal
 import time
@@ -79,6 +80,7 @@ class Controller:
         before = None
         if self._step == 0 and not self._stop_requested:
             before = await self._evaluate_now("before training")
+        gc.freeze()  # a full garbage collection need not walk through all that the imports made
         self._observer.training_begins(time.monotonic() - self._began)
         feeding = asyncio.create_task(self._pool.feed(self._prompts(), self._unfinished, self._observer.admitted))
         feeding.add_done_callback(self._pool.note_end)

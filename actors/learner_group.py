@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -70,6 +71,7 @@ class LearnerRankActor:
         self._learner.load(model)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
+        gc.freeze()  # a full garbage collection need not walk through all that the imports made
         return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target)
 
     def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, step: int) -> StepResult:

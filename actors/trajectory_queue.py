@@ -28,6 +28,8 @@ from typing import Any
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group, Prompt
 
+_JOIN_S = 0.05
+
 
 class GroupState(StrEnum):
     ADMITTED = "admitted"
@@ -278,14 +280,18 @@ class TrajectoryQueueActor:
         await self._notify()
 
     async def draw(self, version: int, places: int, timeout_s: float) -> list[Group]:
-        """Groups for the batch of `version`; none if none has come after timeout_s."""
+        """Groups for the batch of `version`; none if none has come after timeout_s.
+
+        When the first has come, the next ones have a moment to join it: a call for each group would cost more than the moment.
+        """
         drawn: list[Group] = []
 
         def take() -> bool:
-            drawn.extend(self._queue.draw(version, places))
+            drawn.extend(self._queue.draw(version, places - len(drawn)))
             return bool(drawn)
 
-        await self._wait_until(take, time.monotonic() + timeout_s)
+        if await self._wait_until(take, time.monotonic() + timeout_s):
+            await self._wait_until(lambda: take() and len(drawn) == places, time.monotonic() + _JOIN_S)
         return drawn
 
     async def settle(self, group_ids: list[int]) -> list[tuple[str, str]]:

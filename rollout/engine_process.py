@@ -52,6 +52,7 @@ class EngineProcess:
         self._started_at = time.time()
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._waiting: set[asyncio.Future[None]] = set()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._pidfds: list[int] = []
@@ -85,15 +86,22 @@ class EngineProcess:
         Raises: EngineError with the dead process's name, DeadlineExceeded with engine and phase.
         """
         task = asyncio.ensure_future(awaitable)
+        # A future for each caller: asyncio.wait on the one `_lost` would, with a thousand requests, search a thousand callbacks at each.
+        released: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.add(released)
+        task.add_done_callback(lambda _: _succeed(released, None))
+        if self._lost.done():
+            _succeed(released, None)
         try:
-            waiting_for: set[asyncio.Future[Any]] = {task, self._lost}
-            await asyncio.wait(waiting_for, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(released, deadline_s)
             if task.done():
                 return task.result()
             if self._lost.done():
                 raise EngineError(f"{self.name}: {self._lost.result()} (phase: {phase}). Its log lines say why; start a new engine")
             raise DeadlineExceeded(f"{self.name}: no answer in {deadline_s:g} s (phase: {phase})")
         finally:
+            self._waiting.discard(released)
             if not keep:
                 task.cancel()
             task.add_done_callback(_forget)
@@ -102,6 +110,8 @@ class EngineProcess:
         """Everybody who waits, and every later call, gets an EngineError; the processes stay until shutdown."""
         if not self._lost.done():
             self._lost.set_result(reason)
+            for released in self._waiting:
+                _succeed(released, None)
 
     def raise_if_lost(self) -> None:
         if self._lost.done():

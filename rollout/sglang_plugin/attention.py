@@ -2,8 +2,9 @@
 
 SGLang's `torch_native` backend calls SDPA once for each sequence and layer; at 64 requests that loop takes half of a decode step and more.
 Here a decode step is one SDPA call a layer, over keys and values padded to the longest sequence. They stay in that form from step to step
-(rollout.sglang_plugin.running_cache), so that a step appends to them instead of gathering them from the paged cache. Prefill stays one call
-for each sequence, but computes the new rows only: the stock one computes, and throws away, the rows of the cached prefix too.
+(rollout.sglang_plugin.running_cache), so that a step appends to them instead of gathering them from the paged cache. Prefill is one call
+for each sequence, but computes the new rows only: the stock one computes, and throws away, the rows of the cached prefix too. Sequences
+with a single new token (a group's samples: their prompt is in the cache but for its last token) are one call together, as in a decode step.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ def register(kind: str) -> None:
 
 
 class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang has no types
-    """Shapes: B sequences, H query heads, G key heads, D head size, L longest sequence of the batch, T new tokens of all sequences.
+    """Shapes: B sequences, H query heads, G key heads, D head size, L longest sequence of those B, T new tokens of all sequences.
 
     Layers with anything but plain causal self-attention (sliding window, cross attention, encoder) go to the stock backend.
     """
 
     _mask: Tensor
-    """[B, 1, 1, L] bool: False on padding."""
+    """Of a decode step, [B, 1, 1, L] bool: False on padding."""
+    _longer: list[tuple[int, int, int, int]]
+    """Of a prefill, the sequences with several new tokens: request, cached tokens, first row, new tokens."""
+    _single_rows: Tensor
+    """... and the rows of those B with one; _single_mask as _mask, _single_slots [B, L] in the paged cache."""
+    _single_mask: Tensor
+    _single_slots: Tensor
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -45,13 +52,30 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
+        lengths = forward_batch.seq_lens                            # the tokens that this step computes are counted
         if not forward_batch.forward_mode.is_decode():
             self._running.forget()
+            self._plan_extend(forward_batch, lengths)
             return
-        lengths = forward_batch.seq_lens                            # the token that this step computes is counted
         self._running.begin_step(forward_batch.req_pool_indices, lengths, self.req_to_token_pool.req_to_token)
-        longest = int(lengths.max())
-        self._mask = (torch.arange(longest, device=lengths.device)[None] < lengths[:, None])[:, None, None, :]
+        self._mask = _padding_mask(lengths)
+
+    def _plan_extend(self, forward_batch: Any, lengths: Tensor) -> None:
+        """Which sequences have one new token, and which have more; the same for all layers."""
+        if forward_batch.extend_seq_lens is None:                   # an idle step
+            return
+        new = forward_batch.extend_seq_lens
+        starts = new.cumsum(0) - new                                # rows of the new tokens
+        is_single = new == 1
+        requests = forward_batch.req_pool_indices
+        columns = (requests, forward_batch.extend_prefix_lens, starts, new)
+        self._longer = list(zip(*(column[~is_single].tolist() for column in columns), strict=True))
+        self._single_rows = starts[is_single]
+        if len(self._single_rows):
+            self._single_mask = _padding_mask(lengths[is_single])
+            self._single_slots = self.req_to_token_pool.req_to_token[requests[is_single], : self._single_mask.shape[-1]]
+            # What lies beyond a sequence's length in that table is left over from another one: a slot, but maybe not a finite key.
+            self._single_slots = torch.where(self._single_mask[:, 0, 0], self._single_slots, self._single_slots[:, :1])
 
     def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
         if not _is_plain(layer) or k is None:
@@ -62,9 +86,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         pool, index = self.token_to_kv_pool, layer.layer_id
         keys = self._running.extended("keys", index, k.view(-1, groups, size), pool.get_key_buffer(index))       # [B, G, L, D]
         values = self._running.extended("values", index, v.view(-1, groups, size), pool.get_value_buffer(index))
-        query = q.reshape(-1, groups, heads // groups, size)        # the query heads of one key head are its rows: no copy of keys
-        out = scaled_dot_product_attention(query, keys.to(q.dtype), values.to(q.dtype), attn_mask=self._mask, scale=layer.scaling)
-        return out.reshape(-1, heads * size)
+        return self._attend_one(q.reshape(-1, heads, size), keys.to(q.dtype), values.to(q.dtype), self._mask, layer).view(-1, heads * size)
 
     def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
         if not _is_plain(layer):
@@ -76,13 +98,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         out = torch.empty_like(query)
         key_buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         value_buffer = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        start = 0
-        for request, cached, new in zip(
-            forward_batch.req_pool_indices.tolist(),
-            forward_batch.extend_prefix_lens.tolist(),
-            forward_batch.extend_seq_lens.tolist(),
-            strict=True,
-        ):
+        for request, cached, start, new in self._longer:
             slots = self.req_to_token_pool.req_to_token[request, : cached + new]
             rows = query[start : start + new].transpose(0, 1)[None]                                    # [1, H, new, D]
             keys = gather(key_buffer, slots).transpose(0, 1)[None].to(q.dtype)                         # [1, G, cached + new, D]
@@ -92,13 +108,27 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
                 rows, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=layer.scaling
             )
             out[start : start + new] = attended[0].transpose(0, 1)
-            start += new
+        if len(self._single_rows):
+            keys = gather(key_buffer, self._single_slots).transpose(1, 2).to(q.dtype)                  # [B, G, L, D]
+            values = gather(value_buffer, self._single_slots).transpose(1, 2).to(q.dtype)
+            out[self._single_rows] = self._attend_one(query[self._single_rows], keys, values, self._single_mask, layer)
         return out.view(-1, heads * size)
+
+    @staticmethod
+    def _attend_one(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: Any) -> Tensor:
+        """One query token a sequence: [B, H, D] against [B, G, L, D] under mask [B, 1, 1, L]. Returns [B, H, D]."""
+        rows = query.reshape(len(query), keys.shape[1], -1, query.shape[2])  # the query heads of one key head are its rows: no copy of keys
+        return scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=layer.scaling).flatten(1, 2)
 
     def _save(self, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> None:
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+
+def _padding_mask(lengths: Tensor) -> Tensor:
+    """[B, 1, 1, longest] bool: False beyond each sequence's length."""
+    return (torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None])[:, None, None, :]
 
 
 def _is_plain(layer: Any) -> bool:
