@@ -39,7 +39,7 @@ class AlarmResponse:
 
     def __init__(self, config: RunConfig, earlier: Replacement | None = None) -> None:
         """earlier: of the run that is resumed. It holds while `correction` is configured as it was then: who changes that, decides anew."""
-        self._config = config
+        self._config, self._earlier = config, earlier
         self.replacement = earlier if earlier is not None and earlier.configured == config.correction else None
         self._pending: list[Event] = []
 
@@ -47,6 +47,17 @@ class AlarmResponse:
     def correction(self) -> CorrectionConfig:
         """By which to go on."""
         return self.replacement.correction if self.replacement else self._config.correction
+
+    def notes(self) -> list[str]:
+        """What a person should know at the start."""
+        notes = []
+        if self.replacement is not None:
+            notes.append("the correction is the one that an earlier alarm has put in place; set another `correction` to leave it")
+        elif self._earlier is not None:
+            notes.append("the correction is the configured one, which has changed since an earlier alarm put another in its place")
+        if self._config.monitor.on_alarm != "none":
+            notes.append(f"at the first alarm of the early warning: {self._plan()}")
+        return notes
 
     def take(self, events: Iterable[Event]) -> None:
         """Note the alarms among the monitor's events."""
@@ -57,15 +68,22 @@ class AlarmResponse:
         alarms, self._pending = self._pending, []
         if not alarms:
             return None
-        monitor, because = self._config.monitor, f"alarm of {alarms[0].name} at step {alarms[0].step}"
-        if monitor.on_alarm == "stop":
-            return Action(f"{because}: ending with a checkpoint, as monitor.on_alarm = stop asks for")
+        because = f"alarm of {alarms[0].name} at step {alarms[0].step}"
+        if self._config.monitor.on_alarm == "stop":
+            return Action(f"{because}: {self._plan()}, as monitor.on_alarm = stop asks for")
         correction = self._config.correction_after_alarm()
         if correction is None or self.replacement is not None:
             return None
         self.replacement = Replacement(self._config.correction, correction)
-        what = f"to preset {monitor.preset}" if monitor.preset else f"to bounds tightened by {monitor.tighten_factor:g}"
-        return Action(f"{because}: the correction changes {what}, from the next batch that is begun", self.replacement)
+        return Action(f"{because}: {self._plan()}, from the next batch that is begun", self.replacement)
+
+    def _plan(self) -> str:
+        monitor = self._config.monitor
+        if monitor.on_alarm == "stop":
+            return "the run ends with a checkpoint"
+        if monitor.on_alarm == "switch_preset":
+            return f"the correction becomes preset {monitor.preset}"
+        return f"the correction's bounds are tightened by {monitor.tighten_factor:g}"
 
     def _is_answered(self, event: Event) -> bool:
         return self._config.monitor.on_alarm != "tighten" or event.name not in _MADE_WORSE_BY_BOUNDS

@@ -126,7 +126,7 @@ class EarlyWarningConfig(_Section):
     tighten_factor: float = Field(default=0.5, gt=0, lt=1)
     """For tighten: power of bounds on ratios (0.5: an upper one of 2 becomes 1.41), factor on clips and divergences."""
     detailed: bool = True
-    """Quantiles and numbers by probability too, which tell in which tokens a symptom sits; they sort the batch's tokens, beside training."""
+    """Quantiles and numbers by probability too: they tell in which tokens it sits. They sort the batch's tokens, beside training."""
     thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
     """From when on a change is a watch or an alarm."""
 
@@ -199,10 +199,11 @@ class RunConfig(_Section):
             raise ConfigError(f"{place}: {reason_of(error)}") from error
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
-        if replacement.kl.coefficient > 0 and self.correction.kl.coefficient == 0:
+        penalty = replacement.kl
+        if penalty.coefficient > 0 and penalty.anchor == "reference" and self.correction.kl.coefficient == 0:
             raise ConfigError(
-                f"{place}: its KL penalty needs a reference model, which the learner loads at the start and for a correction with "
-                f"such a penalty alone. Choose a preset without one"
+                f"{place}: its KL penalty needs a reference model, which the learner loads at the start, and only if the correction "
+                f"of the start has such a penalty. Choose a preset without one"
             )
         return self
 

@@ -153,7 +153,7 @@ class Controller:
             return await self._learner.step(batch.corrected, batch.correction, step=self._step)
 
     def _observe(self, batch: PreparedBatch, result: Any) -> Awaitable[Observation | None]:
-        """Diagnostics of the batch that was just trained, in the making; what they raise is answered between two steps, when it is known."""
+        """Diagnostics of the batch that was just trained, in the making; their alarms are answered between two steps, once known."""
         reference = self._service.observe.remote(self._step, batch.version, result.target_logprobs, learned_numbers(batch, result))
 
         async def with_alarms() -> Observation | None:
@@ -283,6 +283,8 @@ class Controller:
             await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
         if config.correction.kl.coefficient > 0:
             await self._learner.load_reference(config.model.resolve())
+        for note in self._alarms.notes():
+            observer.event("info", note)
         self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64, scheduling_strategy=here).remote(
             self._service_config(), self._queue, self._learner, self._state.monitor if self._state else None
         )

@@ -19,14 +19,13 @@ readers overlook and the next owner repairs.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,10 @@ import filelock
 import yaml
 from pydantic import BaseModel
 
-from actors.metric_views import json_line, parse_json_line
+from actors.metric_views import event_line, json_line, parse_event_line, parse_json_line
 from actors.metrics import StepMetrics
 from correction.errors import ConfigError, DataError
-from correction.monitor import Event, State
+from correction.monitor import Event
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
@@ -209,16 +208,15 @@ class RunFolder:
         return sum(_move_lines_after(path, step, self.path / "rewound.jsonl") for path in self._lines_by_step)
 
     def append_monitor_event(self, event: Event) -> None:
-        """Add an event of the early warning to monitor.jsonl; numbers that aren't finite stand there as words."""
-        record = {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in asdict(event).items()}
-        _append_line(self.monitor_path, json.dumps(record, allow_nan=False))
+        """Add an event of the early warning to monitor.jsonl."""
+        _append_line(self.monitor_path, event_line(event))
 
     def read_monitor_events(self) -> list[Event]:
         """All events of the early warning so far, in order; a line that is being written is left out."""
         if not self.monitor_path.is_file():
             return []
         lines = self.monitor_path.read_text(errors="replace").splitlines()
-        return [event for line in lines if (event := _monitor_event(line)) is not None]
+        return [event for line in lines if (event := parse_event_line(line)) is not None]
 
     def event(self, level: str, text: str) -> RunEvent:
         """Add a line to events.log. level: info, warning or error; watch or alarm, from the early warning."""
@@ -348,15 +346,6 @@ def _read_lines(path: Path) -> list[StepMetrics]:
         except (ValueError, KeyError, TypeError):
             continue
     return found
-
-
-def _monitor_event(line: str) -> Event | None:
-    try:
-        record = json.loads(line)
-        numbers = {"value": float(record["value"]), "growth": float(record["growth"])}
-        return Event(**{**record, **numbers, "state": State(record["state"])})
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _repair_last_line(path: Path) -> None:
