@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
-from correction.replacement import reason_of, switched, tightened
+from correction.replacement import check_replaceable, reason_of, switched, tightened
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
@@ -193,18 +193,13 @@ class RunConfig(_Section):
             replacement = self.correction_after_alarm()
             if replacement is None:
                 return self
+            check_replaceable(self.correction, replacement)
             sections = {name: getattr(self, name) for name in type(self).model_fields}
             type(self).model_validate({**sections, "correction": replacement, "monitor": EarlyWarningConfig()})
         except ValidationError as error:
             raise ConfigError(f"{place}: {reason_of(error)}") from error
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
-        penalty = replacement.kl
-        if penalty.coefficient > 0 and penalty.anchor == "reference" and self.correction.kl.coefficient == 0:
-            raise ConfigError(
-                f"{place}: its KL penalty needs a reference model, which the learner loads at the start, and only if the correction "
-                f"of the start has such a penalty. Choose a preset without one"
-            )
         return self
 
     def correction_after_alarm(self) -> CorrectionConfig | None:

@@ -235,12 +235,12 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("preset", ["pg", "pg-tis", "bypass"])
-def test_presets_without_a_proximal_policy_take_several_optimizer_steps(preset: str) -> None:
+@pytest.mark.parametrize("settings", [{"preset": "bypass"}, {"proximal": "recompute", "objective": {"kind": "score", "ratio": "q"}}])
+def test_without_a_proximal_policy_there_may_be_several_optimizer_steps(settings: dict[str, Any]) -> None:
     """No forward, and nothing left to the first of the steps: the learner refuses a deferred batch that has more than one."""
 
     async def scenario() -> None:
-        scene = Scene(steps=2, preset=preset)
+        scene = Scene(steps=2, correction=CorrectionConfig.model_validate(settings))
         prepared = await scene.batch(0)
         assert scene.learner.asked == [] and not prepared.corrected.is_deferred
         await scene.service.stop()
@@ -352,7 +352,7 @@ def test_a_switch_takes_the_next_batch_that_is_begun() -> None:
 
 
 def test_a_switch_begins_what_it_changes_anew() -> None:
-    """Rejection's usual level is that of the bounds; the gap from behaviour to proximal is the same under any, unless the latter changes."""
+    """Rejection's usual level is that of the bounds; the gap from behaviour to proximal has the same under any bounds."""
     thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, trend_steps=8, patience=1)
 
     async def scenario() -> None:

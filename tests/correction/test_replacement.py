@@ -7,7 +7,7 @@ import pytest
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.methods import PRESETS, Preset, score, truncate
-from correction.replacement import switched, tightened
+from correction.replacement import check_replaceable, switched, tightened
 
 
 def config(**settings):
@@ -31,7 +31,7 @@ def test_what_the_run_optimises_stays():
 
 
 def test_what_does_not_go_together_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="there is no such preset. Did you mean icepop"):
+    with pytest.raises(ConfigError, match=r"there is no such preset\. Did you mean icepop"):
         switched(config(), "icepopp")
     # A weight of mean 1 that is known after the forward alone: its factor would scale the run's entropy bonus too (sense.fold_obstacle).
     parts = {"proximal": "behavior", "importance": truncate(2.0), "normalize": {"population": "all"}, "objective": score(None)}
@@ -39,6 +39,18 @@ def test_what_does_not_go_together_is_refused(monkeypatch):
     switched(config(), "late")
     with pytest.raises(ConfigError, match=r"late beside this run's advantage, kl, entropy_coefficient: .*would also scale"):
         switched(config(entropy_coefficient=0.1), "late")
+
+
+def test_what_engines_and_learner_did_not_prepare_for_is_refused():
+    """Top-K logprobs and the reference model are there if the run began with a correction that needs them."""
+    with_reference = config(kl={"coefficient": 0.1})
+    with pytest.raises(ConfigError, match="needs a reference model"):
+        check_replaceable(config(), with_reference)
+    with pytest.raises(ConfigError, match="needs the engines' top-K logprobs"):
+        check_replaceable(config(preset="dppo-binary-tv"), config(preset="dppo-topk-tv"))
+    check_replaceable(with_reference, with_reference)
+    check_replaceable(config(preset="dppo-topk-kl"), config(preset="dppo-topk-tv"))
+    check_replaceable(config(), config(preset="prime-tv"))  # its penalty's anchor is the behaviour policy
 
 
 def test_bounds_of_ratios_narrow_in_the_logarithm_and_distances_in_proportion():
