@@ -126,7 +126,7 @@ class EarlyWarningConfig(_Section):
     tighten_factor: float = Field(default=0.5, gt=0, lt=1)
     """For tighten: power of bounds on ratios (0.5: an upper one of 2 becomes 1.41), factor on clips and divergences."""
     detailed: bool = True
-    """Quantiles and numbers by probability too: they tell in which tokens it sits. They sort the batch's tokens, beside training."""
+    """Quantiles and numbers by probability too, which tell where a symptom sits. They sort the batch's tokens, beside training."""
     thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
     """From when on a change is a watch or an alarm."""
 
