@@ -27,6 +27,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+ENDED_BY_ALARM = 3
+"""Exit code of a run that monitor.on_alarm = stop has ended, with a checkpoint; 1 and 2 are errors."""
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the recipe's, e.g. correction.preset=icepop rollout.workers=2."),
@@ -57,7 +60,9 @@ def train(
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
     from actors.session import train_run
 
-    train_run(None if resume else recipe, words, resume)
+    summary = train_run(None if resume else recipe, words, resume)
+    if summary.alarm:
+        raise typer.Exit(ENDED_BY_ALARM)
 
 
 @app.command("init-model")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from correction.config import CorrectionConfig
+from correction.errors import ConfigError
+from correction.monitor import MonitorConfig
+from correction.replacement import check_replaceable, reason_of, switched, tightened
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
@@ -113,6 +116,32 @@ class MetricsConfig(_Section):
     """Groups of which one trajectory is kept as text, every step."""
 
 
+class EarlyWarningConfig(_Section):
+    """The monitor follows the correction's diagnostics and says when they drift off; by itself it does no more than that."""
+
+    on_alarm: Literal["none", "switch_preset", "tighten", "stop"] = "none"
+    """What the first alarm sets off: nothing; the correction of `preset`; the run's own with narrower bounds; a checkpoint and the end."""
+    preset: str | None = None
+    """For switch_preset: the correction to go on with. The run's advantages, KL and entropy terms stay unless the preset has its own."""
+    tighten_factor: float = Field(default=0.5, gt=0, lt=1)
+    """For tighten: power of bounds on ratios (0.5: an upper one of 2 becomes 1.41), factor on clips and divergences."""
+    detailed: bool = True
+    """Quantiles and numbers by probability too, which tell where a symptom sits. They sort the batch's tokens, beside training."""
+    thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
+    """From when on a change is a watch or an alarm."""
+
+    @model_validator(mode="after")
+    def _preset_goes_with_its_action(self) -> EarlyWarningConfig:
+        if self.on_alarm == "switch_preset" and self.preset is None:
+            raise ConfigError("monitor.on_alarm = switch_preset: to which? Set monitor.preset; `evenkeel presets` lists them")
+        if self.on_alarm != "switch_preset" and self.preset is not None:
+            raise ConfigError(
+                f"monitor.preset = {self.preset} with monitor.on_alarm = {self.on_alarm}: nothing would switch to it. "
+                f"Set monitor.on_alarm: switch_preset, or leave the preset out"
+            )
+        return self
+
+
 class RunConfig(_Section):
     """One run: a recipe, its overrides and the defaults of everything else."""
 
@@ -140,6 +169,7 @@ class RunConfig(_Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    monitor: EarlyWarningConfig = Field(default_factory=EarlyWarningConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     init: InitConfig | None = None
     """For `evenkeel init-model`: how to make the model folder from nothing; empty: the folder has to be there."""
@@ -154,6 +184,32 @@ class RunConfig(_Section):
                 f"or another number of optimizer steps"
             )
         return self
+
+    @model_validator(mode="after")
+    def _an_alarm_finds_a_valid_correction(self) -> RunConfig:
+        """What an alarm would switch to has to fit this run as if it had been configured from the start."""
+        place = f"monitor.on_alarm = {self.monitor.on_alarm}" + (f", monitor.preset = {self.monitor.preset}" if self.monitor.preset else "")
+        try:
+            replacement = self.correction_after_alarm()
+            if replacement is None:
+                return self
+            check_replaceable(self.correction, replacement)
+            sections = {name: getattr(self, name) for name in type(self).model_fields}
+            type(self).model_validate({**sections, "correction": replacement, "monitor": EarlyWarningConfig()})
+        except ValidationError as error:
+            raise ConfigError(f"{place}: {reason_of(error)}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        return self
+
+    def correction_after_alarm(self) -> CorrectionConfig | None:
+        """What `monitor.on_alarm` would go on with; None where it changes nothing. Raises: ConfigError if there is no such correction."""
+        monitor = self.monitor
+        if monitor.on_alarm == "switch_preset" and monitor.preset is not None:
+            return switched(self.correction, monitor.preset)
+        if monitor.on_alarm == "tighten":
+            return tightened(self.correction, monitor.tighten_factor)
+        return None
 
     def batch_arithmetic(self) -> str:
         """How many of what make a step, in one sentence."""

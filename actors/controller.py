@@ -11,16 +11,17 @@ import gc
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.alarms import AlarmResponse
 from actors.cluster import Cluster
 from actors.config import RunConfig
-from actors.correction_service import CorrectionService, PreparedBatch, ServiceConfig
+from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
 from actors.evaluation import Evaluation, evaluate
 from actors.learner_group import LearnerGroup
 from actors.ledger import Ledger
@@ -28,6 +29,7 @@ from actors.observer import Observer
 from actors.pool import RolloutPool
 from actors.resume import TrainingState
 from actors.run_folder import Checkpoint, RunFolder
+from actors.step_report import learned_numbers
 from actors.supervision import Stopwatch, wait_for
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.weight_sync import WeightSync
@@ -45,6 +47,8 @@ class RunSummary:
     after: Evaluation | None
     seconds: float
     stopped_early: bool
+    alarm: str = ""
+    """Why the monitor ended it; empty: it didn't."""
 
 
 class Controller:
@@ -60,11 +64,17 @@ class Controller:
         self._version = self._state.weight_version if self._state else 0
         self._began = time.monotonic() - (self._state.elapsed_s if self._state else 0.0)
         self._stop_requested = False
+        self._alarms = AlarmResponse(config, self._state.replacement if self._state else None)
+        self._alarm = ""
+        """Why an alarm ends the run; empty: none does."""
         self._evaluation: asyncio.Task[Evaluation] | None = None
         self._watch = Stopwatch()
 
     async def run(self) -> RunSummary:
-        """Train to the configured number of steps, or until Ctrl-C. Raises: EvenkeelError kinds, with what to change."""
+        """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run.
+
+        Raises: EvenkeelError kinds, with what to change.
+        """
         self._observer.phase("starting Ray")
         with Cluster(self._config) as cluster, self._handled_interrupts():
             self._observer.serve()
@@ -90,16 +100,20 @@ class Controller:
             feeding.cancel()
         if self._step > self._last_saved:
             await self._save()
-        after = None if self._stop_requested else await self._evaluate_now("after training")
+        after = None if self._ends_early else await self._evaluate_now("after training")
         await self._observer.flush()
         self._observer.keep_scatter(await self._ask(self._service.scatter))
-        return RunSummary(self._step, before, after, time.monotonic() - self._began, self._stop_requested)
+        return RunSummary(self._step, before, after, time.monotonic() - self._began, self._ends_early, self._alarm)
+
+    @property
+    def _ends_early(self) -> bool:
+        return self._stop_requested or bool(self._alarm)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         config = self._config
-        while self._step < config.steps and not self._stop_requested:
+        while self._step < config.steps and not self._ends_early:
             batch = await self._next_batch()
             result = await self._learn(batch)
             self._version += 1
@@ -109,13 +123,14 @@ class Controller:
             discarded = await self._ask(self._queue.settle, [g.group_id for g in batch.groups])
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
-            diagnostics = self._service.observe.remote(batch.version, result.target_logprobs)
+            observed = self._observe(batch, result)
             counts = await self._ask(self._queue.counts)
-            await self._observer.step(self._step, self._version, batch, result, diagnostics, self._watch.read(), counts, discarded)
+            await self._observer.step(self._step, self._version, batch, result, observed, self._watch.read(), counts, discarded)
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
+            await self._answer_alarms()
             # After the save: the ranks take collective calls from one caller at a time.
-            if self._step < config.steps and not self._stop_requested:
+            if self._step < config.steps and not self._ends_early:
                 await self._ask(self._service.learner_reached, self._version)
             self._evaluate_beside()
 
@@ -137,7 +152,32 @@ class Controller:
 
     async def _learn(self, batch: PreparedBatch) -> Any:
         with self._watch.phase("train"):
-            return await self._learner.step(batch.corrected, self._config.correction, step=self._step)
+            return await self._learner.step(batch.corrected, batch.correction, step=self._step)
+
+    def _observe(self, batch: PreparedBatch, result: Any) -> Awaitable[Observation | None]:
+        """Diagnostics of the batch that was just trained, in the making; their alarms are answered between two steps, once known."""
+        reference = self._service.observe.remote(self._step, batch.version, result.target_logprobs, learned_numbers(batch, result))
+
+        async def with_alarms() -> Observation | None:
+            observation: Observation | None = await reference
+            if observation is not None:
+                self._alarms.take(observation.events)
+            return observation
+
+        return asyncio.create_task(with_alarms())
+
+    async def _answer_alarms(self) -> None:
+        """Do what is configured about the alarms that have come."""
+        action = self._alarms.decide()
+        if action is None or self._alarm:
+            return
+        await self._observer.flush()  # the alarm is told before what it leads to
+        if action.replacement is not None:
+            self._observer.event("warning", action.text)
+            await self._ask(self._service.switch, action.replacement.correction)
+        elif self._step < self._config.steps:
+            self._observer.event("warning", action.text)
+            self._alarm = action.text
 
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 
@@ -183,6 +223,7 @@ class Controller:
         began = time.monotonic()
         deadline_s = self._config.deadlines.checkpoint_s
         await self._observer.flush()  # a resume goes on after this step: its line and counts have to be there by then
+        await self._answer_alarms()  # and what its diagnostics have set off
         with self._folder.checkpoint(self._step) as checkpoint:
             # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be on a file system that both see.
             await self._learner.save((checkpoint.state / "learner").resolve(), checkpoint.hf.resolve(), deadline_s=deadline_s)
@@ -192,7 +233,9 @@ class Controller:
                 )
             queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
             elapsed_s = time.monotonic() - self._began
-            TrainingState(self._step, self._version, elapsed_s, queue, self._observer.totals()).save(checkpoint.state)
+            monitor = await self._ask(self._service.monitor_state)
+            totals = self._observer.totals()
+            TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, self._alarms.replacement).save(checkpoint.state)
         self._folder.prune_checkpoints(self._config.checkpoint.keep)
         self._last_saved = self._step
         self._observer.saved(self._folder.path / "checkpoints" / f"step_{self._step:06d}", time.monotonic() - began)
@@ -242,8 +285,10 @@ class Controller:
             await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
         if config.correction.kl.coefficient > 0:
             await self._learner.load_reference(config.model.resolve())
+        for note in self._alarms.notes():
+            observer.event("info", note)
         self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64, scheduling_strategy=here).remote(
-            self._service_config(), self._queue, self._learner
+            self._service_config(), self._queue, self._learner, self._state.monitor if self._state else None
         )
         self._sync = WeightSync(
             config.weight_sync,
@@ -267,7 +312,7 @@ class Controller:
     def _service_config(self) -> ServiceConfig:
         config = self._config
         return ServiceConfig(
-            correction=config.correction,
+            correction=self._alarms.correction,
             groups_per_step=config.groups_per_step,
             optimizer_steps_per_batch=config.learner.total_optimizer_steps_per_batch,
             temperature=config.rollout.sampling.temperature,
@@ -276,6 +321,8 @@ class Controller:
             dynamic_sampling=config.dynamic_sampling,
             has_reference=config.correction.kl.coefficient > 0,
             batch_s=config.deadlines.batch_s,
+            monitor=config.monitor.thresholds,
+            detailed=config.monitor.detailed,
         )
 
     def _prompts(self) -> Iterator[Prompt]:

@@ -1,8 +1,10 @@
-"""The correction service: whole training batches, corrected, one ahead of the learner; diagnostics behind it.
+"""The correction service: whole training batches, corrected, one ahead of the learner; diagnostics and early warning behind it.
 
 It draws groups from the queue as they finish. When the correction needs proximal logprobs from a forward of their own, it asks the
 learner for them as soon as the learner stands at the version from which the batch's update will start and has nothing else to do:
 while rollouts are the bottleneck that forward is free. It never asks earlier: those would be the logprobs of older weights.
+
+Diagnostics run in a thread of their own, one batch after the other, so that draws and forwards go on meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +29,7 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer, needs_proximal_forward
 from correction.diagnostics import diagnose
 from correction.errors import DeadlineExceeded
+from correction.monitor import Event, Monitor, MonitorConfig, State
 from rollout.config import OverlongConfig
 from rollout.packing import PackingCounts, pack_groups
 from rollout.trajectory import Group
@@ -36,6 +39,8 @@ _POLL_S = 30.0
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
 """Reasons for which the service discards a group."""
+_OF_THE_BOUNDS = ("rejected_fraction",)
+"""Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,9 @@ class ServiceConfig:
     dynamic_sampling: bool
     has_reference: bool
     batch_s: float
+    monitor: MonitorConfig
+    detailed: bool
+    """Diagnose in detail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,8 @@ class PreparedBatch:
 
     version: int
     """The learner's version from which the update starts."""
+    correction: CorrectionConfig
+    """What it is corrected by, and has to be trained with."""
     corrected: CorrectedBatch
     groups: tuple[Group, ...]
     counts: PackingCounts
@@ -68,12 +78,33 @@ class PreparedBatch:
     """Time of the correction itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a trained batch says about the run."""
+
+    diagnostics: dict[str, float]
+    """By their names in correction.diagnostics."""
+    events: tuple[Event, ...]
+    """What the monitor makes of them, worst first."""
+    state: State
+    """Of the monitor, after this batch."""
+    seconds: float
+    """Time that all this took."""
+
+
 class CorrectionService:
     """Draws, packs and corrects; used as a Ray actor (async)."""
 
-    def __init__(self, config: ServiceConfig, queue: Any, learner: LearnerGroup) -> None:
+    def __init__(
+        self, config: ServiceConfig, queue: Any, learner: LearnerGroup, monitor_state: Mapping[str, Any] | None = None
+    ) -> None:
+        """monitor_state: of an earlier part of the run, see `monitor_state()`."""
         self._config, self._queue, self._learner = config, queue, learner
-        self._needs_forward = needs_proximal_forward(config.correction, config.optimizer_steps_per_batch)
+        self._correction = self._next_correction = config.correction
+        self._monitor = Monitor(config.monitor)
+        if monitor_state is not None:
+            self._monitor.load_state_dict(monitor_state)
+        self._observing = asyncio.Lock()
         self._learner_at = asyncio.Condition()
         self._learner_version = -1
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
@@ -107,31 +138,58 @@ class CorrectionService:
             self._ahead[1].cancel()
             self._ahead = None
 
-    async def observe(self, version: int, target_logprobs: Tensor) -> dict[str, float]:
-        """Diagnostics of the batch that was trained last, off the learner's path.
+    async def observe(self, step: int, version: int, target_logprobs: Tensor, learned: Mapping[str, float]) -> Observation | None:
+        """Diagnostics of the batch that was trained last and what the monitor says about them; None if that is not the batch of `version`.
 
         Args:
+            step: number of the batch's step.
             target_logprobs: [N] float32, the learner's at the weights from which the update started; the proximal ones of a fused step.
+            learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
         """
-        last = self._last
-        if last is None or last.version != version:
-            return {}
-        corrected = last.corrected
+        trained, self._last = self._last, None    # its tensors live as long as this call
+        if trained is None or trained.version != version:
+            return None
+        async with self._observing:
+            return await asyncio.to_thread(self._observe, step, trained, target_logprobs, learned)
+
+    def _observe(self, step: int, trained: PreparedBatch, target_logprobs: Tensor, learned: Mapping[str, float]) -> Observation:
+        """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
+        began = time.monotonic()
+        corrected, version = trained.corrected, trained.version
         if corrected.is_deferred:  # one step: those logprobs are the proximal ones, and the service can redo what the learner did
             batch = replace(corrected.batch, proximal_logprobs=target_logprobs)
-            corrected = correct(batch, self._config.correction)
+            corrected = correct(batch, trained.correction)
         batch = corrected.batch
         proximal = target_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
         self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, batch.loss_mask)
-        return dict(diagnose(corrected.batch, corrected, target_logprobs=target_logprobs, config=self._config.correction))
+        numbers = diagnose(batch, corrected, target_logprobs=target_logprobs, config=trained.correction, detailed=self._config.detailed)
+        events = self._monitor.update(step, {**learned, **numbers})
+        return Observation(dict(numbers), tuple(events), self._monitor.state, time.monotonic() - began)
+
+    async def monitor_state(self) -> dict[str, Any]:
+        """What the monitor knows after the batches observed so far, for a checkpoint."""
+        async with self._observing:
+            return self._monitor.state_dict()
+
+    async def switch(self, correction: CorrectionConfig) -> None:
+        """Correct by this from the next batch on whose preparation begins; the one under way keeps what it was begun with."""
+        async with self._observing:
+            if correction.proximal is self._next_correction.proximal:
+                self._monitor.forget(_OF_THE_BOUNDS)
+            else:
+                self._monitor = Monitor(self._config.monitor)
+            self._next_correction = correction
 
     async def scatter(self) -> ScatterSample | None:
         """Tokens of the recent batches, for the report's picture of pi_prox against mu."""
-        return self._scatter.sample()
+        async with self._observing:
+            return self._scatter.sample()
 
     # -- preparation -------------------------------------------------------------------------------------------------
 
     async def _prepare(self, version: int) -> PreparedBatch:
+        # One batch is prepared at a time, so this holds for all of it.
+        self._correction = self._next_correction
         groups: list[Group] = []
         forwards: list[tuple[list[Group], asyncio.Task[tuple[Tensor | None, Tensor | None, float]]]] = []
         while len(groups) < self._config.groups_per_step:
@@ -147,9 +205,13 @@ class CorrectionService:
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
         began = time.monotonic()
-        settle = correct if self._needs_forward else defer  # defer is correct where nothing waits for a proximal policy
-        corrected = settle(batch, self._config.correction)
-        return PreparedBatch(version, corrected, tuple(groups), counts, proximal_s, time.monotonic() - began)
+        is_deferred = not self._needs_forward and self._config.optimizer_steps_per_batch == 1
+        corrected = (defer if is_deferred else correct)(batch, self._correction)
+        return PreparedBatch(version, self._correction, corrected, tuple(groups), counts, proximal_s, time.monotonic() - began)
+
+    @property
+    def _needs_forward(self) -> bool:
+        return needs_proximal_forward(self._correction, self._config.optimizer_steps_per_batch)
 
     @property
     def _wants_forwards(self) -> bool:
@@ -182,7 +244,7 @@ class CorrectionService:
 
     @property
     def _advantages(self) -> Callable[[Tensor, Tensor], Tensor]:
-        part = self._config.correction.advantage
+        part = self._correction.advantage
         return partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon)
 
     async def _forward(self, version: int, groups: list[Group]) -> tuple[Tensor | None, Tensor | None, float]:

@@ -6,12 +6,15 @@ Prometheus has a file of its own (exporter.py), since every actor serves it; the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.metrics import Kind, StepMetrics, is_listed, lookup
 from correction.errors import ConfigError
+from correction.monitor import Event, State
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
@@ -48,6 +51,22 @@ def parse_json_line(line: str) -> StepMetrics:
         if is_listed(name):
             metrics.set(name, value)
     return metrics
+
+
+def event_line(event: Event) -> str:
+    """One line of monitor.jsonl, without the line end: strict JSON; values that aren't finite stand there as words."""
+    words = {name: str(value) for name, value in (("value", event.value), ("growth", event.growth)) if not math.isfinite(value)}
+    return json.dumps(asdict(event) | words, allow_nan=False)
+
+
+def parse_event_line(line: str) -> Event | None:
+    """The event of a line that `event_line` wrote; None for anything else, such as a torn line."""
+    try:
+        record = json.loads(line)
+        numbers = {name: float(record[name]) for name in ("value", "growth")}
+        return Event(**{**record, **numbers, "state": State(record["state"])})
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class TensorBoardView:

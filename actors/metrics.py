@@ -30,7 +30,7 @@ class Kind(StrEnum):
     GAUGE = "gauge"
     """A value of this step; it may rise and fall."""
     COUNTER = "counter"
-    """A running total since the run began, restored on resume; its name ends in _total."""
+    """A running total since the run began, restored on resume; its name ends in _total, that of a family in _total/."""
     HISTOGRAM = "histogram"
     """A family whose last part is an upper bound, and whose value counts what fell into that bucket in this step."""
 
@@ -241,6 +241,14 @@ _CORRECTION = [
         "A further number of the correction's diagnostics; docs/correction.md tells which.",
     ),
 ]
+_MONITOR = [
+    _gauge(
+        "monitor/level", _U.ONE, _R.MAX, "early warning",
+        "State of the worst symptom that the early warning follows: 0 ok, 1 watch, 2 alarm; docs/correction.md says which there are.",
+    ),
+    _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch."),
+    _counter("monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; anything above 0 is worth a page."),
+]
 _LEARNER = [
     _gauge(
         "learner/loss", _U.ONE, _R.SUM, "loss",
@@ -315,7 +323,7 @@ _ROLLOUT = [
 ]
 CATALOGUE: dict[str, Metric] = {
     metric.name: metric
-    for section in (_PROGRESS, _TIME, _REWARD, _HELD_OUT, _STALENESS, _CORRECTION, _LEARNER, _LENGTH, _GROUPS, _ROLLOUT)
+    for section in (_PROGRESS, _TIME, _REWARD, _HELD_OUT, _STALENESS, _CORRECTION, _MONITOR, _LEARNER, _LENGTH, _GROUPS, _ROLLOUT)
     for metric in section
 }
 

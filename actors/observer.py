@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from actors.actor_info import ActorInfo, listen_address
 from actors.config import RunConfig
-from actors.correction_service import INVALID, UNIFORM, PreparedBatch
+from actors.correction_service import INVALID, UNIFORM, Observation, PreparedBatch
 from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint
 from actors.metric_views import MetricViews
@@ -26,6 +26,7 @@ from actors.supervision import wait_for
 from actors.terminal import TerminalView
 from actors.trajectory_queue import Ticket
 from correction.errors import EvenkeelError
+from correction.monitor import Event, State
 from rollout.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("evenkeel")
 _DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_total"}
 """Where discarded groups are counted besides groups/discarded_total, by reason."""
+_EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
+"""Families that count the monitor's events, by symptom."""
 
 
 class Observer:
@@ -51,6 +54,9 @@ class Observer:
         self._config, self._folder, self._view = config, folder, view
         self._views = MetricViews(folder, config.metrics)
         self._totals: dict[str, float] = dict(totals or {})
+        families = tuple(_EVENT_COUNTERS.values())
+        # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
+        self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}
         self._finished: list[GroupSummary] = []
         self._receipts: list[SyncReceipt] = []
         self._differences: list[float] = []
@@ -93,6 +99,13 @@ class Observer:
 
     def waiting(self, text: str) -> None:
         self.event("warning", text)
+
+    def warned(self, event: Event) -> None:
+        """The monitor has seen a symptom come, grow or go."""
+        self._folder.append_monitor_event(event)
+        self.event("info" if event.state is State.OK else event.state.value, f"step {event.step}: {event.message}")
+        if family := _EVENT_COUNTERS.get(event.state):
+            self._raised[family + event.name] = self._raised.get(family + event.name, 0.0) + 1
 
     def admitted(self, tickets: Sequence[Ticket]) -> None:
         self._count("groups/admitted_total", len(tickets))
@@ -144,12 +157,12 @@ class Observer:
         version: int,
         batch: PreparedBatch,
         result: Any,
-        diagnostics: Awaitable[dict[str, float]],
+        observed: Awaitable[Observation | None],
         phases: dict[str, float],
         counts: dict[str, int],
         discarded: Sequence[tuple[str, str]],
     ) -> None:
-        """Take the numbers of a finished step; the diagnostics may come later, and what needs them is written then, in order."""
+        """Take the numbers of a finished step; diagnostics and warnings may come later, and what needs them is written then, in order."""
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         load = await self._pool.load()
@@ -169,23 +182,31 @@ class Observer:
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, step=step, limit=self._config.metrics.trajectories_per_step)
             self._folder.write_trajectories(step, text)
-        self._writing = asyncio.create_task(self._write_when_diagnosed(metrics, diagnostics, self._writing))
+        self._writing = asyncio.create_task(self._write_when_diagnosed(metrics, observed, self._writing))
 
     async def _write_when_diagnosed(
-        self, metrics: StepMetrics, diagnostics: Awaitable[dict[str, float]], previous: asyncio.Task[None] | None
+        self, metrics: StepMetrics, observed: Awaitable[Observation | None], previous: asyncio.Task[None] | None
     ) -> None:
         if previous is not None:
             await previous
         limit_s = self._config.deadlines.step_s
         try:
-            found = await wait_for(diagnostics, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)
-            metrics.update(diagnostic_metrics(found))
+            found = await wait_for(observed, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)
+            if found is not None:
+                self._take_observation(metrics, found)
         except (EvenkeelError, RayError) as error:  # the step's other numbers must not be lost with them
             self.event("warning", f"no diagnostics of step {metrics.step}: {error}")
+        metrics.update(self._raised)
         self._folder.append_metrics(metrics)
         self._views.step(metrics)
         self._endpoint.publish(dict(metrics))
         self._view.step(metrics)
+
+    def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
+        metrics.update(diagnostic_metrics(found.diagnostics))
+        metrics.update({"time/diagnose_s": found.seconds, "monitor/level": found.state.rank})
+        for event in found.events:
+            self.warned(event)
 
     async def flush(self) -> None:
         """Wait until every step so far is written."""
@@ -199,7 +220,7 @@ class Observer:
 
     def totals(self) -> dict[str, float]:
         """Running totals, for a checkpoint."""
-        return dict(self._totals)
+        return self._totals | self._raised
 
     def close(self) -> None:
         self._views.close()

@@ -17,6 +17,7 @@ from actors.report_plots import Plot, draw_plots
 from actors.run_folder import RunFolder
 from actors.scatter import ScatterSample
 from actors.terminal import duration
+from correction.monitor import Event
 
 _MOST_EVENTS = 200
 _MOST_SAMPLE_CHARACTERS = 20_000
@@ -28,8 +29,8 @@ def write_report(folder: RunFolder) -> Path:
     Returns: path of report.html in the run folder.
     """
     steps, evaluations, events = folder.read_metrics(), folder.read_evaluations(), folder.read_events()
-    config = folder.read_config()
-    notable = [event for event in events if event.level != "info"]
+    config, warnings = folder.read_config(), folder.read_monitor_events()
+    notable = [event for event in events if event.level in ("warning", "error")]
     page = _template().render(
         name=config.get("name", folder.path.name),
         folder=str(folder.path),
@@ -38,7 +39,9 @@ def write_report(folder: RunFolder) -> Path:
         status=_status(steps, config),
         headline=_headline(evaluations),
         summary=summary_rows(steps, evaluations, config),
-        plots=_plots(steps, evaluations, folder),
+        plots=_plots(steps, evaluations, warnings, folder),
+        warnings=warnings[-_MOST_EVENTS:],
+        warnings_left_out=max(0, len(warnings) - _MOST_EVENTS),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         notable=notable[-_MOST_EVENTS:],
         notable_left_out=max(0, len(notable) - _MOST_EVENTS),
@@ -122,12 +125,14 @@ def _values(steps: Sequence[StepMetrics], name: str) -> list[float]:
     return [metrics.finite()[name] for metrics in steps if name in metrics.finite()]
 
 
-def _plots(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], folder: RunFolder) -> list[Plot]:
+def _plots(
+    steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], warnings: Sequence[Event], folder: RunFolder
+) -> list[Plot]:
     try:
         scatter = ScatterSample.load(folder.scatter_path)
     except (OSError, ValueError, KeyError):    # not written yet
         scatter = None
-    return draw_plots(steps, evaluations, scatter)
+    return draw_plots(steps, evaluations, scatter, warnings)
 
 
 def _samples(folder: RunFolder) -> list[tuple[str, str]]:

@@ -21,12 +21,18 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from actors.metrics import CATALOGUE, StepMetrics
 from actors.scatter import ScatterSample
+from correction.monitor import Event, State
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
 _INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards
 _COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "fontsize": 9, "handlelength": 1.2, "borderaxespad": 0.1}
 """Where a legend hides no curve."""
+_MARKS: dict[State, Any] = {
+    State.WATCH: {"color": _COLOURS[1], "linestyle": ":", "linewidth": 1.2},
+    State.ALARM: {"color": _COLOURS[4], "linestyle": "--", "linewidth": 1.2},
+}
+"""Lines at events of the monitor."""
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",    # text stays text: it can be selected, and takes the page's font
     "font.size": 10,
@@ -162,11 +168,16 @@ _CURVES = (
 )
 
 
-def draw_plots(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], scatter: ScatterSample | None) -> list[Plot]:
-    """All plots for which a run has numbers, the most telling ones first."""
+def draw_plots(
+    steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics], scatter: ScatterSample | None, warnings: Sequence[Event] = ()
+) -> list[Plot]:
+    """All plots for which a run has numbers, the most telling ones first.
+
+    Args: warnings: events of the monitor; watches and alarms are marked on the curves.
+    """
     plots = [draw_accuracy(evaluations)]
     for curves in _CURVES:
-        plots.append(draw_curves(curves, steps))
+        plots.append(draw_curves(curves, steps, warnings))
         if curves.title == "Spread of the log-ratio":
             plots += [draw_scatter(scatter), draw_staleness(steps)]
     return [plot for plot in plots if plot is not None]
@@ -194,8 +205,8 @@ def draw_accuracy(evaluations: Sequence[StepMetrics]) -> Plot | None:
     return Plot("Held-out accuracy", _svg("held_out", draw), caption)
 
 
-def draw_curves(curves: _Curves, steps: Sequence[StepMetrics]) -> Plot | None:
-    """Metrics over steps; None if the run has none of them."""
+def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequence[Event] = ()) -> Plot | None:
+    """Metrics over steps, with a line at each watch and alarm; None if the run has none of them."""
     series = [entry for name in curves.names for entry in _series(name, steps)]
     if curves.scale == "log":
         series = [(label, x[y > 0], y[y > 0]) for label, x, y in series]
@@ -212,6 +223,9 @@ def draw_curves(curves: _Curves, steps: Sequence[StepMetrics]) -> Plot | None:
                 axes.plot(x, smooth, color=colour, label=label)
             else:
                 axes.plot(x, y, color=colour, label=label, marker="o" if len(y) < 3 else None, markersize=4)
+        for event in warnings:
+            if event.state in _MARKS:
+                axes.axvline(event.step, zorder=0.5, **_MARKS[event.state])
         if len(series) > 1:
             axes.legend(ncols=4, columnspacing=1.2, **_ABOVE)
         axes.set_ylabel(curves.y_label)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from actors.alarms import Replacement
 from actors.trajectory_queue import QueueSnapshot
 from correction.errors import DataError
 
 _FILE = "controller.pickle"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,10 @@ class TrainingState:
     queue: QueueSnapshot
     totals: dict[str, float]
     """Running totals of counters, by metric name."""
+    monitor: dict[str, Any]
+    """What the early warning knows (Monitor.state_dict), after the diagnostics of this step."""
+    replacement: Replacement | None = None
+    """Of the correction, by an alarm."""
 
     @property
     def prompt_position(self) -> int:

@@ -2,7 +2,8 @@
 
     config.yaml                     the resolved configuration
     metrics.jsonl                   one line a step                      evaluations.jsonl    one line a held-out evaluation
-    rewound.jsonl                   lines of both that a resume took back (nothing is deleted)
+    monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
+    rewound.jsonl                   lines of these that a resume took back (nothing is deleted)
     events.log                      what happened: time, level, text
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
@@ -33,11 +34,12 @@ import filelock
 import yaml
 from pydantic import BaseModel
 
-from actors.metric_views import json_line, parse_json_line
+from actors.metric_views import event_line, json_line, parse_event_line, parse_json_line
 from actors.metrics import StepMetrics
 from correction.errors import ConfigError, DataError
+from correction.monitor import Event
 
-_LEVELS = ("info", "warning", "error")
+_LEVELS = ("info", "watch", "warning", "alarm", "error")
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
 
 
@@ -48,7 +50,7 @@ class RunEvent:
     time: str
     """ISO 8601, local time, to the second."""
     level: str
-    """info, warning or error."""
+    """info, warning or error; watch or alarm, from the early warning."""
     text: str
 
 
@@ -106,7 +108,7 @@ class RunFolder:
         """
         folder = cls.view(path)
         folder._lock = _own(folder.path)
-        for lines in (folder.metrics_path, folder.evaluations_path):
+        for lines in folder._lines_by_step:
             _repair_last_line(lines)
         for leftover in (folder.path / "checkpoints").glob("*.partial"):
             shutil.rmtree(leftover)
@@ -146,6 +148,15 @@ class RunFolder:
     @property
     def events_path(self) -> Path:
         return self.path / "events.log"
+
+    @property
+    def monitor_path(self) -> Path:
+        return self.path / "monitor.jsonl"
+
+    @property
+    def _lines_by_step(self) -> tuple[Path, ...]:
+        """Files whose lines belong to a step."""
+        return self.metrics_path, self.evaluations_path, self.monitor_path
 
     @property
     def tensorboard_path(self) -> Path:
@@ -194,10 +205,21 @@ class RunFolder:
 
         Returns: number of lines taken back.
         """
-        return sum(_move_lines_after(path, step, self.path / "rewound.jsonl") for path in (self.metrics_path, self.evaluations_path))
+        return sum(_move_lines_after(path, step, self.path / "rewound.jsonl") for path in self._lines_by_step)
+
+    def append_monitor_event(self, event: Event) -> None:
+        """Add an event of the early warning to monitor.jsonl."""
+        _append_line(self.monitor_path, event_line(event))
+
+    def read_monitor_events(self) -> list[Event]:
+        """All events of the early warning so far, in order; a line that is being written is left out."""
+        if not self.monitor_path.is_file():
+            return []
+        lines = self.monitor_path.read_text(errors="replace").splitlines()
+        return [event for line in lines if (event := parse_event_line(line)) is not None]
 
     def event(self, level: str, text: str) -> RunEvent:
-        """Add a line to events.log. level: info, warning or error."""
+        """Add a line to events.log. level: info, warning or error; watch or alarm, from the early warning."""
         if level not in _LEVELS:
             raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
         entry = RunEvent(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()))

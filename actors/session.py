@@ -150,6 +150,8 @@ def _report(folder: RunFolder) -> Path | None:
 
 def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, temperature: float, steps: int) -> str:
     lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {summary.steps} steps in {summary.seconds:.0f} s"]
+    if summary.alarm:
+        lines.append(summary.alarm)
     how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     for when, evaluation in (("before", summary.before), ("after", summary.after)):
         if evaluation is not None:

@@ -22,7 +22,9 @@ from rich.text import Text
 
 from actors.run_folder import RunFolder
 
-_EVENT_STYLE = {"info": "cyan", "warning": "yellow", "error": "bold red"}
+_EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
+_MONITOR_LEVELS = ("ok", "watch", "alarm")
+"""Words for the values of monitor/level."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
 
@@ -76,7 +78,7 @@ class TerminalView:
             self._console.print(Text(text, style="green"))
 
     def event(self, level: str, text: str) -> None:
-        """Something that a person should know. level: info, warning or error."""
+        """Something that a person should know. level: info, warning or error; watch or alarm, from the early warning."""
         line = Text(f"{level}: {text}" if level != "info" else text, style=_EVENT_STYLE.get(level, "") if self._live else "")
         self._console.print(line, soft_wrap=True)
 
@@ -145,12 +147,13 @@ class _State:
         for _ in range(2):
             table.add_column(style="dim", no_wrap=True)
             table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
-        left = [
+        left: list[tuple[str, RenderableType]] = [
             ("reward", self._reward()),
             ("held-out", self._accuracy()),
             ("mismatch k3", _show(self.metrics, "mismatch/k3", "{:.1e} nats")),
             ("with staleness", _show(self.metrics, "mismatch_and_staleness/k3", "{:.1e} nats")),
             ("rejected", _show(self.metrics, "rejection/rejected_share", "{:.2%} of tokens")),
+            ("early warning", self._warning()),
         ]
         right = [
             ("step time", _show(self.metrics, "time/step_s", "{:.2f} s")),
@@ -158,10 +161,15 @@ class _State:
             ("learner", self._side("throughput/learner_tokens_per_s", "wait/learner_share")),
             ("staleness", self._staleness()),
             ("weights", _show(self.metrics, "weight_version", "version {:.0f}")),
+            ("entropy", _show(self.metrics, "learner/entropy", "{:.2f} nats")),
         ]
         for (name_1, value_1), (name_2, value_2) in zip(left, right, strict=True):
             table.add_row(name_1, value_1, name_2, value_2)
         return table
+
+    def _warning(self) -> Text:
+        level = _monitor_level(self.metrics)
+        return Text(level or "-", style=_EVENT_STYLE.get(level, ""))
 
     def _reward(self) -> str:
         if not self.rewards:
@@ -221,6 +229,8 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
         ("rejected", "rejection/rejected_share", "{:.2%}"),
     ]
     parts = [f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics]
+    if (level := _monitor_level(metrics)) not in ("", "ok"):
+        parts.append(f"early warning {level}")
     return f"step {int(metrics.get('step', 0)):>{len(str(total_steps))}}/{total_steps}  " + "  ".join(parts)
 
 
@@ -281,6 +291,11 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None, header: st
     console.print(state.render())
     picture = console.export_svg(title="evenkeel train")
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)    # rich's font comes from a server; any monospace will do
+
+
+def _monitor_level(metrics: Mapping[str, float]) -> str:
+    """ok, watch or alarm; "" for a step without diagnostics."""
+    return _MONITOR_LEVELS[int(metrics["monitor/level"])] if "monitor/level" in metrics else ""
 
 
 def _show(metrics: Mapping[str, float], name: str, form: str) -> str:

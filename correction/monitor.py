@@ -17,8 +17,9 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from pydantic import Field
 
@@ -213,7 +214,7 @@ class _Stand:
 
 
 class Monitor:
-    """Follows the diagnostics of one run. Everything it knows is plain numbers: it can be pickled into a checkpoint."""
+    """Follows the diagnostics of one run. Everything it knows is plain numbers: `state_dict` goes into a checkpoint."""
 
     def __init__(self, config: MonitorConfig | None = None, symptoms: Sequence[Symptom] = SYMPTOMS) -> None:
         self._config = config or MonitorConfig()
@@ -244,6 +245,25 @@ class Monitor:
                 changed.append(symptom)
         events = [self._event(step, symptom, diagnostics) for symptom in changed if not self._is_implied(symptom)]
         return sorted(events, key=lambda event: -event.state.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Histories and states as plain data. Settings are no part of it: a resumed run has its own."""
+        return {
+            "series": {name: asdict(series) for name, series in self._series.items()},
+            "stands": {name: asdict(stand) for name, stand in self._stands.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; symptoms that weren't followed then begin anew."""
+        self._series = {name: _Series(**series) for name, series in state["series"].items()}
+        self._stands |= {name: _Stand(**stand) for name, stand in state["stands"].items() if name in self._stands}
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Begin these series anew, in state ok: from now on their numbers mean something else."""
+        for name in names:
+            self._series.pop(name, None)
+            if name in self._stands:
+                self._stands[name] = _Stand()
 
     def _record(self, step: int, diagnostics: Mapping[str, float]) -> None:
         followed = {symptom.name: (symptom.quantity, symptom.offset) for symptom in self._symptoms}

@@ -46,12 +46,12 @@ class FakeActor:
         self.instance = instance
 
     def __getattr__(self, name: str) -> _FakeMethod:
-        return _FakeMethod(getattr(self.instance, name))
+        return _FakeMethod(getattr(self.instance, name), name)
 
 
 class _FakeMethod:
-    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-        self._method = method
+    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]], name: str) -> None:
+        self._method, self._method_name = method, name
 
     def remote(self, *args: Any, **named: Any) -> asyncio.Task[Any]:
         return asyncio.ensure_future(self._method(*args, **named))

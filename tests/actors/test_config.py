@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import model_validator
 
 from actors.config import RunConfig
 from actors.config_tools import load_config
@@ -59,3 +60,45 @@ def test_a_run_config_survives_its_own_file(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "x") as folder:
         folder.write_config(config)
     assert load_config(RunConfig, tmp_path / "run" / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("monitor.on_alarm=switch_preset", r"monitor.on_alarm = switch_preset: to which\? Set monitor.preset"),
+        ("monitor.preset=icepop", "monitor.on_alarm = none: nothing would switch to it"),
+        ("monitor.on_alarm=switch_preset monitor.preset=icepopp", "monitor.preset = icepopp: .*no such preset. Did you mean icepop"),
+        ("monitor.on_alarm=switch_preset monitor.preset=dppo-topk-tv", "dppo-topk-tv: it needs the engines' top-K logprobs"),
+        ("monitor.on_alarm=tighten correction.preset=pg", "monitor.on_alarm = tighten: correction has no bound"),
+        ("monitor.on_alarm=panic", r"monitor.on_alarm = 'panic': .*'none', 'switch_preset', 'tighten' or 'stop'"),
+        ("monitor.thresholds.alarm_grwth=3", "the nearest is monitor.thresholds.alarm_growth"),
+    ],
+)
+def test_an_alarm_action_that_could_not_be_done_is_refused_at_the_start(overrides: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(*overrides.split())
+
+
+def test_a_replacement_has_to_fit_the_run_as_if_it_had_begun_with_it() -> None:
+    """Whatever RunConfig refuses of `correction` it refuses of the replacement: here a validator that dislikes icepop."""
+
+    def no_icepop(self: RunConfig) -> RunConfig:
+        if self.correction.preset == "icepop":
+            raise ConfigError("no icepop on Sundays")
+        return self
+
+    class Strict(RunConfig):
+        sunday = model_validator(mode="after")(no_icepop)
+
+    recipe = ROOT / "tests/e2e/small.yaml"
+    load_config(Strict, recipe, ["monitor.on_alarm=switch_preset", "monitor.preset=mis-token"])
+    with pytest.raises(ConfigError, match=r"monitor.preset = icepop: no icepop on Sundays"):
+        load_config(Strict, recipe, ["monitor.on_alarm=switch_preset", "monitor.preset=icepop"])
+
+
+def test_what_an_alarm_goes_on_with() -> None:
+    assert small().correction_after_alarm() is None and small("monitor.on_alarm=stop").correction_after_alarm() is None
+    switched = small("monitor.on_alarm=switch_preset", "monitor.preset=mis-full").correction_after_alarm()
+    assert switched is not None and switched.preset == "mis-full" and switched.veto is not None
+    tightened = small("monitor.on_alarm=tighten", "monitor.tighten_factor=0.25").correction_after_alarm()    # tis-token: at most 2
+    assert tightened is not None and tightened.importance.upper == pytest.approx(2**0.25)

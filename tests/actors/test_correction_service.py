@@ -1,13 +1,17 @@
 """The service between queue and learner, with the real queue and correction, and a learner that answers with values that tell tokens apart.
 
 Behaviours locked here: proximal logprobs land at their own tokens, however the batch was put together; they are asked for at the version
-from which the update starts, never before; batch k+1 is prepared while k trains; groups without two valid answers are replaced.
+from which the update starts, never before; batch k+1 is prepared while k trains; groups without two valid answers are replaced; diagnostics
+and monitor follow in the order of steps, beside the event loop, and hold a batch no longer than they need it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import gc
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.correction_service import CorrectionService, ServiceConfig
+from actors import correction_service
+from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.errors import DeadlineExceeded
+from correction.monitor import MonitorConfig, State
 from rollout.config import TrainOverlong
 from rollout.trajectory import Group
 from tests.actors.cases import FakeActor, group, prompts, trajectory
@@ -57,7 +63,15 @@ def answered(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) ->
 
 
 class Scene:
-    def __init__(self, *, steps: int = 2, preset: str = "decoupled-ppo", max_staleness: int = 1, **changes: Any) -> None:
+    def __init__(
+        self,
+        *,
+        steps: int = 2,
+        preset: str = "decoupled-ppo",
+        max_staleness: int = 1,
+        monitor_state: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
         self.queue = TrajectoryQueueActor(groups_per_step=GROUPS, max_staleness=max_staleness)
         self.learner = Learner()
         settings: dict[str, Any] = {
@@ -70,11 +84,33 @@ class Scene:
             "dynamic_sampling": False,
             "has_reference": False,
             "batch_s": 5.0,
+            "monitor": MonitorConfig(),
+            "detailed": False,
         }
-        self.service = CorrectionService(ServiceConfig(**(settings | changes)), FakeActor(self.queue), self.learner)  # type: ignore[arg-type]
+        config = ServiceConfig(**(settings | changes))
+        self.service = CorrectionService(config, FakeActor(self.queue), self.learner, monitor_state)  # type: ignore[arg-type]
 
     async def admit(self, start: int, stop: int) -> list[Ticket]:
         return await self.queue.admit(prompts(start, stop))
+
+    async def batch(self, version: int) -> PreparedBatch:
+        """The whole way of a batch up to the learner."""
+        await self.service.learner_reached(version)
+        if version:
+            await self.queue.publish(version)
+        tickets = await self.admit(version * GROUPS, (version + 1) * GROUPS)
+        waiting = asyncio.create_task(self.service.next_batch(version))
+        await self.put(*[answered(ticket) for ticket in tickets])
+        prepared = await waiting
+        await self.queue.settle([g.group_id for g in prepared.groups])
+        return prepared
+
+    async def observe(self, prepared: PreparedBatch, *, gap: float = 0.1, **learned: float) -> Observation:
+        """After a step whose target logprobs are the behaviour's, which are -1, plus `gap`."""
+        target = torch.full((prepared.corrected.batch.num_tokens,), -1.0 + gap)
+        observation = await self.service.observe(prepared.version + 1, prepared.version, target, learned)
+        assert observation is not None
+        return observation
 
     async def put(self, *groups: Group) -> None:
         for finished in groups:
@@ -188,13 +224,146 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
 
     async def scenario() -> None:
         scene = Scene(steps=1)
-        tickets = await scene.admit(0, GROUPS)
-        await scene.put(*[answered(ticket) for ticket in tickets])
-        prepared = await scene.service.next_batch(0)
-        target = torch.full((prepared.corrected.batch.num_tokens,), -0.9)
-        numbers = await scene.service.observe(0, target)
+        prepared = await scene.batch(0)
+        assert await scene.service.observe(8, 7, torch.zeros(1), {}) is None, "version 7 is none that was trained"
+        prepared = await scene.batch(1)
+        numbers = (await scene.observe(prepared, gap=0.1)).diagnostics
         assert numbers["mismatch_k1_kl"] == pytest.approx(-0.1, rel=1e-5)
         assert numbers["mismatch_k3_kl"] == pytest.approx(0.005170918, rel=1e-4)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("settings", [{"preset": "bypass"}, {"proximal": "recompute", "objective": {"kind": "score", "ratio": "q"}}])
+def test_without_a_proximal_policy_there_may_be_several_optimizer_steps(settings: dict[str, Any]) -> None:
+    """No forward, and nothing left to the first of the steps: the learner refuses a deferred batch that has more than one."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=2, correction=CorrectionConfig.model_validate(settings))
+        prepared = await scene.batch(0)
+        assert scene.learner.asked == [] and not prepared.corrected.is_deferred
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_diagnostics_do_not_hold_up_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diagnostics that last until the next batch is there: on the event loop, or in the way of the batch, they would wait for ever."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        first = await scene.batch(0)
+        next_is_there = threading.Event()
+
+        def slow(*arguments: Any, **named: Any) -> dict[str, float]:
+            assert next_is_there.wait(10.0), "the next batch had to wait for these diagnostics"
+            return {}
+
+        monkeypatch.setattr(correction_service, "diagnose", slow)
+        observing = asyncio.create_task(scene.observe(first))
+        await scene.batch(1)
+        next_is_there.set()
+        await observing
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_a_batch_is_let_go_once_it_is_diagnosed() -> None:
+    """Not when the next one is there: that may be a while, and a batch can be large."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        prepared = await scene.batch(0)
+        tensor = weakref.ref(prepared.corrected.batch.behavior_logprobs)
+        await scene.observe(prepared)
+        del prepared
+        gc.collect()
+        assert tensor() is None
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """k3 = exp(g) - 1 - g of a gap g: from 5e-5 at 0.01 to 5.2e-3 at 0.1, 103 times as much, after a start of eight steps."""
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, trend_steps=8, patience=1)
+
+    async def scenario() -> None:
+        scene = Scene(steps=1, monitor=thresholds, detailed=True)
+        events = []
+        for version in range(13):
+            observation = await scene.observe(await scene.batch(version), gap=0.1 if version >= 10 else 0.01, entropy=1.0)
+            assert observation.diagnostics["log_ratio_quantile_50"] == pytest.approx(0.1 if version >= 10 else 0.01, rel=1e-4)
+            events += observation.events
+            assert observation.state is (State.ALARM if version >= 11 else State.OK)
+        # Three values make the level, whose median follows the second new one: of version 11, in step 12.
+        assert [(event.step, event.name, event.state) for event in events] == [(12, "mismatch_k3_kl", State.ALARM)]
+        assert events[0].growth == pytest.approx(5.170918e-3 / 5.0167e-5, rel=1e-2)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_a_resumed_service_warns_where_the_first_would_have() -> None:
+    """Step 12 needs the nine steps before the checkpoint: a monitor that began anew would still be learning what is usual."""
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, trend_steps=8, patience=1)
+
+    async def scenario() -> None:
+        first = Scene(steps=1, monitor=thresholds)
+        for version in range(9):
+            await first.observe(await first.batch(version), gap=0.01)
+        second = Scene(steps=1, monitor=thresholds, monitor_state=await first.service.monitor_state())
+        await first.service.stop()
+        steps = []
+        for version in range(4):
+            prepared = await second.batch(version)
+            observation = await second.service.observe(
+                10 + version, version, torch.full((prepared.corrected.batch.num_tokens,), -0.9 if version >= 1 else -0.99), {}
+            )
+            assert observation is not None
+            steps += [event.step for event in observation.events if event.state is State.ALARM]
+        assert steps == [12]
+        await second.service.stop()
+
+    play(scenario)
+
+
+def test_a_switch_takes_the_next_batch_that_is_begun() -> None:
+    """The batch under way keeps its correction, and every batch says which one it has; the forward comes and goes with the need for it."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=2, preset="bypass")
+        await scene.batch(0)    # and 1 is being prepared
+        replacement = CorrectionConfig.model_validate({"preset": "mis-token"})
+        await scene.service.switch(replacement)
+        second = await scene.batch(1)
+        assert second.correction.preset == "bypass" and scene.learner.asked == []
+        third = await scene.batch(2)
+        assert third.correction == replacement and third.corrected.batch.proximal_logprobs is not None
+        # The learner's logprobs lie at most 0.5 from -1: within mis-token's band, no token is rejected, and weights are their ratio.
+        expected = (code(third.corrected.batch.token_ids) + 1).exp()
+        mask = third.corrected.batch.loss_mask
+        torch.testing.assert_close(third.corrected.importance_weights[mask], expected[mask], rtol=1e-5, atol=0)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_a_switch_begins_what_it_changes_anew() -> None:
+    """Rejection's usual level is that of the bounds; the gap from behaviour to proximal has the same under any bounds."""
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, trend_steps=8, patience=1)
+
+    async def scenario() -> None:
+        scene = Scene(steps=1, preset="mis-token", monitor=thresholds)
+        for version in range(3):
+            await scene.observe(await scene.batch(version), gap=0.01)
+        await scene.service.switch(CorrectionConfig.model_validate({"preset": "mis-geometric"}))
+        assert {"k3_kl", "ess_token"} <= (await scene.service.monitor_state())["series"].keys()
+        assert "rejected_fraction" not in (await scene.service.monitor_state())["series"]
+        await scene.service.switch(CorrectionConfig.model_validate({"preset": "bypass"}))
+        assert (await scene.service.monitor_state())["series"] == {}
         await scene.service.stop()
 
     play(scenario)

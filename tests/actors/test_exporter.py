@@ -123,7 +123,7 @@ def test_prometheus_names_are_conventional_and_unique() -> None:
     assert len(set(names)) == len(names)
     for metric in CATALOGUE.values():
         assert metric.prometheus_name.startswith("evenkeel_") and metric.help.endswith(".")
-        assert metric.kind is not Kind.COUNTER or metric.name.endswith("_total")
+        assert metric.kind is not Kind.COUNTER or metric.name.rstrip("/").endswith("_total")
 
 
 @needs_prometheus

@@ -91,7 +91,7 @@ def test_numbers_of_a_package_are_filed() -> None:
 
 def test_names_say_what_they_are() -> None:
     for metric in CATALOGUE.values():
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert metric.name.rstrip("/").endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
         assert metric.help.endswith(".") and metric.label, metric.name
 
 

@@ -17,6 +17,7 @@ from actors.report_plots import _CURVES as CURVES
 from actors.report_plots import draw_curves, draw_plots, running_mean
 from actors.run_folder import RunFolder
 from actors.scatter import ScatterReservoir, ScatterSample
+from correction.monitor import Event, State
 
 
 def step_metrics(step: int) -> StepMetrics:
@@ -74,6 +75,25 @@ def test_a_finished_run(folder: RunFolder) -> None:
     } <= set(titles)
     assert page.count("<figcaption>") == page.count("<svg") == len(titles)
     assert "a reward raised &lt;ValueError&gt;" in page
+
+
+def test_warnings_of_the_monitor(folder: RunFolder) -> None:
+    """A section of their own, and lines on the curves at the steps of watches and alarms; they are not repeated among the errors."""
+    fill(folder, 40)
+    calm = write_report(folder).read_text()
+    assert "Nothing that the monitor follows has grown" in calm
+    for step, state in ((12, State.WATCH), (20, State.ALARM), (31, State.OK)):
+        folder.append_monitor_event(Event(step, "k3_kl", state, 0.01, 8.0, f"k3_kl <grows> {state}"))
+        folder.event({State.OK: "info"}.get(state, state.value), f"step {step}: k3_kl <grows> {state}")
+    page = write_report(folder).read_text()
+    section = page.split("<h2>Early warning</h2>")[1].split("<h2>")[0]
+    assert re.findall(r'<li class="(\w+)"><time>step (\d+)</time>', section) == [("watch", "12"), ("alarm", "20"), ("ok", "31")]
+    assert "k3_kl &lt;grows&gt; alarm" in section
+    assert "grows" not in page.split("<h2>Warnings and errors</h2>")[1].split("<h2>")[0]
+    # One dotted and one dashed line more in each picture over steps; the recovery has none.
+    curves = len(CURVES) - sum(title not in page for title in (f"<h3>{curve.title}</h3>" for curve in CURVES))
+    dashes = re.compile(r"stroke-dasharray")
+    assert len(dashes.findall(page)) - len(dashes.findall(calm)) == 2 * curves > 10
 
 
 def test_nothing_is_fetched_and_nothing_of_the_run_is_run(folder: RunFolder) -> None:

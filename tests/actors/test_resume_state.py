@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from actors.alarms import Replacement
 from actors.resume import TrainingState
 from actors.trajectory_queue import TrajectoryQueue
+from correction.config import CorrectionConfig
 from correction.errors import DataError
+from correction.monitor import Monitor
 from tests.actors.cases import group, prompts
 
 
@@ -28,7 +31,10 @@ def state() -> TrainingState:
     queue.put(group(later[0]))
     queue.draw(1, 1)
     queue.discard([3], "rewards all alike")
-    return TrainingState(1, 1, 12.5, queue.snapshot(), {"groups/refilled_total": 3.0})
+    monitor = Monitor()
+    monitor.update(1, {"k3_kl": 1e-3})
+    replacement = Replacement(CorrectionConfig(), CorrectionConfig.model_validate({"preset": "icepop"}))
+    return TrainingState(1, 1, 12.5, queue.snapshot(), {"groups/refilled_total": 3.0}, monitor.state_dict(), replacement)
 
 
 def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
@@ -53,5 +59,5 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no complete checkpoint"):
         TrainingState.load(tmp_path)
     (tmp_path / "controller.pickle").write_bytes(pickle.dumps({"format": 99}))
-    with pytest.raises(DataError, match="has format 99, this version of evenkeel reads 1"):
+    with pytest.raises(DataError, match="has format 99, this version of evenkeel reads 2"):
         TrainingState.load(tmp_path)

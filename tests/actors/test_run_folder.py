@@ -131,7 +131,7 @@ def test_events_come_back_as_they_were(folder: RunFolder) -> None:
     assert [(event.level, event.text) for event in folder.read_events()] == [
         ("warning", "reward raised ValueError: no number"), ("info", "engines up"),
     ]
-    with pytest.raises(ValueError, match="use one of info, warning, error"):
+    with pytest.raises(ValueError, match="use one of info, watch, warning, alarm, error"):
         folder.event("loud", "x")
 
 

@@ -56,6 +56,30 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+def test_a_warning_stays_in_sight_while_it_lasts() -> None:
+    """As an event once, and then in the line of every step until the symptom is gone."""
+    view, out = watch(terminal=False)
+    view.event("alarm", "step 3: k3_kl = 0.008: lower max_staleness")
+    for step, level in ((3, 2), (4, 1), (5, 0)):
+        view.step(StepMetrics(step, {"reward/mean": 0.5, "monitor/level": level}))
+    assert out.getvalue().splitlines()[1:] == [
+        "alarm: step 3: k3_kl = 0.008: lower max_staleness",
+        "step  3/10  reward 0.500  early warning alarm",
+        "step  4/10  reward 0.500  early warning watch",
+        "step  5/10  reward 0.500",
+    ]
+
+
+@pytest.mark.parametrize(("level", "shown"), [(0, "ok"), (1, "watch"), (2, "alarm")])
+def test_the_panel_has_the_level_in_its_colour(level: int, shown: str) -> None:
+    view, out = watch(terminal=True)
+    view.step(StepMetrics(3, {"monitor/level": level}))
+    view.close()
+    row = next(line for line in out.getvalue().splitlines() if "early warning" in line)
+    colour = {"ok": "", "watch": "\x1b[33m", "alarm": "\x1b[1;31m"}[shown]    # ANSI: yellow; bold red
+    assert f"{colour}{shown}" in row
+
+
 def test_the_panel_shows_what_a_person_wants_to_know() -> None:
     view, out = watch(terminal=True)
     view.evaluation(HELD_OUT)

@@ -187,3 +187,49 @@ def test_symptoms_are_known_numbers():
     from correction import DIAGNOSTICS
 
     assert all(symptom.name in DIAGNOSTICS for symptom in SYMPTOMS)
+
+
+def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened():
+    """Events of 120 steps are those of k steps, a checkpoint (pickled) and 120 - k steps, to the last digit of their growth.
+
+    Wherever it was taken: in the start, as the level rises, in the alarm, after it.
+    """
+
+    def values(step):
+        gap = K3 * (6 if 50 <= step < 80 else 1) * (1 + 0.1 * (step % 3))
+        return {"k3_kl": gap, "stale_k3_kl": gap, "mismatch_k3_kl": K3 / 9, "bad_update_fraction": 0.03 if step > 90 else 0.01}
+
+    whole = run(values, 120)
+    assert {event.state for event in whole} == {State.ALARM, State.OK, State.WATCH} and len({event.name for event in whole}) == 2
+    for k in (5, 22, 40, 53, 54, 55, 60, 82, 85, 95):
+        first, second = Monitor(), Monitor()
+        events = [event for step in range(k) for event in first.update(step, values(step))]
+        second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+        assert second.states == first.states
+        events += [event for step in range(k, 120) for event in second.update(step, values(step))]
+        assert events == whole, k
+
+
+def test_a_saved_state_is_apart_from_the_monitor():
+    """What is updated after the checkpoint is no part of it; settings are the resumed run's own."""
+    monitor = Monitor()
+    for step in range(40):
+        monitor.update(step, {"k3_kl": K3})
+    saved = monitor.state_dict()
+    before = pickle.dumps(saved)
+    monitor.update(40, {"k3_kl": 1.0})
+    assert pickle.dumps(saved) == before
+    strict = Monitor(MonitorConfig(watch_growth=1.01, alarm_growth=1.02, patience=1))
+    strict.load_state_dict(saved)
+    assert [e.state for step in range(40, 46) for e in strict.update(step, {"k3_kl": K3 * 2})] == [State.ALARM]
+
+
+def test_what_is_forgotten_begins_anew():
+    """Half of the tokens rejected under new bounds is their usual; the other symptom keeps its start and alarms."""
+    monitor = Monitor()
+    for step in range(60):
+        monitor.update(step, {"rejected_fraction": 0.01, "bad_update_fraction": 0.01})
+    monitor.forget(["rejected_fraction"])
+    events = [e for step in range(60, 100) for e in monitor.update(step, {"rejected_fraction": 0.5, "bad_update_fraction": 0.2})]
+    assert {event.name for event in events} == {"bad_update_fraction"}
+    assert monitor.states["rejected_fraction"] is State.OK

@@ -121,6 +121,15 @@ def test_the_decoupled_way_ran(story: Story) -> None:
         assert line["mismatch/k3"] < 1e-11 and line["mismatch/max_abs_log_ratio"] < 2e-5
 
 
+def test_a_healthy_run_has_no_warning(story: Story) -> None:
+    """Nor has a resumed one; its monitor has gone on with what the first part knew."""
+    assert all(line["monitor/level"] == 0 for line in story.resumed.metrics())
+    folder = RunFolder.view(story.resumed.run_dir)
+    assert folder.read_monitor_events() == []
+    monitor = TrainingState.load(folder.latest_checkpoint().state).monitor
+    assert monitor["series"]["k3_kl"]["seen"] == story.last_step
+
+
 def test_tokens_carry_the_versions_that_sampled_them(story: Story) -> None:
     """Each token's behaviour logprob is, to 1e-5, that of the transformers model loaded from its version's checkpoint.
 

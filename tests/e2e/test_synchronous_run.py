@@ -69,5 +69,10 @@ def test_nothing_is_stale_and_the_policy_moves(run: Run) -> None:
         assert line["learner/grad_norm"] > 0, "a batch without gradient would make agreement at later versions a matter of course"
 
 
+def test_a_healthy_run_has_no_warning(run: Run) -> None:
+    assert all(line["monitor/level"] == 0 for line in run.metrics())
+    assert RunFolder.view(run.run_dir).read_monitor_events() == []
+
+
 def test_weights_went_by_broadcast(run: Run) -> None:
     assert "goes through the object store" not in run.output()

@@ -1,0 +1,89 @@
+"""What a run does about the monitor's alarms, as `monitor.on_alarm` says. Decided here; the controller does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from actors.config import RunConfig
+from correction.config import CorrectionConfig
+from correction.monitor import Event, State
+
+_MADE_WORSE_BY_BOUNDS = ("rejected_fraction", "broken_tokens")
+"""Symptoms that narrower bounds would only add to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """The correction that an alarm has put in the place of the configured one; saved with a checkpoint."""
+
+    configured: CorrectionConfig
+    correction: CorrectionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What to do now."""
+
+    text: str
+    """For the run's events: what, and because of what."""
+    replacement: Replacement | None = None
+    """Go on with this; None: end with a checkpoint."""
+
+
+class AlarmResponse:
+    """Takes alarms as they come and says once what to do.
+
+    A replacement is made at the first alarm and never again; each alarm stops, so that a resumed run goes on until the next one.
+    """
+
+    def __init__(self, config: RunConfig, earlier: Replacement | None = None) -> None:
+        """earlier: of the run that is resumed. It holds while `correction` is configured as it was then: who changes that, decides anew."""
+        self._config, self._earlier = config, earlier
+        self.replacement = earlier if earlier is not None and earlier.configured == config.correction else None
+        self._pending: list[Event] = []
+
+    @property
+    def correction(self) -> CorrectionConfig:
+        """By which to go on."""
+        return self.replacement.correction if self.replacement else self._config.correction
+
+    def notes(self) -> list[str]:
+        """What a person should know at the start."""
+        notes = []
+        if self.replacement is not None:
+            notes.append("the correction is the one that an earlier alarm has put in place; set another `correction` to leave it")
+        elif self._earlier is not None:
+            notes.append("the correction is the configured one, which has changed since an earlier alarm put another in its place")
+        if self._config.monitor.on_alarm != "none":
+            notes.append(f"at the first alarm of the early warning: {self._plan()}")
+        return notes
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Note the alarms among the monitor's events."""
+        self._pending += [event for event in events if event.state is State.ALARM and self._is_answered(event)]
+
+    def decide(self) -> Action | None:
+        """What to do about the alarms since the last call; None: nothing."""
+        alarms, self._pending = self._pending, []
+        if not alarms:
+            return None
+        because = f"alarm of {alarms[0].name} at step {alarms[0].step}"
+        if self._config.monitor.on_alarm == "stop":
+            return Action(f"{because}: {self._plan()}, as monitor.on_alarm = stop asks for")
+        correction = self._config.correction_after_alarm()
+        if correction is None or self.replacement is not None:
+            return None
+        self.replacement = Replacement(self._config.correction, correction)
+        return Action(f"{because}: {self._plan()}, from the next batch that is begun", self.replacement)
+
+    def _plan(self) -> str:
+        monitor = self._config.monitor
+        if monitor.on_alarm == "stop":
+            return "the run ends with a checkpoint"
+        if monitor.on_alarm == "switch_preset":
+            return f"the correction becomes preset {monitor.preset}"
+        return f"the correction's bounds are tightened by {monitor.tighten_factor:g}"
+
+    def _is_answered(self, event: Event) -> bool:
+        return self._config.monitor.on_alarm != "tighten" or event.name not in _MADE_WORSE_BY_BOUNDS

@@ -1,0 +1,115 @@
+"""Another correction in the middle of a run: that of a preset, or the same one with narrower bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from correction.config import TOPK_STATISTICS, CorrectionConfig, CriterionConfig, Objective, Part
+from correction.errors import ConfigError
+from correction.presets import preset_settings
+from correction.rejection import Statistic
+
+P = TypeVar("P", bound=Part)
+
+_OF_THE_RUN = ("advantage", "kl", "entropy_coefficient")
+"""What a run optimises, rather than how it is corrected: kept where the new preset says nothing about it."""
+
+
+def switched(config: CorrectionConfig, preset: str) -> CorrectionConfig:
+    """A preset as published, with the run's own advantages, KL penalty and entropy bonus unless the preset sets them.
+
+    Raises: ConfigError if there is no such preset, or it doesn't go with what is kept.
+    """
+    settings = preset_settings(preset)
+    kept = {name: getattr(config, name) for name in _OF_THE_RUN if name not in settings}
+    try:
+        return CorrectionConfig.model_validate({"preset": preset, **kept})
+    except ValidationError as error:
+        raise ConfigError(f"{preset} beside this run's {', '.join(kept)}: {reason_of(error)}") from error
+
+
+def tightened(config: CorrectionConfig, factor: float) -> CorrectionConfig:
+    """Every bound nearer to "nothing has changed": ratios by the power `factor` (0.5 and 2 become 0.71 and 1.41 at a half), distances by
+    the factor itself (PPO's clip, divergences and their gates). The veto, which is for broken tokens, stays.
+
+    Args: factor: in (0, 1).
+    Raises: ConfigError if there is no bound.
+    """
+    narrower = config.model_copy(
+        update={
+            "importance": _with_powers(config.importance, factor, "lower", "upper", "lower_by_staleness", "upper_by_staleness"),
+            "rejection": tuple(_narrower_criterion(criterion, factor) for criterion in config.rejection),
+            "objective": _narrower_objective(config.objective, factor),
+        }
+    )
+    if narrower == config:
+        raise ConfigError("correction has no bound that could be tightened: no clip, gate, criterion or bounded importance weight")
+    return narrower
+
+
+def check_replaceable(before: CorrectionConfig, after: CorrectionConfig) -> None:
+    """What engines and learner offer is settled at the start, for the correction that the run begins with.
+
+    Raises: ConfigError if `after` needs more.
+    """
+    if after.kl.coefficient > 0 and after.kl.anchor == "reference" and before.kl.coefficient == 0:
+        raise ConfigError(
+            "its KL penalty needs a reference model, which the learner loads at the start, and only if the correction that the run "
+            "begins with has such a penalty. Choose a preset without one"
+        )
+    if _uses_topk(after) and not _uses_topk(before):
+        raise ConfigError(
+            "it needs the engines' top-K logprobs, which they keep from the start, and only if the correction that the run begins with "
+            "needs them. Choose a binary form, such as dppo-binary-tv"
+        )
+
+
+def _uses_topk(config: CorrectionConfig) -> bool:
+    gate = config.objective.gate if config.objective.kind == "score" else None
+    statistics = [criterion.statistic for criterion in config.rejection]
+    if gate is not None and gate.kind == "divergence":
+        statistics.append(gate.divergence)
+    return any(statistic in TOPK_STATISTICS for statistic in statistics)
+
+
+def reason_of(error: ValidationError) -> str:
+    """The first problem in the validator's own words."""
+    problem = error.errors()[0]
+    return str(problem.get("ctx", {}).get("error", problem["msg"]))
+
+
+def _narrower_criterion(criterion: CriterionConfig, factor: float) -> CriterionConfig:
+    change = _with_powers if criterion.statistic is Statistic.RATIO else _with_products
+    return change(criterion, factor, "lower", "upper", "lower_by_staleness", "upper_by_staleness")
+
+
+def _narrower_objective(objective: Objective, factor: float) -> Objective:
+    if objective.kind == "clip":
+        return _with_powers(_with_products(objective, factor, "clip_low", "clip_high"), factor, "dual_clip")
+    if objective.kind == "geometric_clip":
+        return _with_products(objective, factor, "log_clip")
+    if objective.kind == "score":
+        gate = objective.gate
+        if gate is not None:
+            gate = _with_products(gate, factor, *(("low", "high") if gate.kind == "clip" else ("threshold",)))
+        return _with_powers(objective, factor, "lower", "upper").model_copy(update={"gate": gate})
+    return objective
+
+
+def _with_powers(part: P, factor: float, *names: str) -> P:
+    return _changed(part, lambda bound: bound**factor, names)
+
+
+def _with_products(part: P, factor: float, *names: str) -> P:
+    return _changed(part, lambda bound: bound * factor, names)
+
+
+def _changed(part: P, change: Callable[[float], float], names: tuple[str, ...]) -> P:
+    """The part with those of these bounds that it has changed, tables by staleness entry by entry."""
+    present = {name: getattr(part, name) for name in names if getattr(part, name) is not None}
+    return part.model_copy(
+        update={name: tuple(map(change, bound)) if isinstance(bound, tuple) else change(bound) for name, bound in present.items()}
+    )

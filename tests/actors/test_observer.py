@@ -1,0 +1,140 @@
+"""Warnings of the monitor on their way to everything that shows a run: run folder, terminal, metrics, TensorBoard, Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from actors.config import RunConfig
+from actors.config_tools import load_config
+from actors.correction_service import Observation
+from actors.exporter import MetricsEndpoint
+from actors.metrics import StepMetrics
+from actors.observer import Observer
+from actors.run_folder import RunFolder
+from actors.terminal import TerminalView
+from correction.monitor import Event, State
+from tests.actors.test_metrics import scalars
+
+RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
+WATCH = Event(2, "k3_kl", State.WATCH, 2e-3, 2.0, "k3_kl = 0.002, 2.0 times the level")
+ALARM = Event(3, "k3_kl", State.ALARM, 8e-3, 8.0, "k3_kl = 0.008, 8.0 times the level")
+BROKEN = Event(3, "broken_tokens", State.ALARM, math.inf, math.nan, "broken_tokens = inf")
+OVER = Event(4, "k3_kl", State.OK, 1e-3, 1.0, "k3_kl = 0.001 is back where it was")
+
+
+@dataclass
+class Seen:
+    """An observer and what it writes to."""
+
+    observer: Observer
+    folder: RunFolder
+    screen: io.StringIO
+
+    def line(self, step: int) -> dict[str, float]:
+        return dict(next(metrics for metrics in self.folder.read_metrics() if metrics.step == step))
+
+
+def observe(folder: RunFolder, totals: dict[str, float] | None = None) -> Seen:
+    screen = io.StringIO()
+    view = TerminalView(10, "a run", console=Console(file=screen, width=200))
+    observer = Observer(load_config(RunConfig, RECIPE), folder, view, totals)
+    observer._endpoint = MetricsEndpoint("controller", "0")
+    return Seen(observer, folder, screen)
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Iterator[Seen]:
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_text("config.yaml", "name: x\nsteps: 10\n")
+        seen = observe(folder)
+        yield seen
+        seen.observer.close()
+
+
+def diagnosed(*events: Event, state: State) -> Observation:
+    return Observation({"k3_kl": 1e-3}, events, state, 0.01)
+
+
+async def write(observer: Observer, *steps: tuple[int, Observation | None]) -> None:
+    """Finished steps, whose observations come last first."""
+    waits = [asyncio.get_running_loop().create_future() for _ in steps]
+    for (step, _), wait in zip(steps, waits, strict=True):
+        observer._writing = asyncio.create_task(observer._write_when_diagnosed(StepMetrics(step), wait, observer._writing))
+    for (_, observation), wait in reversed(list(zip(steps, waits, strict=True))):
+        await asyncio.sleep(0.01)
+        wait.set_result(observation)
+    await observer.flush()
+
+
+def test_a_warning_reaches_every_view(seen: Seen) -> None:
+    steps = [(1, diagnosed(state=State.OK)), (2, diagnosed(WATCH, state=State.WATCH)), (3, diagnosed(ALARM, BROKEN, state=State.ALARM)),
+             (4, diagnosed(OVER, state=State.OK))]
+    asyncio.run(write(seen.observer, *steps))
+    assert [seen.line(step)["monitor/level"] for step in (1, 2, 3, 4)] == [0, 1, 2, 0]
+    assert [seen.line(step).get("monitor/alarms_total/k3_kl") for step in (2, 3, 4)] == [None, 1, 1]
+    assert seen.line(4)["monitor/watches_total/k3_kl"] == 1 and seen.line(4)["time/diagnose_s"] == 0.01
+    told = seen.folder.read_monitor_events()
+    assert told[:2] == [WATCH, ALARM] and told[3] == OVER
+    assert told[2].value == math.inf and math.isnan(told[2].growth)
+    assert [(event.level, event.text) for event in seen.folder.read_events()] == [
+        ("watch", "step 2: k3_kl = 0.002, 2.0 times the level"),
+        ("alarm", "step 3: k3_kl = 0.008, 8.0 times the level"),
+        ("alarm", "step 3: broken_tokens = inf"),
+        ("info", "step 4: k3_kl = 0.001 is back where it was"),
+    ]
+    assert "alarm: step 3: k3_kl = 0.008, 8.0 times the level" in seen.screen.getvalue()
+    with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
+        page = answer.read().decode()
+    assert "evenkeel_monitor_level 0.0" in page
+    assert 'evenkeel_monitor_alarms_total{part="k3_kl"} 1.0' in page and 'evenkeel_monitor_alarms_total{part="broken_tokens"} 1.0' in page
+    seen.observer.close()
+    assert scalars(seen.folder.tensorboard_path, "monitor/level") == [(1, 0), (2, 1), (3, 2), (4, 0)]
+
+
+def test_a_step_without_diagnostics_has_no_level(seen: Seen) -> None:
+    asyncio.run(write(seen.observer, (1, None)))
+    assert "monitor/level" not in seen.line(1)
+
+
+def test_counts_of_events_go_on_after_a_resume(seen: Seen, tmp_path: Path) -> None:
+    """They come back from the checkpoint's totals with the others, and a step's line has them whatever the step was."""
+    asyncio.run(write(seen.observer, (3, diagnosed(ALARM, state=State.ALARM))))
+    totals = seen.observer.totals()
+    assert totals == {"monitor/alarms_total/k3_kl": 1}
+    with RunFolder.create(tmp_path / "resumed", "x") as folder:
+        resumed = observe(folder, {**totals, "groups/trained_total": 12.0})
+        again = Event(**{**{name: getattr(ALARM, name) for name in ("name", "state", "value", "growth", "message")}, "step": 9})
+        asyncio.run(write(resumed.observer, (8, diagnosed(state=State.ALARM)), (9, diagnosed(again, state=State.ALARM))))
+        assert [resumed.line(step)["monitor/alarms_total/k3_kl"] for step in (8, 9)] == [1, 2]
+        assert resumed.observer.totals() == {"monitor/alarms_total/k3_kl": 2, "groups/trained_total": 12.0}
+        resumed.observer.close()
+
+
+def test_a_resume_takes_back_warnings_of_later_steps(seen: Seen) -> None:
+    for event in (WATCH, ALARM, BROKEN):
+        seen.folder.append_monitor_event(event)
+    assert seen.folder.rewind(2) == 2
+    assert seen.folder.read_monitor_events() == [WATCH]
+    moved = [json.loads(line) for line in (seen.folder.path / "rewound.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["name"], line["value"]) for line in moved] == [(3, "k3_kl", 0.008), (3, "broken_tokens", "inf")]
+
+
+def test_a_torn_line_is_overlooked(seen: Seen) -> None:
+    seen.folder.append_monitor_event(WATCH)
+    with seen.folder.monitor_path.open("a") as file:
+        file.write('{"step": 3, "na')
+    assert seen.folder.read_monitor_events() == [WATCH]
+    seen.folder.close()
+    with RunFolder.open(seen.folder.path) as again:
+        again.append_monitor_event(ALARM)
+        assert again.read_monitor_events() == [WATCH, ALARM]

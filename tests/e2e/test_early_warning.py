@@ -1,0 +1,79 @@
+"""A run that is driven to an alarm, and ends by it: real engines, a learning rate that grows to a hundred times the recipe's.
+
+Behaviours locked here: the monitor follows every step; its event is in every place where a person or a program may look; the run ends after
+the step under way with a checkpoint from which it can go on, and with an exit code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.cli import ENDED_BY_ALARM
+from actors.resume import TrainingState
+from actors.run_folder import RunFolder
+from correction.monitor import Event, Monitor, State
+from tests.e2e.launch import RECIPE, Run
+
+pytestmark = pytest.mark.engine
+
+# Few steps make the start and the level, and any sure growth to 3 times is an alarm: with the learning rate the gap between sampling and
+# training grows all along, so the scatter of the start, which it makes, counts for little here.
+THRESHOLDS = ["skip_steps=1", "baseline_steps=8", "level_steps=3", "trend_steps=8", "watch_growth=2", "alarm_growth=3",
+              "watch_deviations=0.1", "alarm_deviations=0.1", "patience=1"]
+OVERRIDES = ["steps=60", "learner.learning_rate=0.1", "learner.warmup_steps=60", "checkpoint.every_steps=0", "monitor.on_alarm=stop"]
+
+
+@pytest.fixture(scope="module")
+def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run_dir = tmp_path_factory.mktemp("warning") / "run"
+    thresholds = [f"monitor.thresholds.{item}" for item in THRESHOLDS]
+    run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds)
+    try:
+        run.wait()
+        yield run
+    finally:
+        run.close()
+
+
+def first_alarm(run: Run) -> Event:
+    return next(event for event in RunFolder.view(run.run_dir).read_monitor_events() if event.state is State.ALARM)
+
+
+def test_the_run_ends_by_the_alarm_with_its_own_exit_code(run: Run) -> None:
+    assert run.process.returncode == ENDED_BY_ALARM == 3, run.output()[-4000:]
+    assert "Traceback" not in run.output()
+    alarm, last = first_alarm(run), run.steps()[-1]
+    assert alarm.step <= last <= alarm.step + 2, "after the step under way, or the one after it"
+    assert f"alarm of {alarm.name} at step {alarm.step}: the run ends with a checkpoint" in run.output()
+    assert f"evenkeel train --resume {run.run_dir}" in run.output()
+
+
+def test_the_alarm_is_in_every_view(run: Run) -> None:
+    alarm = first_alarm(run)
+    assert alarm.growth >= 3 and alarm.step > 1 + 8 + 3 - 1, "there is no alarm before there is a start and a level"
+    lines = {line["step"]: line for line in run.metrics()}
+    assert lines[alarm.step]["monitor/level"] == 2 and lines[alarm.step][f"monitor/alarms_total/{alarm.name}"] == 1
+    assert all(lines[step]["monitor/level"] == 0 for step in range(1, 12))
+    assert f"alarm   step {alarm.step}: {alarm.message}" in run.events()
+    assert f"alarm: step {alarm.step}: {alarm.message}" in run.output()
+    report = RunFolder.view(run.run_dir).report_path.read_text()
+    assert '<li class="alarm">' in report and "Early warning" in report
+
+
+def test_a_resume_would_know_what_the_run_knew(run: Run) -> None:
+    """The only checkpoint is that of the end; the monitor in it stands where the last line of metrics says."""
+    (checkpoint,) = RunFolder.view(run.run_dir).checkpoints()
+    last = run.metrics()[-1]
+    assert checkpoint.step == last["step"]
+    state = TrainingState.load(checkpoint.state)
+    monitor = Monitor()
+    monitor.load_state_dict(state.monitor)
+    assert monitor.state.rank == last["monitor/level"] and monitor.states[first_alarm(run).name] is not State.OK
+    assert state.totals[f"monitor/alarms_total/{first_alarm(run).name}"] >= 1 and state.replacement is None
+
+
+def test_diagnostics_are_timed_and_detailed(run: Run) -> None:
+    assert all(line["time/diagnose_s"] > 0 and "correction/bucket_rho_std_0" in line for line in run.metrics())
