@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,20 +161,19 @@ def test_step_equals_the_plain_way(learner: LearnerRank, shape: Any, budget: int
         assert largest_difference(shared_gradient, plain_gradient) < 1e-5
 
 
-def test_logprobs_and_gradient_equal_hugging_face(tmp_path: Path) -> None:
+def test_logprobs_and_gradient_equal_hugging_face(learner: LearnerRank) -> None:
     """Not only equal to our plain way: to Hugging Face, one sequence at a time, too."""
-    folder = save_model(tmp_path / "m")
     batch = grouped_batch([([20] * 6, [9, 1, 14, 3, 0, 7]), ([5, 9, 9], [4, 4, 12]), ([12], [5])])
     assert [family.shared for family in find_families(batch, share_prompts=True) if len(family.members) > 1] == [20, 5]
-    reference = hf_model(folder)
+    ours = learner.logprobs(batch)
+    batch = replace(batch, behavior_logprobs=ours, proximal_logprobs=ours)  # on policy: all ratios are 1
+    learner.step(correct(batch, TIS), TIS, step=0)
+    found = gradients(learner)
+
+    reference = hf_model(learner._require().folder)
     theirs, _ = hf_values(reference, batch)
     loss = -(theirs * batch.advantages)[batch.loss_mask].sum() / batch.loss_mask.sum()
     loss.backward()  # type: ignore[no-untyped-call]
-    with learner_on(folder, learning_rate=0.0, clip_grad=0.0) as learner:
-        ours = learner.logprobs(batch)
-        batch = replace(batch, behavior_logprobs=ours, proximal_logprobs=ours)  # on policy: all ratios are 1
-        learner.step(correct(batch, TIS), TIS, step=0)
-        found = gradients(learner)
     torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-5)
     expected = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     assert largest_difference({name: found[name] for name in expected}, expected) < 1e-5
