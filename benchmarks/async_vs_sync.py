@@ -97,8 +97,10 @@ def main() -> None:
             print(f"  asynchronous is {gains[-1]:.2f} times as fast as synchronous; {reached}")
             print(f"  ... and {both_cores[-1]:.2f} times as fast as the synchronous run with both cores in each phase")
     if arguments.pairs > 1:
-        print(f"median of {arguments.pairs}: gain {statistics.median(gains):.2f}, {statistics.median(shares_of_ideal):.0%} of the ideal, "
-              f"{statistics.median(both_cores):.2f} against both cores in each phase")
+        print(
+            f"median of {arguments.pairs}: gain {statistics.median(gains):.2f}, {statistics.median(shares_of_ideal):.0%} of the ideal, "
+            f"{statistics.median(both_cores):.2f} against both cores in each phase"
+        )
 
 
 def print_run(name: str, phases: Phases, reference_s: float) -> None:

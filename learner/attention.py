@@ -1,22 +1,36 @@
-"""Causal attention over packed sequences, for Megatron's `core_attention` slot.
+"""Causal attention over packed sequences and their continuations, for Megatron's `core_attention` slot.
 
-Every other operator of the model works on the packed tokens as they are. Attention alone needs sequences apart: neighbours of equal length
-are one call on a view of the pack, without padding and without a copy. `balance` packs sequences in the order of their lengths, so that
-many short ones become few calls. On a GPU in half precision torch's variable-length kernel takes all of them at once.
+Every other operator of the model works on the packed rows as they are. Attention alone needs sequences apart. There are two kinds of calls:
+
+* Sequences: neighbours of equal length are one call on a view of the pack, without padding and without a copy.
+* Continuations (answers to a prompt that is computed once): their queries meet the keys of the sequence that they go on from and their own.
+  A short answer is too little for a call's inner loops, so several of one prompt form a tile and are kept apart by a mask; tiles of about
+  equal size are one padded call. A prompt's keys and values are copied for each tile, not for each answer.
+
+Which rows there are, and how they hang together, is decided in inputs.py; a kernel for this slot needs what PackedSequences holds. On a GPU
+in half precision torch's variable-length kernel takes all sequences at once; it has no continuations, so that prompts aren't shared there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from learner.inputs import Layout
 from learner.megatron import PackedSeqParams
+
+TILE_ROWS = 32
+"""Rows of queries that torch's CPU kernel works on at a time: fewer in a tile leave it idle, more meet keys that are masked."""
+MOST_PADDING = 1.25
+"""Scores of a padded call over those that its tiles need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,69 +45,177 @@ class Run:
         return self.count * self.length
 
 
+@dataclass(frozen=True, slots=True)
+class TileCall:
+    """n tiles, padded to the same size. A tile is some continuations of one sequence."""
+
+    query_rows: Tensor
+    """[n, Q] int64: rows of the continuations; repeated where a tile has fewer."""
+    key_rows: Tensor
+    """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; anything where a tile has fewer."""
+    mask: Tensor
+    """[n, 1, Q, K] bool: which keys a query meets."""
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no types
     """Megatron's description of packed sequences, with what the attention calls need; made once for each micro-batch.
 
     Megatron uses cu_seqlens for its rotary embedding alone, and is told of one sequence, because PolicyModel hands it one angle for each
-    token. max_seqlen is the longest real sequence: the length of the table of angles.
+    row. max_seqlen is the longest real sequence, its continuation included: the length of the table of angles.
     """
 
     bounds: Tensor | None = None
-    """[S + 1] int32: the sequences' bounds among the packed tokens."""
+    """[T + 1] int32: the sequences' bounds among the packed rows."""
     runs: tuple[Run, ...] = ()
-    """In packed order; together they hold every token once."""
+    """In packed order; together they hold every row of the sequences once."""
+    tile_calls: tuple[TileCall, ...] = ()
+    """Together they hold every row of the continuations once."""
+    row_in_tiles: Tensor | None = None
+    """[rows of the continuations] int64: where each is found in the outputs of the tile calls, laid end to end."""
 
 
-def pack(offsets: Tensor, device: torch.device) -> tuple[Tensor, PackedSequences]:
-    """Positions and layout of packed sequences.
+def pack(layout: Layout, device: torch.device) -> tuple[Tensor, PackedSequences]:
+    """Positions and attention of a layout.
 
-    Args:
-        offsets: [S + 1] int64.
-    Returns: [1, N] int64 position of each token in its sequence, and what the attention needs to know.
+    Returns: [1, R] int64 position of each row in its text, and what the attention needs to know.
     """
-    offsets = offsets.cpu()
-    lengths = offsets.diff()
-    n = int(offsets[-1])
-    positions = torch.arange(n) - torch.repeat_interleave(offsets[:-1], lengths)
-    longest = int(lengths.max()) if len(lengths) else 0
-    whole = torch.tensor([0, n], dtype=torch.int32, device=device)
+    lengths = layout.sequences + layout.continuations
+    begins = (0,) * len(layout.sequences) + tuple(layout.sequences[t] for t in layout.continued)
+    positions = torch.tensor([place for begin, length in zip(begins, lengths, strict=True) for place in range(begin, begin + length)])
+    longest = max(begin + length for begin, length in zip(begins, lengths, strict=True))
+    whole = torch.tensor([0, len(positions)], dtype=torch.int32, device=device)
+    calls, row_in_tiles = _tile_calls(layout, positions, device)
     return positions[None].to(device), PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=whole,
         cu_seqlens_kv=whole,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        bounds=offsets.to(device=device, dtype=torch.int32),
-        runs=tuple(Run(len(list(same)), length) for length, same in groupby(filter(None, lengths.tolist()))),
+        bounds=torch.tensor([0, *accumulate(layout.sequences)], dtype=torch.int32, device=device),
+        runs=tuple(Run(len(list(same)), length) for length, same in groupby(layout.sequences)),
+        tile_calls=calls,
+        row_in_tiles=row_in_tiles,
     )
 
 
-def run_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
-    """Causal attention of each packed sequence to itself, one call for each run.
+# Which continuations meet in a tile, and which tiles in a call
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    sequence: range
+    """Rows of the sequence that is continued."""
+    own: range
+    """Rows of neighbouring continuations of it."""
+
+    @property
+    def scores(self) -> int:
+        return len(self.own) * self.keys
+
+    @property
+    def keys(self) -> int:
+        return len(self.sequence) + len(self.own)
+
+
+def _tile_calls(layout: Layout, positions: Tensor, device: torch.device) -> tuple[tuple[TileCall, ...], Tensor | None]:
+    """The calls, and where their outputs have each row of the continuations."""
+    if not layout.continuations:
+        return (), None
+    first_row = sum(layout.sequences)
+    owners = torch.tensor([-1] * len(layout.sequences) + list(range(len(layout.continuations))))
+    owner = torch.repeat_interleave(owners, torch.tensor(layout.sequences + layout.continuations))  # -1: a row of a sequence
+    calls, outputs = [], []
+    for tiles in _of_similar_size(_tiles(layout)):
+        queries = pad_sequence([torch.tensor(tile.own) for tile in tiles], batch_first=True, padding_value=-1)
+        keys = pad_sequence([torch.tensor([*tile.sequence, *tile.own]) for tile in tiles], batch_first=True, padding_value=-1)
+        outputs.append(queries.flatten())
+        queries = torch.where(queries < 0, queries[:, :1], queries)  # any query that has a key will do
+        query, key = queries[:, :, None], keys[:, None, :]
+        is_kin = (owner[key] < 0) | (owner[key] == owner[query])
+        mask = (key >= 0) & is_kin & (positions[key] <= positions[query])
+        calls.append(TileCall(queries.to(device), keys.clamp(min=0).to(device), mask[:, None].to(device)))
+    rows = torch.cat(outputs)
+    is_real = rows >= 0
+    row_in_tiles = torch.empty(sum(layout.continuations), dtype=torch.int64)
+    row_in_tiles[rows[is_real] - first_row] = is_real.nonzero()[:, 0]
+    return tuple(calls), row_in_tiles.to(device)
+
+
+def _tiles(layout: Layout) -> Iterator[_Tile]:
+    """Each sequence's continuations in about equal tiles of about TILE_ROWS; none is split."""
+    bounds = list(accumulate(layout.sequences, initial=0))
+    row = bounds[-1]
+    for t, same in groupby(zip(layout.continued, layout.continuations, strict=True), key=lambda pair: pair[0]):
+        lengths = [length for _, length in same]
+        equal_part = sum(lengths) / math.ceil(sum(lengths) / TILE_ROWS)
+        begin, done, tiles = row, 0, 0
+        for i, length in enumerate(lengths):
+            row += length
+            done += length
+            if done >= equal_part * (tiles + 1) or i + 1 == len(lengths):
+                yield _Tile(range(bounds[t], bounds[t + 1]), range(begin, row))
+                begin, tiles = row, tiles + 1
+
+
+def _of_similar_size(tiles: Iterator[_Tile]) -> Iterator[list[_Tile]]:
+    """Largest first, as many as can be padded to the same size without much waste."""
+    batch: list[_Tile] = []
+    needed = keys = queries = 0
+    for tile in sorted(tiles, key=lambda tile: (-tile.keys, -len(tile.own))):
+        keys, queries, needed = max(keys, tile.keys), max(queries, len(tile.own)), needed + tile.scores
+        if batch and (len(batch) + 1) * keys * queries > MOST_PADDING * needed:
+            yield batch
+            batch, keys, queries, needed = [], tile.keys, len(tile.own), tile.scores
+        batch.append(tile)
+    yield batch
+
+
+# Kernels
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
+    """Causal attention of each sequence to itself, and of each continuation to what it continues and to itself.
 
     Args:
-        query: [N, heads, width]; key, value: [N, groups, width].
-    Returns: [N, heads, width].
+        query: [R, heads, width]; key, value: [R, groups, width].
+    Returns: [R, heads, width].
     """
     sizes = [run.tokens for run in packed.runs]
-    pieces = zip(packed.runs, torch.split(query, sizes), torch.split(key, sizes), torch.split(value, sizes), strict=True)
-    return torch.cat([_attend(run, q, k, v, scale) for run, q, k, v in pieces])
+    rows = sum(sizes)
+    pieces = zip(packed.runs, *(torch.split(x[:rows], sizes) for x in (query, key, value)), strict=True)
+    outputs = [_attend_run(run, q, k, v, scale) for run, q, k, v in pieces]
+    if packed.row_in_tiles is not None:
+        tiles = [_attend_tiles(call, query, key, value, scale) for call in packed.tile_calls]
+        outputs.append(torch.cat(tiles).index_select(0, packed.row_in_tiles))
+    return torch.cat(outputs)
 
 
-def _attend(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """One run's tokens, [count * length, heads, width]."""
+def _attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """One run's rows, [count * length, heads, width]."""
     q, k, v = (x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return output.transpose(1, 2).flatten(0, 1)
 
 
+def _attend_tiles(call: TileCall, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """[n * Q, heads, width], padding included. Gradients of keys that several tiles meet add up in index_select's backward."""
+    q, k, v = (_rows(x, which) for x, which in ((query, call.query_rows), (key, call.key_rows), (value, call.key_rows)))
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+def _rows(x: Tensor, which: Tensor) -> Tensor:
+    """[n, heads, L, width]: the rows of x, [R, heads, width], that `which`, [n, L], names."""
+    return x.index_select(0, which.flatten()).view(*which.shape, *x.shape[1:]).transpose(1, 2)
+
+
 def variable_length_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None) -> Tensor:
-    """The same by torch's variable-length FlashAttention kernel: CUDA, half precision."""
+    """The same by torch's variable-length FlashAttention kernel: CUDA, half precision, no continuations."""
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = packed.bounds, packed.max_seqlen_q
-    assert bounds is not None
+    assert bounds is not None and packed.row_in_tiles is None
     output = varlen_attn(
         query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -104,7 +226,12 @@ def variable_length_attention(query: Tensor, key: Tensor, value: Tensor, packed:
 def choose_kernel(device_type: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The attention for a device and a type."""
     is_half = dtype in (torch.bfloat16, torch.float16)
-    return variable_length_attention if device_type == "cuda" and is_half else run_attention
+    return variable_length_attention if device_type == "cuda" and is_half else packed_attention
+
+
+def can_share_prompts(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the kernel for a device and a type takes continuations."""
+    return choose_kernel(device_type, dtype) is packed_attention
 
 
 class PackedAttention(torch.nn.Module):

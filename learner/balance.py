@@ -1,10 +1,10 @@
-"""Which rank trains which sequences, in which micro-batches: whole sequences, equal cost, a token budget."""
+"""Which rank trains which sequences, in which micro-batches: whole sequences, equal cost, a token budget, families together."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,44 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Family:
+    """Sequences that begin with the same tokens, which are computed once. A sequence on its own shares with nobody but itself."""
+
+    members: tuple[int, ...]
+    """Indices of the sequences."""
+    shared: int
+    """Tokens computed for all of them together."""
+    rows: tuple[int, ...]
+    """Tokens computed for each of them beyond those."""
+
+    @classmethod
+    def alone(cls, member: int, length: int) -> Family:
+        return cls((member,), length, (0,))
+
+    @property
+    def tokens(self) -> int:
+        """Positions that the model computes."""
+        return self.shared + sum(self.rows)
+
+    def cost(self, hidden_size: int) -> float:
+        """Estimated work: that of the beginning, and what each member adds to it."""
+        beginning = sequence_cost(self.shared, hidden_size)
+        return beginning + sum(sequence_cost(self.shared + rows, hidden_size) - beginning for rows in self.rows)
+
+    def split(self, count: int) -> tuple[Family, Family]:
+        """The first `count` members and the others; the beginning is then computed for both."""
+        return (
+            Family(self.members[:count], self.shared, self.rows[:count]),
+            Family(self.members[count:], self.shared, self.rows[count:]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """For each rank its micro-batches, each a tuple of sequence indices."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[rank][micro-batch]; every rank has the same number, some may be empty."""
+    """[rank][micro-batch]; every rank has the same number, some may be empty. Members of a family that meet in one are neighbours."""
 
 
 def sequence_cost(length: int, hidden_size: int) -> float:
@@ -27,16 +60,17 @@ def sequence_cost(length: int, hidden_size: int) -> float:
     return length * (1 + length / (12 * hidden_size))
 
 
-def plan(lengths: Sequence[int], ranks: int, tokens_per_microbatch: int, hidden_size: int) -> Plan:
-    """Spread sequences over ranks by cost and pack each rank's into micro-batches.
+def plan(families: Iterable[Family], ranks: int, tokens_per_microbatch: int, hidden_size: int) -> Plan:
+    """Spread families over ranks by cost and pack each rank's into micro-batches.
 
+    A family is split where it is too large for a micro-batch, or where ranks would otherwise be unequal.
     Args:
-        lengths: tokens of each sequence.
         ranks: data-parallel ranks.
-        tokens_per_microbatch: budget; a longer sequence is a micro-batch of its own.
+        tokens_per_microbatch: budget of computed positions; a longer sequence is a micro-batch of its own.
     """
-    shares = _spread(lengths, ranks, hidden_size)
-    packed = [_pack(share, lengths, tokens_per_microbatch) for share in shares]
+    pieces = [piece for family in families for piece in _cut(family, tokens_per_microbatch)]
+    shares = _level(_spread(pieces, ranks, hidden_size), hidden_size)
+    packed = [_pack(share, tokens_per_microbatch) for share in shares]
     count = max(map(len, packed), default=0)
     return Plan(tuple(tuple(parts + [()] * (count - len(parts))) for parts in packed))
 
@@ -62,30 +96,57 @@ def minibatches(group_ids: Tensor, count: int, *, seed: int) -> list[list[int]]:
     return [(part == i).nonzero()[:, 0].tolist() for i in range(count)]
 
 
-def _spread(lengths: Sequence[int], ranks: int, hidden_size: int) -> list[list[int]]:
-    """Longest first, each to the rank with the least work so far."""
+def _cut(family: Family, budget: int) -> list[Family]:
+    """Halves of halves, until each fits into the budget or has one member."""
+    if family.tokens <= budget or len(family.members) == 1:
+        return [family]
+    return [piece for half in family.split(len(family.members) // 2) for piece in _cut(half, budget)]
+
+
+def _spread(families: Sequence[Family], ranks: int, hidden_size: int) -> list[list[Family]]:
+    """Costliest first, each to the rank with the least work so far."""
     heap = [(0.0, rank) for rank in range(ranks)]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    shares: list[list[Family]] = [[] for _ in range(ranks)]
+    for family in sorted(families, key=lambda family: (-family.cost(hidden_size), family.members)):
         work, rank = heapq.heappop(heap)
-        shares[rank].append(i)
-        heapq.heappush(heap, (work + sequence_cost(lengths[i], hidden_size), rank))
+        shares[rank].append(family)
+        heapq.heappush(heap, (work + family.cost(hidden_size), rank))
     return shares
 
 
-def _pack(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
+def _level(shares: list[list[Family]], hidden_size: int) -> list[list[Family]]:
+    """Move members of a family from the busiest rank to the idlest where that lessens the work of the busier of the two."""
+    work = [sum(family.cost(hidden_size) for family in share) for share in shares]
+    for _ in shares:
+        busy, idle = work.index(max(work)), work.index(min(work))
+        options = []
+        for i, family in enumerate(shares[busy]):
+            for count in range(1, len(family.members)):
+                kept, moved = family.split(count)
+                after = work[busy] - family.cost(hidden_size) + kept.cost(hidden_size), work[idle] + moved.cost(hidden_size)
+                options.append((max(after), i, kept, moved, after))
+        best = min(options, key=lambda option: option[:2], default=None)
+        if best is None or best[0] >= work[busy]:
+            break
+        _, i, kept, moved, (work[busy], work[idle]) = best
+        shares[busy][i] = kept
+        shares[idle].append(moved)
+    return shares
+
+
+def _pack(share: Sequence[Family], budget: int) -> list[tuple[int, ...]]:
     """In the order of length (attention takes equal lengths in one call), in about equally full micro-batches within the budget."""
-    total = sum(lengths[i] for i in share)
+    total = sum(family.tokens for family in share)
     equal_part = total / max(1, math.ceil(total / budget))
     parts: list[tuple[int, ...]] = []
     current: list[int] = []
     tokens = packed = 0
-    for i in sorted(share, key=lambda i: (-lengths[i], i)):
-        is_full = tokens + lengths[i] > budget or packed >= equal_part * (len(parts) + 1)
+    for family in sorted(share, key=lambda family: (-family.shared, family.members)):
+        is_full = tokens + family.tokens > budget or packed >= equal_part * (len(parts) + 1)
         if current and is_full:
             parts.append(tuple(current))
             current, tokens = [], 0
-        current.append(i)
-        tokens += lengths[i]
-        packed += lengths[i]
+        current += family.members
+        tokens += family.tokens
+        packed += family.tokens
     return [*parts, tuple(current)] if current else parts

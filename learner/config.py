@@ -52,7 +52,9 @@ class LearnerConfig(BaseModel):
     epochs_per_batch: int = Field(default=1, ge=1)
     """Times that a batch is gone through; 2 epochs of 4 minibatches are 8 optimizer steps."""
     tokens_per_microbatch: int = Field(default=2048, ge=1)
-    """Tokens of one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own."""
+    """Positions computed in one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own."""
+    shared_prompts: bool = True
+    """Compute the prompt of a group once for all its answers, on a CPU (kernels of GPUs in half precision have no such attention yet)."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)

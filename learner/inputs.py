@@ -1,45 +1,127 @@
-"""What the model has to read so that the trained tokens of a batch are predicted: not more."""
+"""What the model has to read so that the trained tokens of a batch are predicted: not more, and a group's prompt only once.
+
+A sequence is read up to the token before its last trained one; what comes after predicts nothing that is wanted. Sequences of one group
+that begin with the same tokens are a family: what they have in common is read once, and each of them goes on from there.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
 from correction.errors import DataError
+from learner.balance import Family
+
+LEAST_SAVED_ROWS = 8
+"""Sequences that would save fewer by being a family stay alone: the attention of a family costs about as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the R rows that the model reads hang together: T sequences, then C continuations of some of them, all end to end."""
+
+    sequences: tuple[int, ...]
+    """[T] rows of each, none 0. It starts at position 0 and attends to itself."""
+    continuations: tuple[int, ...] = ()
+    """[C] rows of each, none 0. It attends to the whole of the sequence that it goes on from, and to itself."""
+    continued: tuple[int, ...] = ()
+    """[C] the sequence that each goes on from, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """R packed tokens and the M predictions to be made from them.
-
-    A sequence is read up to the token before its last trained one; what comes after predicts nothing that is wanted.
-    """
+    """R rows for the model, and the M predictions to be made from them."""
 
     token_ids: Tensor
     """[R] int64."""
-    offsets: Tensor
-    """[S + 1] int64: the sequences' bounds in token_ids; some may be empty."""
+    layout: Layout
+    """Which rows attend to which."""
     predicted: Tensor
     """[M] int64: indices in the batch of the tokens in the loss mask, ascending."""
     predicting_row: Tensor
-    """[M] int64: the token of token_ids after which each of them comes."""
+    """[M] int64: the row after which each of them comes. The last row of a shared prompt comes before the first token of every answer."""
 
     @classmethod
-    def of(cls, batch: PackedBatch) -> ModelInputs:
+    def of(cls, batch: PackedBatch, *, share_prompts: bool = True) -> ModelInputs:
         """Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts."""
+        # Longest first, so that beginnings of equal length are neighbours: attention takes them in one call.
+        families = sorted((f for f in find_families(batch, share_prompts=share_prompts) if f.tokens > 0), key=lambda f: -f.shared)
+        continuing = [
+            (t, i, rows) for t, family in enumerate(families) for i, rows in zip(family.members, family.rows, strict=True) if rows
+        ]
+        layout = Layout(
+            tuple(family.shared for family in families), tuple(rows for _, _, rows in continuing), tuple(t for t, _, _ in continuing)
+        )
+        starts = batch.offsets.tolist()
+        row_of = [-1] * batch.num_tokens
+        row = 0
+        for family in families:
+            for i in family.members:
+                row_of[starts[i] : starts[i] + family.shared] = range(row, row + family.shared)
+            row += family.shared
+        for t, i, rows in continuing:
+            start = starts[i] + families[t].shared
+            row_of[start : start + rows] = range(row, row + rows)
+            row += rows
+        rows_of_tokens = torch.tensor(row_of, dtype=torch.int64)
+        is_read = rows_of_tokens >= 0
+        token_ids = torch.empty(row, dtype=torch.int64)
+        token_ids[rows_of_tokens[is_read]] = batch.token_ids[is_read]  # members write the same tokens into the rows that they share
         predicted = batch.loss_mask.nonzero()[:, 0]
-        sequence = torch.searchsorted(batch.offsets, predicted, right=True) - 1
-        place = predicted - batch.offsets[sequence]
-        if bool((place == 0).any()):
-            first = int(sequence[place == 0][0])
-            raise DataError(f"PackedBatch.loss_mask is True for the first token of sequence {first}: no token before it predicts it")
-        lengths = torch.zeros_like(batch.lengths).scatter_reduce_(0, sequence, place, "amax")
-        if len(predicted) == 0:  # nothing to predict: one token all the same, so that the pass is a pass
-            lengths[int(batch.lengths.argmax())] = 1
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        removed_before = batch.offsets[:-1] - offsets[:-1]
-        rows = torch.arange(int(offsets[-1]), device=offsets.device) + torch.repeat_interleave(removed_before, lengths)
-        return cls(batch.token_ids[rows], offsets, predicted, predicted - 1 - removed_before[sequence])
+        return cls(token_ids, layout, predicted, rows_of_tokens[predicted - 1])
+
+    def to(self, device: torch.device) -> ModelInputs:
+        """The same with its tensors on `device`."""
+        moved = {name: getattr(self, name).to(device) for name in ("token_ids", "predicted", "predicting_row")}
+        return replace(self, **moved)
+
+
+def find_families(batch: PackedBatch, *, share_prompts: bool) -> list[Family]:
+    """Every sequence of a batch in one family, with the rows that it takes to read them.
+
+    Only what comes before the first trained token is shared, and only if the tokens are equal: group ids say where to look.
+    Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts.
+    """
+    lengths, prompts = _extents(batch)
+    if not share_prompts:
+        return [Family.alone(i, length) for i, length in enumerate(lengths)]
+    token_ids, starts = batch.token_ids.tolist(), batch.offsets.tolist()
+    families, groups = [], defaultdict(list)
+    for i, group in enumerate(batch.group_ids.tolist()):
+        if prompts[i]:
+            groups[group].append(i)
+        else:  # nothing is trained in it
+            families.append(Family.alone(i, lengths[i]))
+    for members in groups.values():
+        shared = _common_length([token_ids[starts[i] : starts[i] + prompts[i]] for i in members])
+        if (len(members) - 1) * shared >= LEAST_SAVED_ROWS:
+            families.append(Family(tuple(members), shared, tuple(lengths[i] - shared for i in members)))
+        else:
+            families += [Family.alone(i, lengths[i]) for i in members]
+    return families
+
+
+def _extents(batch: PackedBatch) -> tuple[list[int], list[int]]:
+    """[S] tokens to be read of each sequence, and [S] tokens before its first trained one; both 0 where none is trained."""
+    trained = batch.loss_mask.nonzero()[:, 0]
+    sequence = torch.searchsorted(batch.offsets, trained, right=True) - 1
+    place = trained - batch.offsets[sequence]
+    if bool((place == 0).any()):
+        first = int(sequence[place == 0][0])
+        raise DataError(f"PackedBatch.loss_mask is True for the first token of sequence {first}: no token before it predicts it")
+    none = torch.zeros_like(batch.lengths)
+    lengths = none.scatter_reduce(0, sequence, place, "amax")
+    prompts = none.scatter_reduce(0, sequence, place, "amin", include_self=False)
+    if len(trained) == 0:  # nothing to predict: one token all the same, so that the pass is a pass
+        lengths[int(batch.lengths.argmax())] = 1
+    return lengths.tolist(), prompts.tolist()
+
+
+def _common_length(texts: list[list[int]]) -> int:
+    """Tokens with which all of them begin: those with which the first and the last in lexical order do."""
+    low, high = min(texts), max(texts)
+    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))

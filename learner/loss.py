@@ -12,7 +12,7 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.loss import policy_loss
 from learner.attention import pack
-from learner.inputs import ModelInputs
+from learner.inputs import Layout, ModelInputs
 from learner.logprobs import head_logprobs
 from learner.model import unwrap
 from learner.parallel import Placement
@@ -37,9 +37,9 @@ class Objective:
     """1-D float64, detached."""
 
 
-def forward_hidden(model: torch.nn.Module, token_ids: Tensor, offsets: Tensor) -> Tensor:
-    """[1, R, hidden] of packed sequences; each attends to itself alone and starts at position 0."""
-    positions, packed = pack(offsets, token_ids.device)
+def forward_hidden(model: torch.nn.Module, token_ids: Tensor, layout: Layout) -> Tensor:
+    """[1, R, hidden] of packed rows; the layout says which of them attend to which."""
+    positions, packed = pack(layout, token_ids.device)
     hidden: Tensor = model(token_ids[None], positions, None, packed_seq_params=packed)
     return hidden
 

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch
 from learner import balance
+from learner.attention import can_share_prompts
 from learner.config import LearnerConfig
-from learner.inputs import ModelInputs
+from learner.inputs import ModelInputs, find_families
 from learner.loss import Objective, TokenValues, forward_hidden, token_values, without_loss
 from learner.megatron import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
 
 ObjectiveFunction = Callable[[CorrectedBatch, TokenValues], Objective]
+Microbatch = tuple[CorrectedBatch, ModelInputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +109,19 @@ def run_microbatches(
     """
     batch = corrected.batch
     with watch.phase("prepare"):
-        plan = balance.plan(batch.lengths.tolist(), placement.data_parallel, config.tokens_per_microbatch, model.config.hidden_size)
+        shares = config.shared_prompts and can_share_prompts(placement.device.type, config.torch_dtype)
+        families = find_families(batch, share_prompts=shares)
+        plan = balance.plan(families, placement.data_parallel, config.tokens_per_microbatch, model.config.hidden_size)
         parts = plan.microbatches[placement.data_rank]
-        blank = [i for i, length in enumerate(batch.lengths.tolist()) if length > 0][:1]
-        microbatches = [(corrected.select(part) if part else without_loss(corrected.select(blank))).to(placement.device) for part in parts]
+        lengths = batch.lengths.tolist()
+        blank = [i for i, length in enumerate(lengths) if length > 0][:1]
+        chosen = [corrected.select(part) if any(lengths[i] for i in part) else without_loss(corrected.select(blank)) for part in parts]
+        microbatches = [(one.to(placement.device), ModelInputs.of(one.batch, share_prompts=shares).to(placement.device)) for one in chosen]
     outputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-    def forward_step(data: Iterator[CorrectedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        microbatch = next(data)
-        inputs = ModelInputs.of(microbatch.batch)
-        hidden = forward_hidden(model, inputs.token_ids, inputs.offsets)
+    def forward_step(data: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        microbatch, inputs = next(data)
+        hidden = forward_hidden(model, inputs.token_ids, inputs.layout)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config.logprob_chunk_tokens)

@@ -83,6 +83,38 @@ def random_batch(seed: int = 0, *, groups: int = 6, samples: int = 4, temperatur
     ).validate()
 
 
+def grouped_batch(shape: list[tuple[list[int], list[int]]], *, seed: int = 0, temperature: float = 1.0) -> PackedBatch:
+    """Groups whose sequences begin alike.
+
+    Args:
+        shape: for each group the prompts' and the answers' lengths. A shorter prompt is the beginning of a longer one; an answer of 0
+            tokens leaves a sequence in which nothing is trained, and of more than 6 has two tokens of a tool in it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pieces, masks, group_ids = [], [], []
+    for group, (prompts, answers) in enumerate(shape):
+        prompt = torch.randint(0, VOCAB, (max(prompts),), generator=generator)
+        for prompt_length, answer_length in zip(prompts, answers, strict=True):
+            pieces += [prompt[:prompt_length], torch.randint(0, VOCAB, (answer_length,), generator=generator)]
+            mask = torch.arange(prompt_length + answer_length) >= prompt_length
+            if answer_length > 6:
+                mask[prompt_length + 2 : prompt_length + 4] = False
+            masks.append(mask)
+            group_ids.append(group)
+    lengths = torch.tensor([len(mask) for mask in masks])
+    n = int(lengths.sum())
+    return PackedBatch(
+        token_ids=torch.cat(pieces),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        loss_mask=torch.cat(masks),
+        behavior_logprobs=torch.zeros(n),
+        advantages=torch.repeat_interleave(torch.randn(len(lengths), generator=generator), lengths),
+        weight_versions=torch.zeros(n, dtype=torch.int32),
+        group_ids=torch.tensor(group_ids),
+        temperature=temperature,
+    ).validate()
+
+
 def with_noisy_behavior(batch: PackedBatch, logprobs: Tensor, *, std: float = 0.2, seed: int = 1) -> PackedBatch:
     """The batch, sampled by a policy some way from the one that gives `logprobs`."""
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed)) * std

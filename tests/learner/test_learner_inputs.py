@@ -10,7 +10,7 @@ from learner_cases import random_batch
 
 from correction.batch import PackedBatch
 from correction.errors import DataError
-from learner.inputs import ModelInputs
+from learner.inputs import Layout, ModelInputs
 
 
 def test_by_hand() -> None:
@@ -23,7 +23,7 @@ def test_by_hand() -> None:
     ).validate()
     inputs = ModelInputs.of(batch)
     assert inputs.token_ids.tolist() == [0, 1, 2, 7, 8]
-    assert inputs.offsets.tolist() == [0, 3, 3, 3, 5]
+    assert inputs.layout == Layout((3, 2))
     assert inputs.predicted.tolist() == [2, 3, 9]
     assert inputs.predicting_row.tolist() == [1, 2, 4]
 

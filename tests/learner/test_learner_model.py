@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from correction.checksum import tensor_checksum
 from correction.errors import DataError
 from learner.attention import pack
+from learner.inputs import Layout
 from learner.loss import forward_hidden
 from learner.model import unwrap
 
@@ -33,7 +34,7 @@ def test_logits_equal_hugging_face(tmp_path: Path, family: str, tie: bool) -> No
     batch = random_batch()
     with learner_on(folder) as learner, torch.no_grad():
         model = unwrap(learner._require().model)
-        ours = forward_hidden(model, batch.token_ids, batch.offsets)[0] @ model.head_weight.t()
+        ours = forward_hidden(model, batch.token_ids, Layout(tuple(batch.lengths.tolist())))[0] @ model.head_weight.t()
         bounds = batch.offsets.tolist()
         reference = hf_model(folder)
         theirs = torch.cat([reference(batch.token_ids[a:b][None]).logits[0] for a, b in itertools.pairwise(bounds)])
@@ -65,7 +66,7 @@ def test_packing_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_neighbours_of_equal_length_are_one_run() -> None:
-    _, packed = pack(torch.tensor([0, 3, 6, 6, 9, 14, 17]), torch.device("cpu"))  # lengths 3 3 0 3 5 3
+    _, packed = pack(Layout((3, 3, 3, 5, 3)), torch.device("cpu"))
     assert [(run.count, run.length) for run in packed.runs] == [(3, 3), (1, 5), (1, 3)]
 
 

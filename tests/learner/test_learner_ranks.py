@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import largest_difference, learner_on, random_batch, run_ranks, save_model, weights
+from learner_cases import grouped_batch, largest_difference, learner_on, random_batch, run_ranks, save_model, weights
 from test_learner_step import TIS, off_policy_batch, poisoned
 
 from correction.correct import correct, defer
@@ -23,13 +23,15 @@ KEPT = TIS.model_copy(update={"denominator": TIS.denominator.model_copy(update={
 
 
 def three_steps(learner: LearnerRank) -> dict[str, Any]:
-    """A staged, a deferred and a tiny batch: 24, 23 and 1 sequences."""
+    """A staged, a deferred and a tiny batch: 24, 23 and 1 sequences. Then 3 groups, of which two ranks must split one."""
     staged = correct(off_policy_batch(learner, seed=0), TIS)
     results = [learner.step(staged, TIS, step=0)]
     odd = random_batch(1)
     odd = odd.select(range(1, odd.num_sequences))
     results.append(learner.step(defer(odd, TIS), TIS, step=1))
     results.append(learner.step(correct(off_policy_batch(learner, seed=2), TIS).select([3]), TIS, step=2))
+    groups = grouped_batch([([14, 14, 9, 14], [9, 4, 6, 12]), ([20] * 4, [5, 1, 8, 7]), ([17] * 4, [6, 6, 6, 6])])
+    results.append(learner.step(defer(groups, TIS), TIS, step=3))
     return {
         "numbers": [(r.loss, r.grad_norm, r.entropy, r.optimizer_steps, *r.metrics.values()) for r in results],
         "logprobs": [r.target_logprobs for r in results],
@@ -65,7 +67,7 @@ def test_two_ranks_equal_one(tmp_path: Path, split: str) -> None:
         assert largest_difference(found["weights"], one["weights"]) < 1e-4
     assert both[0]["numbers"] == both[1]["numbers"]
     assert all(torch.equal(both[0]["weights"][name], both[1]["weights"][name]) for name in one["weights"])
-    assert both[0]["microbatches"] == ([2, 2, 1] if split == "data_parallel" else one["microbatches"])  # half each; 1 where one is blank
+    assert both[0]["microbatches"] == ([2, 2, 1, 1] if split == "data_parallel" else one["microbatches"])  # half each; 1 where one is blank
     with learner_on(tmp_path / "saved") as learner:
         assert all(torch.equal(tensor, both[0]["weights"][name]) for name, tensor in weights(learner).items())
 
