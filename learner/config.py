@@ -23,6 +23,8 @@ class LearnerConfig(BaseModel):
     """Where a rank computes; auto takes a GPU when torch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+    fixed_order: bool = False
+    """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the engines'."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank. One is the safe choice where ranks and engines share cores."""
     seed: int = 1234

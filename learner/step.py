@@ -119,7 +119,7 @@ def run_microbatches(
         hidden = forward_hidden(model, inputs.token_ids, inputs.offsets)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            values = token_values(model, hidden, inputs, microbatch.batch, placement, config.logprob_chunk_tokens)
+            values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
             result = objective(microbatch, values) if objective else None
             outputs.append((values.logprobs.detach(), values.entropies.detach(), result.sums if result else None))
             loss = result.loss if result else values.logprobs.new_zeros(())

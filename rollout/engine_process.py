@@ -142,6 +142,7 @@ class EngineProcess:
         settings = PluginSettings(
             engine_id=self._engine_id,
             attention="stock" if self._config.attention_backend == "stock" else "batched",
+            fixed_order=self._config.fixed_order,
             group_timeout_s=self._config.weight_group_timeout_s,
         )
         environment = {VARIABLE: settings.model_dump_json()}

@@ -4,8 +4,8 @@
 `processor`: whether two processes compute alike. `agreement`: the comparison of sampled and trained logprobs, bit by bit.
 """
 
-from correction.invariance.agreement import Agreement, compare
+from correction.invariance.agreement import Agreement, Difference, compare
+from correction.invariance.contract import Contract, Side
+from correction.invariance.processor import Processor
 
-
-
-__all__ = ["Agreement", "compare"]
+__all__ = ["Agreement", "Contract", "Difference", "Processor", "Side", "compare"]

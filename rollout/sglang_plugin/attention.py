@@ -54,7 +54,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         self._mask = (torch.arange(longest, device=lengths.device)[None] < lengths[:, None])[:, None, None, :]
 
     def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
-        if not _is_plain(layer) or k is None:
+        if not is_plain(layer) or k is None:
             stock: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
             return stock
         self._save(k, v, layer, forward_batch, save_kv_cache)
@@ -67,7 +67,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         return out.reshape(-1, heads * size)
 
     def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
-        if not _is_plain(layer):
+        if not is_plain(layer):
             stock: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             return stock
         self._save(k, v, layer, forward_batch, save_kv_cache)
@@ -101,7 +101,8 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
 
 
-def _is_plain(layer: Any) -> bool:
+def is_plain(layer: Any) -> bool:
+    """Whether a layer has causal self-attention to all earlier tokens, and nothing else."""
     has_window = layer.sliding_window_size is not None and layer.sliding_window_size > -1
     return (
         not has_window

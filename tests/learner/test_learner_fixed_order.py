@@ -1,0 +1,62 @@
+"""The learner's layers of fixed order: packing, order, micro-batches and threads change no bit; values and gradients stay the usual ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from learner_cases import gradients, hf_model, hf_values, largest_difference, learner_on, random_batch, save_model
+
+from correction.config import CorrectionConfig
+from correction.correct import defer
+from learner.model import unwrap
+
+FAMILIES = [("qwen3", True), ("qwen2", True), ("llama", False)]
+SETTINGS = {"tokens_per_microbatch": 4096, "logprob_chunk_tokens": 1000}
+
+
+@pytest.mark.parametrize(("family", "tie"), FAMILIES)
+@pytest.mark.parametrize("fixed_order", [True, False])
+def test_packing_changes_no_bit(tmp_path: Path, family: str, tie: bool, fixed_order: bool) -> None:
+    """Without fixed order the same comparison finds differences: the negative control."""
+    batch = random_batch(longest=150, temperature=0.7)
+    folder = save_model(tmp_path / "m", family, tie=tie)
+    found = []
+    with learner_on(folder, fixed_order=fixed_order, **SETTINGS) as learner:
+        together = learner.logprobs(batch)
+        found.append(torch.cat([learner.logprobs(batch.select([i])) for i in range(batch.num_sequences)]))
+        learner.config = learner.config.model_copy(update={"tokens_per_microbatch": 64, "logprob_chunk_tokens": 7})
+        found.append(learner.logprobs(batch))
+        order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(0)).tolist()
+        shuffled = torch.empty_like(together)
+        shuffled[batch.token_index(order)] = learner.logprobs(batch.select(order))
+        found.append(shuffled)
+        torch.set_num_threads(2)
+        found.append(learner.logprobs(batch))
+        torch.set_num_threads(1)
+    assert all(torch.equal(other, together) for other in found) == fixed_order
+    with torch.no_grad():
+        theirs, _ = hf_values(hf_model(folder), batch)
+    torch.testing.assert_close(together, theirs, rtol=0, atol=1e-5)
+
+
+def test_gradients_and_target_logprobs_of_a_step(tmp_path: Path) -> None:
+    """A step's gradient is that of the usual layers to rounding, and its logprobs are bit for bit those of a forward without gradient."""
+    batch, config = random_batch(longest=100), CorrectionConfig()
+    folder = save_model(tmp_path / "m", "qwen2")
+    found = {}
+    for fixed_order in (True, False):
+        with learner_on(folder, fixed_order=fixed_order, learning_rate=0.0, **SETTINGS) as learner:
+            before = learner.logprobs(batch)
+            result = learner.step(defer(batch, config), config, step=0)
+            found[fixed_order] = gradients(learner)
+            if fixed_order:
+                assert torch.equal(result.target_logprobs, before)
+    assert largest_difference(found[True], found[False]) < 1e-4
+
+
+def test_the_mode_off_builds_the_usual_layers(tmp_path: Path) -> None:
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        names = {type(module).__name__ for module in unwrap(learner._require().model).modules()}
+    assert not {name for name in names if "FixedOrder" in name} and "PackedAttention" in names
