@@ -60,7 +60,7 @@ class FixedOrderAttention(torch.nn.Module):
         outputs = []
         for rows, places, shape in _calls(packed_seq_params.runs):
             q, k, v = (x.index_select(0, rows).view(*shape, self.groups, -1, x.shape[-1]) for x in (query, key, value))
-            k, v = (x[:, :, :, 0].transpose(1, 2) for x in (k, v))                   # [count, G, L, width]
+            k, v = (x[:, :, :, 0].transpose(1, 2) for x in (k, v))  # [count, G, L, width]
             attended = training_attention(q.permute(0, 2, 3, 1, 4), k, v, self.scale)  # [count, G, R, L, width]
             outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(0, 1).index_select(0, places))
         return torch.cat(outputs).flatten(1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from correction.invariance.operators import head_logits, log_softmax
 
+
 def head_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -65,7 +66,8 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, entropies, normalizers = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
         for chunk in _chunks(count, chunk_tokens):
             if fixed_order:
-                logprobs[chunk], entropies[chunk], normalizers[chunk] = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature)
+                values = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature)
+                logprobs[chunk], entropies[chunk], normalizers[chunk] = values
                 continue
             logits = _logits(hidden[chunk], weight, temperature)
             largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)

@@ -87,7 +87,8 @@ def _model_problems(model: Mapping[str, Any]) -> list[str]:
     experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts")
     if experts:
         found.append(
-            f"model: {kind} has {experts} experts: rows grouped by expert and ties of the router have no fixed order yet. Take a dense model."
+            f"model: {kind} has {experts} experts: rows grouped by expert, and ties of the router, have no fixed order yet. "
+            "Take a dense model."
         )
     elif kind not in FAMILIES:
         found.append(f"model: model_type = {kind}: the order of its layers was compared for {', '.join(FAMILIES)} only. Take one of them.")
@@ -109,7 +110,8 @@ def _side_problems(side: Side) -> list[str]:
         )
     if side.dtype != "float32":
         found.append(
-            f"{side.name}.dtype = {side.dtype}: the engines round residuals and norms at other places in it. Set {side.name}.dtype: float32."
+            f"{side.name}.dtype = {side.dtype}: the two engines round residuals and norms at other places in it. "
+            f"Set {side.name}.dtype: float32."
         )
     if side.threads > MOST_THREADS:
         found.append(
@@ -127,13 +129,11 @@ def _side_problems(side: Side) -> list[str]:
 def _engine_problems(engine: Side) -> list[str]:
     found = []
     if engine.attention_backend is not None:
-        found.append(
-            f"{engine.name}.attention_backend = {engine.attention_backend}: the mode has an attention of its own. Leave it unset."
-        )
+        found.append(f"{engine.name}.attention_backend = {engine.attention_backend}: the mode has an attention of its own. Leave it unset.")
     if engine.weight_update_mode != "retract":
         found.append(
-            f"{engine.name}.weight_update_mode = {engine.weight_update_mode}: keys of older weights would stay, and later tokens belong to no "
-            "single policy. Set it to retract."
+            f"{engine.name}.weight_update_mode = {engine.weight_update_mode}: keys of older weights would stay, and later tokens belong to "
+            "no single policy. Set it to retract."
         )
     found += [
         f"{engine.name}.engine_args.{name} = {value!r}: {FORBIDDEN_ENGINE_ARGUMENTS[name]}. Remove it."

@@ -108,7 +108,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
     weights += bias
     weights -= weights.amax(-1, keepdim=True)  # a maximum has no order
     weights.exp_()
-    sums = weights.unflatten(-1, (blocks, BLOCK)).sum(-1)
+    sums = weights.view(batch, groups, heads, queries, blocks, BLOCK).sum(-1)
     total, out = sums[..., 0], torch.bmm(scores[:, :, :BLOCK], values[:, :BLOCK])
     for start in range(BLOCK, length, BLOCK):
         total = total + sums[..., start // BLOCK]
@@ -154,7 +154,8 @@ class _TrainingAttention(torch.autograd.Function):
             out = F.scaled_dot_product_attention(
                 query.reshape(batch, groups * heads, length, size), key, value, is_causal=True, scale=ctx.scale, enable_gqa=heads > 1
             )
-            return *torch.autograd.grad(out, (query, key, value), grads[0].reshape(out.shape)), None
+            query_grad, key_grad, value_grad = torch.autograd.grad(out, (query, key, value), grads[0].reshape(out.shape))
+            return query_grad, key_grad, value_grad, None
 
 
 def training_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from correction.errors import ConfigError
+from correction.errors import ConfigError, EngineError
 from correction.invariance import operators
 
 WIDTHS = ((64, 256), (192, 1152), (1536, 256))
@@ -39,11 +39,11 @@ class Processor:
         return cls(_name(), torch.backends.cpu.get_cpu_capability(), torch.__version__, _sample())
 
     def require_same(self, other: Processor, *, this: str, that: str) -> None:
-        """Raises: ConfigError naming what differs between the two processes."""
+        """Raises: EngineError naming what differs between the two processes."""
         mine, theirs = asdict(self), asdict(other)
         different = [f"{name}: {mine[name]} against {theirs[name]}" for name in mine if mine[name] != theirs[name]]
         if different:
-            raise ConfigError(
+            raise EngineError(
                 f"true_on_policy: {this} and {that} don't compute alike ({'; '.join(different)}), so that equal bits can't be expected. "
                 "Run both on the same kind of processor with the same torch, or set true_on_policy: false"
             )
@@ -87,8 +87,8 @@ def _add(digest: hashlib._Hash, tensor: Tensor) -> None:
 def _require_equal(found: Tensor, expected: Tensor, what: str) -> None:
     if not torch.equal(found, expected):
         raise ConfigError(
-            f"true_on_policy: {what} depends on the other rows on this processor ({_name()}, {torch.get_num_threads()} threads): sampled and "
-            "trained logprobs could not be equal. Try one thread, or set true_on_policy: false"
+            f"true_on_policy: {what} depends on the other rows on this processor ({_name()}, {torch.get_num_threads()} threads): "
+            "sampled and trained logprobs could not be equal. Try one thread, or set true_on_policy: false"
         )
 
 

@@ -1,4 +1,4 @@
-"""Operators of fixed order: a row's bits don't depend on its neighbours, on padding, or on one or two threads; the values are the usual ones.
+"""Operators of fixed order: a row's bits don't depend on its neighbours, on padding, or on one or two threads; the values are the usual.
 
 1. linear, head, SiLU, log-softmax, norms: any row count gives the same rows.
 2. Attention: prefill of any length, in any cut, decode in any batch, and the training forward agree bit for bit.
@@ -125,7 +125,8 @@ def test_decode_in_any_batch_equals_prefill(batch: int) -> None:
     seen = torch.arange(room)[None] < lengths[:, None]
     keys, values = (x[:, :, :room].expand(batch, -1, -1, -1).clone() for x in (k, v))
     keys.transpose(1, 2)[~seen] = 7.0  # finite, and of no meaning
-    out = operators.attention(q[0, :, :, lengths - 1].movedim(2, 0)[:, :, :, None], keys, values, operators.key_bias(seen)[:, None, None, None], SCALE)
+    queries, bias = q[0, :, :, lengths - 1].movedim(2, 0)[:, :, :, None], operators.key_bias(seen)[:, None, None, None]
+    out = operators.attention(queries, keys, values, bias, SCALE)
     for i, length in enumerate(lengths.tolist()):
         assert torch.equal(out[i, :, :, 0], whole[0, :, :, length - 1]), (i, length)
 

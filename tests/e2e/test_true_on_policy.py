@@ -125,9 +125,8 @@ def train(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, ste
     found, config = [], CorrectionConfig()
     for step in range(steps):
         asked = random_prompts(8, seed=step, longest=40)
-        batch = as_batch(
-            loop.run(sample_in_random_batches(engine, asked, temperature=1.0, seed=step, longest=30)), temperature=1.0, version=engine.version
-        )
+        sampled = loop.run(sample_in_random_batches(engine, asked, temperature=1.0, seed=step, longest=30))
+        batch = as_batch(sampled, temperature=1.0, version=engine.version)
         result = learner.step(defer(batch, config), config, step=step)
         assert result.grad_norm > 0, "agreement at later versions would be a matter of course"
         agreement = compare(batch, result.target_logprobs)

@@ -1,4 +1,4 @@
-"""The learner's layers of fixed order: packing, order, micro-batches and threads change no bit; values and gradients stay the usual ones."""
+"""The learner's layers of fixed order: packing, order, micro-batches and threads change no bit; values and gradients are the usual."""
 
 from __future__ import annotations
 
