@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from correction.errors import ConfigError
-from correction.invariance.operators import pad_rows, training_attention, whole_blocks
-from learner.attention import PackedSequences, Run
+from correction.invariance.operators import causal_attention, pad_rows, whole_blocks
+from learner.attention import PackedSequences, Run, run_attention
 from learner.megatron import ColumnParallelLinear, RowParallelLinear
 
 
@@ -41,7 +41,6 @@ class FixedOrderAttention(torch.nn.Module):
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any):
         super().__init__()
-        self.groups: int = config.num_query_groups
         self.scale: float = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
@@ -57,13 +56,41 @@ class FixedOrderAttention(torch.nn.Module):
         """[N, heads * width], of query [N, heads, width] and key, value [N, groups, width]."""
         if getattr(packed_seq_params, "tile_calls", ()):
             raise ConfigError("true on-policy: shared prompts have no attention of fixed order. Turn them off in the learner")
-        outputs = []
-        for rows, places, shape in _calls(packed_seq_params.runs):
-            q, k, v = (x.index_select(0, rows).view(*shape, self.groups, -1, x.shape[-1]) for x in (query, key, value))
-            k, v = (x[:, :, :, 0].transpose(1, 2) for x in (k, v))  # [count, G, L, width]
-            attended = training_attention(q.permute(0, 2, 3, 1, 4), k, v, self.scale)  # [count, G, R, L, width]
-            outputs.append(attended.permute(0, 3, 1, 2, 4).flatten(0, 1).index_select(0, places))
-        return torch.cat(outputs).flatten(1)
+        output: Tensor = _PackedAttention.apply(query, key, value, packed_seq_params, self.scale)  # type: ignore[no-untyped-call]
+        return output.flatten(1)
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Forward in fixed order; the gradient is that of the usual attention at the same inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.packed, ctx.scale = packed, scale
+        return packed_attention(query, key, value, packed, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = run_attention(*inputs, ctx.packed, ctx.scale)
+        return *torch.autograd.grad(output, inputs, grads[0]), None, None
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
+    """Causal attention of each packed sequence to itself, without gradient.
+
+    Args:
+        query: [N, heads, width]; key, value: [N, groups, width].
+    Returns: [N, heads, width].
+    """
+    groups, outputs = key.shape[1], []
+    for rows, places, shape in _calls(packed.runs):
+        q, k, v = (x.index_select(0, rows).view(*shape, groups, -1, x.shape[-1]) for x in (query, key, value))
+        k, v = (x[:, :, :, 0].transpose(1, 2) for x in (k, v))  # [count, G, L, width]
+        attended = causal_attention(q.permute(0, 2, 3, 1, 4), k, v, scale)  # [count, G, R, L, width]
+        outputs.append(attended.permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:]).index_select(0, places))
+    return torch.cat(outputs)
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ Torch's own matrix products choose their kernel, and with it the order of additi
 
 * a matrix product never has so few rows that another kernel is chosen (found by measurement, checked by `processor` at start-up);
 * a contraction over keys goes in blocks of BLOCK keys, added one after the other; a block that a row does not see adds exact zeros, so that
-  it is of no account whether it is computed: decode, prefill and packed training agree;
+  it is of no account whether it is computed: decode, prefill and training agree;
 * SiLU is made of torch.exp, since torch's own SiLU computes the last few elements of a stretch by another exp than the others.
 
 Row-independent in torch as they are: exp, rsqrt, cos, means and sums over the last dimension, log_softmax, everything element by element.
@@ -77,8 +77,7 @@ class _SiLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        sigmoid = torch.sigmoid(x)
-        return grads[0] * torch.addcmul(sigmoid, x * sigmoid, 1 - sigmoid)
+        return torch.ops.aten.silu_backward(grads[0], x)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -135,37 +134,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *,
         bias = key_bias(torch.arange(length, device=query.device) <= positions[:, None])
         pieces.append(attention(piece, key[:, :, :length], value[:, :, :length], bias, scale))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 3)
-
-
-class _TrainingAttention(torch.autograd.Function):
-    """Forward in fixed order; the gradient is that of SDPA at the same inputs, whose order is of no account."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.scale = scale
-        return causal_attention(query, key, value, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        batch, groups, heads, length, size = query.shape
-        with torch.enable_grad():
-            out = F.scaled_dot_product_attention(
-                query.reshape(batch, groups * heads, length, size), key, value, is_causal=True, scale=ctx.scale, enable_gqa=heads > 1
-            )
-            query_grad, key_grad, value_grad = torch.autograd.grad(out, (query, key, value), grads[0].reshape(out.shape))
-            return query_grad, key_grad, value_grad, None
-
-
-def training_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of whole sequences, with gradient.
-
-    Args:
-        query: [B, G, R, L, D]; key, value: [B, G, L, D], L a multiple of BLOCK (what is added at the end is seen by nothing before it).
-    """
-    result: Tensor = _TrainingAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
-    return result
 
 
 def whole_blocks(length: int) -> int:

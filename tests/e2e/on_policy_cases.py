@@ -29,14 +29,14 @@ class Sampled:
 
 
 def save_model(folder: Path, family: str) -> Path:
-    """Two layers whose widths are no multiples of what kernels like: 80, 96 and heads of 24; matrices far from uniform distributions."""
+    """Two layers of widths that kernels like less than powers of two, and heads of 24; matrices far from uniform distributions."""
     import transformers
 
     kind = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCABULARY,
         hidden_size=96,
-        intermediate_size=80,
+        intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
