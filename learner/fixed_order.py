@@ -14,7 +14,7 @@ from torch import Tensor
 
 from correction.errors import ConfigError
 from correction.invariance.operators import causal_attention, pad_rows, whole_blocks
-from learner.attention import PackedSequences, Run, run_attention
+from learner.attention import PackedSequences, Run
 from learner.megatron import ColumnParallelLinear, RowParallelLinear
 
 
@@ -61,36 +61,52 @@ class FixedOrderAttention(torch.nn.Module):
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Forward in fixed order; the gradient is that of the usual attention at the same inputs."""
+    """Forward in fixed order; the gradient is computed as for the usual attention, from the same intermediate values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.packed, ctx.scale = packed, scale
-        return packed_attention(query, key, value, packed, scale)
+        output, log_sums = packed_attention(query, key, value, packed, scale)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        ctx.runs, ctx.scale = packed.runs, scale
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            output = run_attention(*inputs, ctx.packed, ctx.scale)
-        return *torch.autograd.grad(output, inputs, grads[0]), None, None
+        """SDPA's own backward kernel, run by run. It wants a key head for each query head."""
+        query, key, value, output, log_sums = ctx.saved_tensors
+        heads, groups = query.shape[1], key.shape[1]
+        sizes = [run.tokens for run in ctx.runs]
+        pieces = zip(ctx.runs, *(x.split(sizes) for x in (grads[0], query, key, value, output, log_sums)), strict=True)
+        found: list[list[Tensor]] = [[], [], []]
+        for run, *tensors in pieces:
+            g, q, k, v, out, log_sum = (x.reshape(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in tensors)
+            k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+            of_run = _sdpa_backward(g, q, k, v, out, log_sum, 0.0, True, scale=ctx.scale)
+            for collected, gradient in zip(found, of_run, strict=True):
+                collected.append(gradient.transpose(1, 2).flatten(0, 1))
+        query_grad, key_grad, value_grad = (torch.cat(collected) for collected in found)
+        summed = (x.view(len(x), groups, heads // groups, -1).sum(2) for x in (key_grad, value_grad))
+        return query_grad, *summed, None, None
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
+_sdpa_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention of each packed sequence to itself, without gradient.
 
     Args:
         query: [N, heads, width]; key, value: [N, groups, width].
-    Returns: [N, heads, width].
+    Returns: [N, heads, width], and [N, heads]: log of the sum of exponentials.
     """
-    groups, outputs = key.shape[1], []
+    groups, outputs, sums = key.shape[1], [], []
     for rows, places, shape in _calls(packed.runs):
         q, k, v = (x.index_select(0, rows).view(*shape, groups, -1, x.shape[-1]) for x in (query, key, value))
         k, v = (x[:, :, :, 0].transpose(1, 2) for x in (k, v))  # [count, G, L, width]
-        attended = causal_attention(q.permute(0, 2, 3, 1, 4), k, v, scale)  # [count, G, R, L, width]
+        attended, log_sum = causal_attention(q.permute(0, 2, 3, 1, 4), k, v, scale)  # [count, G, R, L, width], [count, G, R, L]
         outputs.append(attended.permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:]).index_select(0, places))
-    return torch.cat(outputs)
+        sums.append(log_sum.permute(0, 3, 1, 2).reshape(-1, query.shape[1]).index_select(0, places))
+    return torch.cat(outputs), torch.cat(sums)
 
 
 @lru_cache(maxsize=64)

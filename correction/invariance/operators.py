@@ -28,7 +28,7 @@ LEAST_ROWS = 4
 """Of a product in a batch of products: one thread computes each, so that 4 rows are enough."""
 COLUMN_MULTIPLE = 64
 """SGLang pads its vocabulary to a multiple of this; the learner's head has to be as wide."""
-QUERY_CHUNK = 256
+QUERY_CHUNK = 128
 """Queries whose scores exist at the same time, a multiple of BLOCK: bounds memory, and skips keys that none of them sees."""
 
 
@@ -86,13 +86,13 @@ def silu(x: Tensor) -> Tensor:
     return result
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(query key^T * scale + bias) value, for R query heads to a key head. Without gradient.
 
     Args:
         query: [B, G, R, Q, D]; key, value: [B, G, L, D], L a multiple of BLOCK, finite everywhere.
         bias: broadcasts to [B, G, R, Q, L]: 0 where a query sees a key, -inf where not; each query sees at least one.
-    Returns: [B, G, R, Q, D].
+    Returns: [B, G, R, Q, D], and [B, G, R, Q]: log of the sum of exponentials, which a gradient needs.
     """
     batch, groups, heads, queries, size = query.shape
     length, rows = key.shape[2], heads * queries
@@ -105,14 +105,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
     # Zero rows that were added keep their scores of 0: nobody looks at them. A view, so that what follows happens in place.
     weights = scores.view(batch, groups, -1, length)[:, :, :rows].view(batch, groups, heads, queries, length)
     weights += bias
-    weights -= weights.amax(-1, keepdim=True)  # a maximum has no order
+    largest = weights.amax(-1, keepdim=True)  # a maximum has no order
+    weights -= largest
     weights.exp_()
     sums = weights.view(batch, groups, heads, queries, blocks, BLOCK).sum(-1)
     total, out = sums[..., 0], torch.bmm(scores[:, :, :BLOCK], values[:, :BLOCK])
     for start in range(BLOCK, length, BLOCK):
         total = total + sums[..., start // BLOCK]
         out.baddbmm_(scores[:, :, start : start + BLOCK], values[:, start : start + BLOCK])
-    return out[:, :rows].view(batch, groups, heads, queries, size) / total[..., None]
+    return out[:, :rows].view(batch, groups, heads, queries, size) / total[..., None], total.log() + largest[..., 0]
 
 
 def key_bias(seen: Tensor) -> Tensor:
@@ -120,20 +121,22 @@ def key_bias(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, first: int = 0) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, first: int = 0) -> tuple[Tensor, Tensor]:
     """`attention` of queries at the positions first, first + 1, ...; each sees the keys up to its own. Without gradient.
 
     Args:
         query: [B, G, R, Q, D]; key, value: [B, G, L, D] with L >= first + Q, a multiple of BLOCK.
     """
-    pieces = []
+    outputs, sums = [], []
     for start in range(0, query.shape[3], QUERY_CHUNK):
         piece = query[:, :, :, start : start + QUERY_CHUNK]
         positions = torch.arange(first + start, first + start + piece.shape[3], device=query.device)
         length = whole_blocks(first + start + piece.shape[3])
         bias = key_bias(torch.arange(length, device=query.device) <= positions[:, None])
-        pieces.append(attention(piece, key[:, :, :length], value[:, :, :length], bias, scale))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 3)
+        output, log_sum = attention(piece, key[:, :, :length], value[:, :, :length], bias, scale)
+        outputs.append(output)
+        sums.append(log_sum)
+    return (outputs[0], sums[0]) if len(outputs) == 1 else (torch.cat(outputs, 3), torch.cat(sums, 3))
 
 
 def whole_blocks(length: int) -> int:

@@ -71,7 +71,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, first: int, last: int)
     rows = query[first:last].view(1, last - first, 2, 2, 48).permute(0, 2, 3, 1, 4)
     length = operators.whole_blocks(last)
     keys, values = (x[:length].transpose(0, 1)[None] for x in (key, value))
-    return operators.causal_attention(rows, keys, values, 0.144, first=first)[0].permute(2, 0, 1, 3).reshape(last - first, 4, 48)
+    return operators.causal_attention(rows, keys, values, 0.144, first=first)[0][0].permute(2, 0, 1, 3).reshape(last - first, 4, 48)
 
 
 def _numbers(*shape: int) -> Tensor:

@@ -69,7 +69,7 @@ class FixedOrderAttentionBackend(BatchedAttentionBackend):
         keys = self._running.extended("keys", index, k.view(-1, groups, size), pool.get_key_buffer(index))       # [B, G, L, D]
         values = self._running.extended("values", index, v.view(-1, groups, size), pool.get_value_buffer(index))
         query = q.reshape(len(keys), groups, -1, 1, size)
-        return operators.attention(query, keys, values, self._bias, layer.scaling).view(len(keys), -1)
+        return operators.attention(query, keys, values, self._bias, layer.scaling)[0].view(len(keys), -1)
 
     def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
         _require_plain(layer)
@@ -89,7 +89,7 @@ class FixedOrderAttentionBackend(BatchedAttentionBackend):
             padded = torch.cat([slots, slots[:1].expand(operators.whole_blocks(cached + new) - len(slots))])
             keys, values = (gather(buffer, padded).transpose(0, 1)[None].contiguous() for buffer in buffers)     # [1, G, L, D]
             rows = query[start : start + new].movedim(0, 2)[None]                                    # [1, G, R, new, D]
-            attended = operators.causal_attention(rows, keys, values, layer.scaling, first=cached)
+            attended, _ = operators.causal_attention(rows, keys, values, layer.scaling, first=cached)
             out[start : start + new] = attended[0].movedim(2, 0)
             start += new
         return out.view(q.shape[0], -1)

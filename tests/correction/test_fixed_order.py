@@ -104,7 +104,7 @@ SCALE = SIZE**-0.5
 
 def prefill(q: Tensor, k: Tensor, v: Tensor, length: int, first: int = 0) -> Tensor:
     room = whole_blocks(length)
-    return operators.causal_attention(q[:, :, :, first:length], k[:, :, :room], v[:, :, :room], SCALE, first=first)
+    return operators.causal_attention(q[:, :, :, first:length], k[:, :, :room], v[:, :, :room], SCALE, first=first)[0]
 
 
 def test_prefill_of_any_length_and_cut() -> None:
@@ -126,7 +126,7 @@ def test_decode_in_any_batch_equals_prefill(batch: int) -> None:
     keys, values = (x[:, :, :room].expand(batch, -1, -1, -1).clone() for x in (k, v))
     keys.transpose(1, 2)[~seen] = 7.0  # finite, and of no meaning
     queries, bias = q[0, :, :, lengths - 1].movedim(2, 0)[:, :, :, None], operators.key_bias(seen)[:, None, None, None]
-    out = operators.attention(queries, keys, values, bias, SCALE)
+    out, _ = operators.attention(queries, keys, values, bias, SCALE)
     for i, length in enumerate(lengths.tolist()):
         assert torch.equal(out[i, :, :, 0], whole[0, :, :, length - 1]), (i, length)
 
