@@ -148,6 +148,8 @@ class EngineProcess:
         environment = {VARIABLE: settings.model_dump_json()}
         if self._config.log_level == "error":
             environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}    # dozens of lines about kernels that a CPU has no use for
+        if self._config.fixed_order:                                # scores by log_softmax, as sampled tokens have theirs
+            environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
             environment["OMP_NUM_THREADS"] = str(self._config.threads)

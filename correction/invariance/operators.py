@@ -77,7 +77,8 @@ class _SiLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0], x)
+        grad: Tensor = torch.ops.aten.silu_backward(grads[0], x)
+        return grad
 
 
 def silu(x: Tensor) -> Tensor:

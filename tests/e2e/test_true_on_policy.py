@@ -3,8 +3,9 @@
 1. Prompts of 1 to 500 tokens, requests that come and go, several temperatures, prefix-cache hits: 0 differing tokens, in any packing,
    with one and two threads of the learner.
 2. A retracting update in flight: the tokens of both versions equal their own weights' logprobs.
-3. Training steps: the logprobs that each step trains with are those that were sampled with.
-4. With the mode off the same comparison finds differences.
+3. SGLang's scores of given tokens are those bits, too.
+4. Training steps: the logprobs that each step trains with are those that were sampled with.
+5. With the mode off the same comparison finds differences.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from correction.correct import defer
 from correction.invariance import compare
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
+from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
+from rollout.trajectory import FinishReason, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model
 
@@ -53,6 +56,10 @@ def exact_learner(folder: Path) -> Iterator[LearnerRank]:
     learner.load(folder)
     yield learner
     learner.close()
+
+
+def scored(token_ids: tuple[int, ...], logprobs: list[float], version: int) -> Completion:
+    return Completion(token_ids, tuple(logprobs), FinishReason.LENGTH, (VersionSpan(version, 0, len(token_ids)),), 0, 0)
 
 
 def differing(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, temperature: float, *, prompts: int) -> tuple[int, int]:
@@ -92,6 +99,17 @@ def test_turns_that_go_on_from_the_prefix_cache(
     assert all(one.completion.cached_tokens >= len(one.prompt) - 4 for one in sampled)
     batch = as_batch(sampled, temperature=1.0, version=exact_engine.version)
     assert compare(batch, random_packing(exact_learner, batch, seed=0, threads=1)).first is None
+
+
+def test_scores_of_a_prefill_are_the_same_bits(
+    exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop
+) -> None:
+    """SGLang's scoring of given tokens, which the probe of each weight sync uses."""
+    for ids in random_prompts(6, seed=9)[1:]:
+        scores = engine_loop.run(exact_engine.score(ids))
+        batch = as_batch([Sampled(ids[:1], scored(ids[1:], scores, exact_engine.version))], temperature=1.0, version=exact_engine.version)
+        agreement = compare(batch, exact_learner.logprobs(batch))
+        assert (agreement.tokens, agreement.first) == (len(ids) - 1, None)
 
 
 def test_an_update_in_flight_under_retract(

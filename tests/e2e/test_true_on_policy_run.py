@@ -29,6 +29,7 @@ def assert_all_equal(run: Run, steps: int) -> None:
         assert (line["true_on_policy/equal_share"], line["true_on_policy/max_abs_difference"]) == (1.0, 0.0)
         assert line["true_on_policy/tokens"] == line["staleness/tokens/0"] > 100
         assert line["mismatch/k3"] == line["mismatch/max_abs_log_ratio"] == 0.0
+        assert line["sync/probe_max_abs_difference"] == 0.0
         assert line["learner/grad_norm"] > 0, "equal bits at later versions would be a matter of course"
 
 
