@@ -59,7 +59,14 @@ def exact_learner(folder: Path) -> Iterator[LearnerRank]:
 
 
 def scored(token_ids: tuple[int, ...], logprobs: list[float], version: int) -> Completion:
-    return Completion(token_ids, tuple(logprobs), FinishReason.LENGTH, (VersionSpan(version, 0, len(token_ids)),), 0, 0)
+    return Completion(
+        token_ids=token_ids,
+        logprobs=tuple(logprobs),
+        version_spans=(VersionSpan(version, 0, len(token_ids)),),
+        finish_reason=FinishReason.LENGTH,
+        cached_tokens=0,
+        retractions=0,
+    )
 
 
 def differing(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, temperature: float, *, prompts: int) -> tuple[int, int]:
