@@ -70,6 +70,15 @@ class LearnerConfig(BaseModel):
             raise ValueError(f"min_learning_rate = {self.min_learning_rate} is above learning_rate = {self.learning_rate}")
         return self
 
+    @model_validator(mode="after")
+    def _check_fixed_order(self) -> Self:
+        if self.fixed_order and (self.tensor_parallel > 1 or self.dtype != "float32"):
+            raise ValueError(
+                f"fixed_order = true with tensor_parallel = {self.tensor_parallel}, dtype = {self.dtype}: there is no fixed order of an "
+                "all-reduce, nor of roundings in half precision; set true_on_policy: false, or tensor_parallel: 1 and dtype: float32"
+            )
+        return self
+
     @property
     def world_size(self) -> int:
         """Ranks in all."""

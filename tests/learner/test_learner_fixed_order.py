@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from learner_cases import gradients, hf_model, hf_values, largest_difference, learner_on, random_batch, save_model
+from learner_cases import gradients, hf_model, hf_values, largest_difference, learner_on, random_batch, run_ranks, save_model
 
 from correction.config import CorrectionConfig
 from correction.correct import defer
 from learner.attention import pack
+from learner.config import LearnerConfig
 from learner.fixed_order import FixedOrderAttention
+from learner.learner_rank import LearnerRank
 from learner.model import unwrap
 
 FAMILIES = [("qwen3", True), ("qwen2", True), ("llama", False)]
@@ -78,6 +81,29 @@ def test_gradients_and_target_logprobs_of_a_step(tmp_path: Path) -> None:
             if fixed_order:
                 assert torch.equal(result.target_logprobs, before)
     assert largest_difference(found[True], found[False]) < 1e-4
+
+
+def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path) -> torch.Tensor:
+    learner = LearnerRank(LearnerConfig(data_parallel=ranks, fixed_order=True), rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    found = learner.logprobs(random_batch(longest=150))
+    learner.close()
+    return found
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    """Data parallelism is another packing."""
+    folder = save_model(tmp_path / "m")
+    with learner_on(folder, fixed_order=True) as learner:
+        alone = learner.logprobs(random_batch(longest=150))
+    for found in run_ranks(_logprobs_of_a_rank, folder):
+        assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 2}, {"dtype": "bfloat16"}])
+def test_what_has_no_fixed_order_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="fixed_order = true"):
+        LearnerConfig(fixed_order=True, **settings)
 
 
 def test_the_mode_off_builds_the_usual_layers(tmp_path: Path) -> None:
