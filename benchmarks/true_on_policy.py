@@ -66,7 +66,7 @@ async def measure_decode(folder: str, lengths: list[int], requests: int, turns: 
     missed = []
     engines = {}
     for name, settings in kinds.items():
-        limits = {"device": "cpu", "threads": 1, "max_running_requests": requests, "max_total_tokens": 2 * requests * max(lengths)}
+        limits = {"device": "cpu", "threads": 1, "max_running_requests": requests, "max_total_tokens": requests * (max(lengths) + 64)}
         engines[name] = await RolloutEngine.start(folder, EngineConfig(**limits, **settings), name=name)
     print("decode        length  requests  of batched  of stock  spread", flush=True)
     for length in lengths:
