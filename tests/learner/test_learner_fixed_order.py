@@ -12,7 +12,7 @@ from learner_cases import gradients, hf_model, hf_values, largest_difference, le
 
 from correction.config import CorrectionConfig
 from correction.correct import defer
-from learner.attention import pack
+from learner.attention import PackedSequences, Run
 from learner.config import LearnerConfig
 from learner.fixed_order import FixedOrderAttention
 from learner.learner_rank import LearnerRank
@@ -51,7 +51,7 @@ def test_attention_and_its_gradient_against_the_textbook() -> None:
     """Packed sequences of 1 to 150 tokens, 4 query heads over 2 key heads, in float32."""
     torch.manual_seed(0)
     lengths = [1, 64, 65, 3, 3, 150]
-    _, packed = pack(torch.tensor([0, *lengths]).cumsum(0), torch.device("cpu"))
+    packed = PackedSequences(qkv_format="thd", runs=tuple(Run(1, length) for length in lengths))
     query, key, value = (torch.randn(sum(lengths), heads, 24, requires_grad=True) for heads in (4, 2, 2))
     attention = FixedOrderAttention(SimpleNamespace(kv_channels=24))
     ours = attention(query, key, value, None, packed).view(-1, 4, 24)
