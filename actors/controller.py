@@ -32,6 +32,7 @@ from actors.run_folder import Checkpoint, RunFolder
 from actors.step_report import learned_numbers
 from actors.supervision import Stopwatch, wait_for
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.true_on_policy import compare_batch, describe, metrics_of, with_both_sides
 from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
 from rollout.tasks import Task
@@ -57,7 +58,7 @@ class Controller:
     def __init__(
         self, config: RunConfig, folder: RunFolder, task: Task, observer: Observer, *, resume_from: Checkpoint | None = None
     ) -> None:
-        self._config, self._folder, self._task, self._observer = config, folder, task, observer
+        self._config, self._folder, self._task, self._observer = with_both_sides(config), folder, task, observer
         self._resume_from = resume_from
         self._state = TrainingState.load(resume_from.state) if resume_from else None
         self._step = self._state.step if self._state else 0
@@ -116,6 +117,7 @@ class Controller:
         while self._step < config.steps and not self._ends_early:
             batch = await self._next_batch()
             result = await self._learn(batch)
+            self._compare_bits(batch, result)
             self._version += 1
             with self._watch.phase("publish"):
                 await self._sync.publish()                                 # engines take it while we go on
@@ -178,6 +180,15 @@ class Controller:
         elif self._step < self._config.steps:
             self._observer.event("warning", action.text)
             self._alarm = action.text
+
+    def _compare_bits(self, batch: PreparedBatch, result: Any) -> None:
+        """True on-policy: before the new weights go anywhere. Raises: EngineError at the first difference, if that ends the run."""
+        if self._config.true_on_policy:
+            step = self._step + 1
+            agreement = compare_batch(self._config, batch.corrected.batch, result.target_logprobs, step=step)
+            if agreement.first is not None:
+                self._observer.event("warning", f"step {step}: {describe(agreement)}")
+            self._observer.note(metrics_of(agreement))
 
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 

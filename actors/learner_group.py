@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from torch import Tensor
 
     from correction.batch import CorrectedBatch, PackedBatch
+    from correction.invariance import Processor
     from learner.broadcast import WeightBroadcaster
     from learner.step import StepResult
     from rollout.weight_bucket import WeightSpec
@@ -46,6 +47,8 @@ class WeightSnapshot:
     checksums: dict[str, str]
     """By Hugging Face name; empty when not asked for."""
     seconds: float
+    processor: Processor | None = None
+    """What the learner computes with, together with the checksums; for true on-policy only."""
 
 
 class LearnerRankActor:
@@ -106,7 +109,8 @@ class LearnerRankActor:
         checksums = self._learner.weight_checksums() if with_checksums else {}
         if self._rank != 0:
             return None
-        return WeightSnapshot(self._version, references, probe, checksums, time.monotonic() - began)
+        processor = self._learner.processor() if with_checksums and self._config.fixed_order else None
+        return WeightSnapshot(self._version, references, probe, checksums, time.monotonic() - began, processor)
 
     def _score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""

@@ -249,6 +249,17 @@ _MONITOR = [
     _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch."),
     _counter("monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; anything above 0 is worth a page."),
 ]
+_TRUE_ON_POLICY = [
+    _gauge(
+        "true_on_policy/tokens", _U.TOKENS, _R.SUM, "compared tokens",
+        "Trained tokens of staleness 0, whose sampled and trained logprobs are compared bit by bit; absent unless true_on_policy is on.",
+    ),
+    _gauge(
+        "true_on_policy/equal_share", _U.SHARE, _R.MEAN, "equal bits",
+        "Share of those tokens whose two logprobs are the same bits; 1 is what the mode promises.",
+    ),
+    _gauge("true_on_policy/max_abs_difference", _U.NATS, _R.MAX, "largest difference", "Largest difference of those two logprobs."),
+]
 _LEARNER = [
     _gauge(
         "learner/loss", _U.ONE, _R.SUM, "loss",
@@ -323,7 +334,8 @@ _ROLLOUT = [
 ]
 CATALOGUE: dict[str, Metric] = {
     metric.name: metric
-    for section in (_PROGRESS, _TIME, _REWARD, _HELD_OUT, _STALENESS, _CORRECTION, _MONITOR, _LEARNER, _LENGTH, _GROUPS, _ROLLOUT)
+    for section in (_PROGRESS, _TIME, _REWARD, _HELD_OUT, _STALENESS, _CORRECTION, _MONITOR, _TRUE_ON_POLICY, _LEARNER,
+                    _LENGTH, _GROUPS, _ROLLOUT)
     for metric in section
 }
 

@@ -130,6 +130,10 @@ class Observer:
                 f"up to {difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
             )
 
+    def note(self, numbers: dict[str, float]) -> None:
+        """Further numbers of the step under way, by name of the catalogue."""
+        self._extra.update(numbers)
+
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
         self.event("info", f"checkpoint {path} in {seconds:.1f} s")

@@ -17,6 +17,7 @@ from actors.actor_info import ActorInfo, listen_address
 from actors.exporter import MetricsEndpoint
 from actors.trajectory_queue import Ticket
 from actors.weight_buckets import unpack
+from correction.invariance import Processor
 from rollout.chat import load_tokenizer
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
@@ -41,6 +42,8 @@ class SyncReceipt:
     """Engine's logprobs of the probe prompt at the new weights."""
     checksums: dict[str, str]
     """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
+    processor: Processor | None = None
+    """What the engine computes with, together with the checksums; for true on-policy only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +164,11 @@ class RolloutWorker:
     async def _receipt(self, update: UpdateReceipt, began: float, probe_ids: Sequence[int], with_checksums: bool) -> SyncReceipt:
         probe = await self._engine.score(list(probe_ids)) if probe_ids else []
         checksums = await self._engine.weight_checksums() if with_checksums else {}
+        processor = await self._engine.processor() if with_checksums and self._config.engine.fixed_order else None
         self._endpoint.set("rollout/weight_version", update.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         seconds = time.monotonic() - began
-        return SyncReceipt(self._name, update.version, seconds, update.paused_s, update.bytes, list(probe), checksums)
+        return SyncReceipt(self._name, update.version, seconds, update.paused_s, update.bytes, list(probe), checksums, processor)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from actors.report import write_report
 from actors.resume import TrainingState
 from actors.run_folder import Checkpoint, RunFolder
 from actors.terminal import TerminalView
+from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError, DataError, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
@@ -47,6 +48,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
 def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
     """The task of a run and what to say about it. Raises: DataError, ConfigError."""
     check_model_folder(config.model)
+    with_both_sides(config)  # refuses what true_on_policy can't honour
     tokenizer = load_tokenizer(config.model)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.max_prompt_tokens(model_context(config.model)))
     task = build_task(config.rollout.task, encoder)

@@ -2,8 +2,8 @@
 
 `publish` hands a version over and returns; receipts come later. An engine that is still busy with an older version skips to the newest.
 No work goes to an engine without a receipt for the published version (actors.pool looks at `WorkerHandle.version`). The first sync of an
-engine, and the first after a failure, compares checksums of every tensor, taken in the engine's own process; each sync compares the
-logprobs of a fixed prompt.
+engine, and the first after a failure, compares checksums of every tensor, taken in the engine's own process, and for true on-policy also
+what the two processes compute with; each sync compares the logprobs of a fixed prompt.
 
 Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool. A broadcast group belongs to one set of
 workers: when that changes, or a collective fails, the group is closed, the version goes out through the object store, and a new group is
@@ -145,6 +145,8 @@ class WeightSync:
     def _accept(self, target: SyncTarget, receipt: SyncReceipt, snapshot: WeightSnapshot) -> None:
         if receipt.checksums:
             compare_checksums(target.name, snapshot.checksums, receipt.checksums, version=receipt.version)
+            if receipt.processor is not None and snapshot.processor is not None:
+                receipt.processor.require_same(snapshot.processor, this=f"rollout worker {target.name}", that="the learner")
             target.is_verified = True
         target.version = receipt.version
         difference = None

@@ -23,6 +23,8 @@ class LearnerConfig(BaseModel):
     """Where a rank computes; auto takes a GPU when torch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+    fixed_order: bool = False
+    """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the engines'."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank. One is the safe choice where ranks and engines share cores."""
     seed: int = 1234
@@ -54,7 +56,7 @@ class LearnerConfig(BaseModel):
     tokens_per_microbatch: int = Field(default=2048, ge=1)
     """Positions computed in one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own."""
     shared_prompts: bool = True
-    """Compute the prompt of a group once for all its answers, on a CPU (kernels of GPUs in half precision have no such attention yet)."""
+    """Compute the prompt of a group once for all its answers; not on GPUs in half precision, nor in fixed order."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
@@ -68,6 +70,15 @@ class LearnerConfig(BaseModel):
             raise ValueError(f"decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}: it counts from the start")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate = {self.min_learning_rate} is above learning_rate = {self.learning_rate}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_fixed_order(self) -> Self:
+        if self.fixed_order and (self.tensor_parallel > 1 or self.dtype != "float32"):
+            raise ValueError(
+                f"fixed_order = true with tensor_parallel = {self.tensor_parallel}, dtype = {self.dtype}: there is no fixed order of an "
+                "all-reduce, nor of roundings in half precision; set true_on_policy: false, or tensor_parallel: 1 and dtype: float32"
+            )
         return self
 
     @property

@@ -17,6 +17,7 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import for_step
 from correction.errors import ConfigError, DataError
+from correction.invariance import Processor
 from correction.loss import loss_metrics, policy_scale
 from learner import balance, checkpoint, convert, export, hf_folder, model, parallel
 from learner.config import LearnerConfig
@@ -96,6 +97,13 @@ class LearnerRank:
             raise ConfigError("reference_logprobs: no reference model; call load_reference(folder) first")
         with self._swapped(self._reference):
             return self._forward(batch).logprobs
+
+    def processor(self) -> Processor:
+        """What this rank computes with; for true on-policy it has to be what the engines compute with.
+
+        Raises: ConfigError if products depend on the number of rows here.
+        """
+        return Processor.of_this_process()
 
     # Training
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from correction.invariance.operators import head_logits, log_softmax
+
 
 def head_logprobs(
     hidden: Tensor,
@@ -22,6 +24,7 @@ def head_logprobs(
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 1024,
+    fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature)[target] and the entropy of that distribution; both differentiable.
 
@@ -31,6 +34,7 @@ def head_logprobs(
         targets: [M] int64, ids in the whole vocabulary.
         vocab_size: real tokens; rows of the head beyond it are padding and take no part.
         group: ranks that hold the other rows; None: this rank holds all.
+        fixed_order: compute the logprobs as a sampler of fixed order does; not with other ranks.
     Returns: [M] float32 logprobs and [M] float32 entropies, in nats.
     """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
@@ -38,7 +42,7 @@ def head_logprobs(
     vocab_size = weight.shape[0] * ranks if vocab_size is None else vocab_size
     real_rows = min(max(vocab_size - start, 0), weight.shape[0])
     results: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own lack of types
-        hidden, weight[:real_rows], targets, temperature, start, group if ranks > 1 else None, chunk_tokens
+        hidden, weight[:real_rows], targets, temperature, start, group if ranks > 1 else None, chunk_tokens, fixed_order
     )
     return results
 
@@ -48,11 +52,23 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, start: int, group: Any, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        start: int,
+        group: Any,
+        chunk_tokens: int,
+        fixed_order: bool,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         logprobs, entropies, normalizers = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
         for chunk in _chunks(count, chunk_tokens):
+            if fixed_order:
+                values = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature)
+                logprobs[chunk], entropies[chunk], normalizers[chunk] = values
+                continue
             logits = _logits(hidden[chunk], weight, temperature)
             largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
             logits -= largest[:, None]
@@ -92,7 +108,7 @@ class _HeadLogprobs(torch.autograd.Function):
             grad = grad.div_(temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=hidden_grad[chunk])
             weight_grad += grad.t() @ hidden[chunk]
-        return _all_reduce(hidden_grad, group, dist.ReduceOp.SUM), weight_grad.to(weight.dtype), None, None, None, None, None
+        return _all_reduce(hidden_grad, group, dist.ReduceOp.SUM), weight_grad.to(weight.dtype), None, None, None, None, None, None
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -102,6 +118,16 @@ def _chunks(count: int, size: int) -> list[slice]:
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """[m, V] float32, divided by the temperature as the sampler does."""
     return (hidden @ weight.t()).float().div_(temperature)
+
+
+def _fixed_order_values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs, bit for bit those of a sampler of fixed order; entropies, and log sum exp of the logits over temperature; each [m]."""
+    logits = head_logits(hidden, weight)
+    log_p = log_softmax(logits, temperature)
+    picked = targets[:, None]
+    logprobs = log_p.gather(-1, picked)[:, 0]
+    normalizers = logits.gather(-1, picked)[:, 0] / temperature - logprobs
+    return logprobs, -(log_p.exp() * log_p).sum(-1), normalizers
 
 
 def _local_ids(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.loss import policy_loss
 from learner.attention import pack
+from learner.config import LearnerConfig
 from learner.inputs import Layout, ModelInputs
 from learner.logprobs import head_logprobs
 from learner.model import unwrap
@@ -45,7 +46,7 @@ def forward_hidden(model: torch.nn.Module, token_ids: Tensor, layout: Layout) ->
 
 
 def token_values(
-    model: torch.nn.Module, hidden: Tensor, inputs: ModelInputs, batch: PackedBatch, placement: Placement, chunk_tokens: int
+    model: torch.nn.Module, hidden: Tensor, inputs: ModelInputs, batch: PackedBatch, placement: Placement, config: LearnerConfig
 ) -> TokenValues:
     """Logprobs and entropies of the tokens in the loss mask, from the hidden states of a batch's inputs."""
     policy = unwrap(model)
@@ -57,7 +58,8 @@ def token_values(
         temperature=batch.temperature,
         vocab_size=policy.real_vocab_size,
         group=placement.tensor_group,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=config.logprob_chunk_tokens,
+        fixed_order=config.fixed_order,
     )
     blank = logprobs.new_zeros(batch.num_tokens)
     return TokenValues(blank.index_copy(0, inputs.predicted, logprobs), blank.index_copy(0, inputs.predicted, entropies))

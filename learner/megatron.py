@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -31,6 +32,7 @@ for _chatty in ("distributed", "optimizer", "optimizer_param_scheduler", "parall
     logging.getLogger(f"megatron.core.{_chatty}").setLevel(logging.WARNING)
 
 __all__ = [
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "Float16Module",
@@ -38,6 +40,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
+    "RowParallelLinear",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",

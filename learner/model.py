@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from correction.invariance.operators import silu
 from learner import convert
 from learner.attention import PackedAttention
 from learner.config import LearnerConfig
+from learner.fixed_order import FixedOrderAttention, FixedOrderColumnLinear, FixedOrderRowLinear
 from learner.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -57,7 +59,7 @@ def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> Policy
     transformer = transformer_config(hf_config, config, placement)
     model = PolicyModel(
         transformer,
-        _block_spec(transformer),
+        _block_spec(transformer, config.fixed_order),
         vocab_size=-(-hf_config.vocab_size // placement.tensor_parallel) * placement.tensor_parallel,
         max_sequence_length=hf_config.max_position_embeddings,
         position_embedding_type="rope",
@@ -99,7 +101,7 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         add_qkv_bias=family.has_qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=silu if config.fixed_order else F.silu,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=placement.tensor_parallel,
@@ -124,14 +126,22 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
     )
 
 
-def _block_spec(transformer: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layers, with attention that takes packed sequences and norms in Hugging Face's order of operations."""
+def _block_spec(transformer: TransformerConfig, fixed_order: bool) -> TransformerBlockSubmodules:
+    """Megatron's local layers, with attention that takes packed sequences and norms in Hugging Face's order of operations.
+
+    Args:
+        fixed_order: attention and linear layers of fixed order, for true on-policy training.
+    """
     layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = HFRMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention
     if transformer.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = HFRMSNorm
+    if fixed_order:
+        parts.self_attention.submodules.core_attention = FixedOrderAttention
+        parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = FixedOrderColumnLinear
+        parts.self_attention.submodules.linear_proj = parts.mlp.submodules.linear_fc2 = FixedOrderRowLinear
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer), layer_norm=HFRMSNorm)
 
 

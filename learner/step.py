@@ -109,7 +109,7 @@ def run_microbatches(
     """
     batch = corrected.batch
     with watch.phase("prepare"):
-        shares = config.shared_prompts and can_share_prompts(placement.device.type, config.torch_dtype)
+        shares = config.shared_prompts and not config.fixed_order and can_share_prompts(placement.device.type, config.torch_dtype)
         families = find_families(batch, share_prompts=shares)
         plan = balance.plan(families, placement.data_parallel, config.tokens_per_microbatch, model.config.hidden_size)
         parts = plan.microbatches[placement.data_rank]
@@ -124,7 +124,7 @@ def run_microbatches(
         hidden = forward_hidden(model, inputs.token_ids, inputs.layout)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            values = token_values(model, hidden, inputs, microbatch.batch, placement, config.logprob_chunk_tokens)
+            values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
             result = objective(microbatch, values) if objective else None
             outputs.append((values.logprobs.detach(), values.entropies.detach(), result.sums if result else None))
             loss = result.loss if result else values.logprobs.new_zeros(())

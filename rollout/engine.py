@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from correction.errors import ConfigError, DataError, EngineError, EvenkeelError, SyncError
+from correction.invariance import Processor
 from rollout import weight_transfer
 from rollout.capabilities import EngineCapabilities
 from rollout.completion import Completion
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
-from rollout.sglang_plugin.actions import CHECKSUMS, SPECS
+from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
 from rollout.weight_bucket import UpdateCheck, UpdateReceipt, WeightSpec
 from rollout.weight_transfer import Bucket, UpdateMode
 
@@ -208,6 +209,13 @@ class RolloutEngine:
     async def weight_checksums(self, *, deadline_s: float | None = None) -> dict[str, str]:
         """HF name -> correction.checksum.tensor_checksum of what the scheduler process holds now, in the engine's dtype."""
         return await self._inspect(CHECKSUMS, deadline_s)
+
+    async def processor(self) -> Processor:
+        """What the scheduler process computes with; for true on-policy it has to be what the learner computes with.
+
+        Raises: EngineError if its products depend on the number of rows there.
+        """
+        return Processor(**await self._inspect(PROCESSOR))
 
     async def update_weights(
         self,

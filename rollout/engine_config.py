@@ -64,6 +64,8 @@ class EngineConfig(BaseModel):
     """Longest prompt and response together; unset: the model's own."""
     attention_backend: str | None = None
     """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's batched one on a CPU ("stock" is SGLang's)."""
+    fixed_order: bool = False
+    """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the learner's."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
     weight_update_mode: Literal["retract", "in_place"] = "retract"

@@ -33,13 +33,15 @@ def platform() -> None:
 def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
-    from rollout.sglang_plugin import attention, host_memory, idle, process_groups, sampler, versions, weights
+    from rollout.sglang_plugin import attention, fixed_order, host_memory, idle, process_groups, sampler, versions, weights
     from rollout.sglang_plugin.settings import PluginSettings
 
     settings = PluginSettings.from_environment()
     if serves_on_cpu():
         attention.register(settings.attention)
         host_memory.register()
+    if settings.fixed_order:
+        fixed_order.register()
     sampler.register()
     weights.register()
     versions.register()

@@ -78,7 +78,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
             self._single_slots = torch.where(self._single_mask[:, 0, 0], self._single_slots, self._single_slots[:, :1])
 
     def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
-        if not _is_plain(layer) or k is None:
+        if not is_plain(layer) or k is None:
             stock: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
             return stock
         self._save(k, v, layer, forward_batch, save_kv_cache)
@@ -89,7 +89,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         return self._attend_one(q.reshape(-1, heads, size), keys.to(q.dtype), values.to(q.dtype), self._mask, layer).view(-1, heads * size)
 
     def forward_extend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
-        if not _is_plain(layer):
+        if not is_plain(layer):
             stock: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             return stock
         self._save(k, v, layer, forward_batch, save_kv_cache)
@@ -131,7 +131,8 @@ def _padding_mask(lengths: Tensor) -> Tensor:
     return (torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None])[:, None, None, :]
 
 
-def _is_plain(layer: Any) -> bool:
+def is_plain(layer: Any) -> bool:
+    """Whether a layer has causal self-attention to all earlier tokens, and nothing else."""
     has_window = layer.sliding_window_size is not None and layer.sliding_window_size > -1
     return (
         not has_window

@@ -28,8 +28,12 @@ class RunningCache:
     B sequences, L longest of them, C >= L tokens that there is room for, G key heads, D head size.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
+    def __init__(self, layers: int, multiple: int = 1) -> None:
+        """
+        Args:
+            multiple: L is rounded up to a multiple of it.
+        """
+        self._layers, self._multiple = layers, multiple
         self._requests: Tensor | None = None
         """[B], of the last step; None when the next one can't go on from it."""
         self._lengths = torch.empty(0)
@@ -37,6 +41,7 @@ class RunningCache:
         self._slots = torch.empty(0)
         """[B, C], in the paged cache; padding repeats the sequence's first."""
         self._longest = 0
+        """Tokens of the longest sequence, rounded up."""
         self._capacity = 0
         self._is_append = False
         self._memory: dict[tuple[str, int], Tensor] = {}
@@ -53,7 +58,7 @@ class RunningCache:
             lengths: [B], with the token of this step.
             req_to_token: [requests, positions] int32, the slot of each position in the paged cache.
         """
-        self._longest = int(lengths.max())
+        self._longest = self._rounded(int(lengths.max()))
         self._is_append = (
             self._requests is not None
             and self._longest <= self._capacity
@@ -63,10 +68,13 @@ class RunningCache:
         self._requests, self._lengths = requests.clone(), lengths.clone()
         self._rows = torch.arange(len(lengths), device=lengths.device)
         if not self._is_append:
-            self._capacity = min(self._longest + STEP, req_to_token.shape[1])
-            positions = torch.arange(self._capacity, device=lengths.device)[None]
-            slots = req_to_token[requests, : self._capacity]
+            self._capacity = self._rounded(min(self._longest + STEP, req_to_token.shape[1]))
+            positions = torch.arange(self._capacity, device=lengths.device)
+            slots = req_to_token[requests[:, None], positions.clamp(max=req_to_token.shape[1] - 1)]
             self._slots = torch.where(positions < lengths[:, None], slots, slots[:, :1])
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self._multiple) * self._multiple
 
     def extended(self, kind: str, layer: int, new: Tensor, buffer: Tensor) -> Tensor:
         """One layer's keys or values of all sequences, this step's token included; valid until the next call for this layer and kind.

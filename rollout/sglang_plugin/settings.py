@@ -20,6 +20,8 @@ class PluginSettings(BaseModel):
     """Marks the processes of one engine: they carry it in their environment."""
     attention: Literal["batched", "stock"] = "batched"
     """On a CPU: our decode attention for all sequences at once, or SGLang's loop over them."""
+    fixed_order: bool = False
+    """Operators of fixed order, attention included, in place of SGLang's."""
     group_timeout_s: float = 60.0
     """A collective of the weight-update group fails after this; torch's own default would block the scheduler for 30 minutes."""
 

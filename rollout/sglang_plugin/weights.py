@@ -7,6 +7,7 @@ SGLang's own request `check_weights` (its checksum action needs CUDA and knows f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor, nn
 
 from correction.checksum import tensor_checksum
-from rollout.sglang_plugin.actions import CHECKSUMS, SPECS
+from correction.invariance import Processor
+from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
 
 GATE_AND_UP = ("gate_proj", "up_proj")
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
@@ -28,12 +30,19 @@ def register() -> None:
 
 
 def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+    if action == PROCESSOR:
+        return _answer(checker, asdict(Processor.of_this_process()), **kwargs)
     describe = {SPECS: _spec, CHECKSUMS: tensor_checksum}.get(action)
     if describe is None:
         return original(checker, action, *args, **kwargs)
     model = checker._get_model()
+    return _answer(checker, {name: describe(tensor) for name, tensor in named_hf_tensors(model)}, **kwargs)
+
+
+def _answer(checker: Any, texts: dict[str, str], **kwargs: Any) -> dict[str, Any]:
+    """What SGLang's request carries back: some texts by name."""
     return {
-        "checksums": {name: describe(tensor) for name, tensor in named_hf_tensors(model)},
+        "checksums": texts,
         "per_gpu_checksum": "",                                     # SGLang's field for the whole; the caller compares tensor by tensor
         "parallelism_info": checker._parallelism_info(role=kwargs["role"]).model_dump(),
     }

@@ -1,0 +1,96 @@
+"""True on-policy: one switch for both sides at the start, and the comparison of each batch."""
+
+from __future__ import annotations
+
+import json
+
+from torch import Tensor
+
+from actors.config import RunConfig
+from correction.batch import PackedBatch
+from correction.correct import needs_proximal_forward
+from correction.errors import ConfigError, EngineError
+from correction.invariance import Agreement, Contract, Side, compare
+
+
+def with_both_sides(config: RunConfig) -> RunConfig:
+    """The configuration that the parts of a run are given: with true_on_policy, the contract's settings on both sides.
+
+    Raises: ConfigError naming what can't be honoured.
+    """
+    if not config.true_on_policy:
+        return config
+    steps = config.learner.total_optimizer_steps_per_batch
+    if steps > 1 and not needs_proximal_forward(config.correction, steps):
+        raise ConfigError(
+            f"true_on_policy: true with {steps} optimizer steps per batch and no forward of its own for proximal logprobs: after the first "
+            "step the learner's weights are not those that sampled, and nothing could be compared. Set learner.optimizer_steps_per_batch "
+            "and learner.epochs_per_batch to 1, or correction.proximal: recompute"
+        )
+    contract = contract_of(config)
+    engine = config.rollout.engine.model_copy(update=contract.engine_settings)
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"engine": engine}),
+            "learner": config.learner.model_copy(update=contract.learner_settings),
+        }
+    )
+
+
+def contract_of(config: RunConfig) -> Contract:
+    """Raises: ConfigError naming everything that can't be honoured."""
+    engine, learner = config.rollout.engine, config.learner
+    on_cpu = engine.resolved_device == "cpu"
+    return Contract.of(
+        json.loads((config.model / "config.json").read_text()),
+        Side(
+            name="rollout.engine",
+            device=engine.resolved_device,
+            dtype="float32" if on_cpu and engine.dtype == "auto" else engine.dtype,
+            threads=engine.threads,
+            attention_backend=engine.attention_backend,
+            weight_update_mode=engine.weight_update_mode,
+            arguments=engine.engine_args,
+        ),
+        Side(
+            name="learner",
+            device="cpu" if learner.device == "auto" and on_cpu else learner.device,
+            dtype=learner.dtype,
+            threads=learner.threads,
+            tensor_parallel=learner.tensor_parallel,
+        ),
+    )
+
+
+def compare_batch(config: RunConfig, batch: PackedBatch, target_logprobs: Tensor, *, step: int) -> Agreement:
+    """Sampled against trained logprobs of one batch, at the weights from which its update started.
+
+    Args:
+        target_logprobs: [N], of the first forward pass that each token was in.
+    Raises: EngineError naming the first token that differs, unless the run is to go on with correction.
+    """
+    has_several_steps = config.learner.total_optimizer_steps_per_batch > 1
+    trained = batch.proximal_logprobs if has_several_steps and batch.proximal_logprobs is not None else target_logprobs
+    agreement = compare(batch, trained)
+    if agreement.first is not None and config.true_on_policy_on_difference == "stop":
+        raise EngineError(f"step {step}: {describe(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
+    return agreement
+
+
+def describe(agreement: Agreement) -> str:
+    """What differs, in one sentence without its stop."""
+    return (
+        f"true_on_policy: {agreement.differing} of {agreement.tokens} tokens of staleness 0 have other bits in training than in sampling, "
+        f"by up to {agreement.largest_difference:.3g} nats; the first is {agreement.first}"
+    )
+
+
+def metrics_of(agreement: Agreement) -> dict[str, float]:
+    """By name of the catalogue; without a token to compare there is no share."""
+    if not agreement.tokens:
+        return {"true_on_policy/tokens": 0.0}
+    return {
+        "true_on_policy/tokens": float(agreement.tokens),
+        "true_on_policy/equal_share": agreement.equal_share,
+        "true_on_policy/max_abs_difference": agreement.largest_difference,
+    }

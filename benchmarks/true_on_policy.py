@@ -1,0 +1,162 @@
+"""What true on-policy costs on a CPU: decode speed and learner steps with operators of fixed order, as ratios measured in one run.
+
+    OMP_NUM_THREADS=1 python benchmarks/true_on_policy.py [--model recipe] [--lengths 100 1000] [--requests 64] [--turns 3] [--check]
+
+Decode: three engines on one random nano Qwen3, alike but for their operators: of fixed order, evenkeel's batched attention, SGLang's own.
+Prompt and answer together have the given length, the prompt a third of it. Learner: a step on sequences of that length, forward and
+backward, in fixed order and in the usual one. What is compared is processor time, of the scheduler process and of this one, with one
+thread each; turns alternate, and the fastest of each counts, since other work on the machine can only slow a turn down. The last number of
+a row is the slowest over the fastest turn of the mode: far from 1, more turns are needed.
+`--check` fails if a ratio misses its target: decode at least 0.6 of the batched engine and no slower than SGLang's own, a learner step at
+most 1.15 times the usual one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import torch
+from decode_attention import SHAPES, save_model
+
+from correction.batch import PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import defer
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank
+from rollout.engine import RolloutEngine
+from rollout.engine_config import EngineConfig
+
+BATCH_TOKENS = 8000
+"""Of a learner step, whatever the length of its sequences."""
+LEAST_OF_BATCHED, LEAST_OF_STOCK, MOST_OF_LEARNER = 0.6, 1.0, 1.15
+
+
+async def decode_seconds(engine: RolloutEngine, requests: int, length: int) -> float:
+    """All requests in flight together; their prompts are in the prefix cache already."""
+    draw = random.Random(requests)
+    prompts = [[draw.randrange(5, 100) for _ in range(length // 3)] for _ in range(requests)]
+    await asyncio.gather(*(engine.generate(prompt, max_tokens=2, ignore_stop=True) for prompt in prompts))
+    scheduler = psutil.Process(engine.process_ids["scheduler"])
+    used = sum(scheduler.cpu_times()[:2])
+    await asyncio.gather(*(engine.generate(prompt, max_tokens=length - length // 3, ignore_stop=True) for prompt in prompts))
+    return sum(scheduler.cpu_times()[:2]) - used
+
+
+async def fastest_in_turns(turns: int, measures: dict[str, Callable[[], Awaitable[float]]]) -> tuple[dict[str, float], float]:
+    """Fastest seconds of each, and the first one's slowest over its fastest."""
+    seconds: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(turns):
+        for name, measure in measures.items():
+            seconds[name].append(await measure())
+    first = next(iter(seconds.values()))
+    return {name: min(values) for name, values in seconds.items()}, max(first) / min(first)
+
+
+async def measure_decode(folder: str, lengths: list[int], requests: int, turns: int, with_stock: bool) -> list[str]:
+    """Print a row for each length; return what misses its target."""
+    kinds = {"fixed order": {"fixed_order": True}, "batched": {}} | ({"stock": {"attention_backend": "stock"}} if with_stock else {})
+    missed = []
+    engines = {}
+    for name, settings in kinds.items():
+        limits = {"device": "cpu", "threads": 1, "max_running_requests": requests, "max_total_tokens": requests * (max(lengths) + 64)}
+        engines[name] = await RolloutEngine.start(folder, EngineConfig(**limits, **settings), name=name)
+    print("decode        length  requests  of batched  of stock  spread", flush=True)
+    for length in lengths:
+
+        def measure(engine: RolloutEngine, length: int = length) -> Callable[[], Awaitable[float]]:
+            return lambda: decode_seconds(engine, requests, length)
+
+        best, spread = await fastest_in_turns(turns, {name: measure(engine) for name, engine in engines.items()})
+        ratios = {name: seconds / best["fixed order"] for name, seconds in best.items()}
+        of_stock = ratios.get("stock", float("nan"))
+        print(f"tokens/s ratio  {length:>4}  {requests:>8}  {ratios['batched']:>10.2f}  {of_stock:>8.2f}  {spread:>6.2f}", flush=True)
+        if ratios["batched"] < LEAST_OF_BATCHED or of_stock < LEAST_OF_STOCK:
+            missed.append(f"decode of {length} tokens")
+    for engine in engines.values():
+        await engine.shutdown()
+    return missed
+
+
+def learner_batch(length: int) -> PackedBatch:
+    """About BATCH_TOKENS random tokens in sequences of a half to the whole length; all but each first are trained."""
+    draw = random.Random(length)
+    lengths: list[int] = []
+    while sum(lengths) < BATCH_TOKENS:
+        lengths.append(draw.randint(length // 2, length))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    count = int(offsets[-1])
+    mask = torch.ones(count, dtype=torch.bool)
+    mask[offsets[:-1]] = False
+    return PackedBatch(
+        token_ids=torch.randint(5, 100, (count,)),
+        offsets=offsets,
+        loss_mask=mask,
+        behavior_logprobs=torch.full((count,), -4.8),
+        advantages=torch.ones(count),
+        weight_versions=torch.zeros(count, dtype=torch.int32),
+        group_ids=torch.arange(len(lengths)),
+    )
+
+
+async def measure_learner(folder: str, lengths: list[int], turns: int) -> list[str]:
+    """Print a row for each length; return what misses its target."""
+    config = CorrectionConfig(preset="grpo")
+    learners = {name: LearnerRank(LearnerConfig(device="cpu", fixed_order=name == "fixed order")) for name in ("fixed order", "usual")}
+    for learner in learners.values():
+        learner.load(folder)
+    missed = []
+    print("learner       length  seconds of the usual step  spread", flush=True)
+    for length in lengths:
+        corrected = defer(learner_batch(length), config)
+
+        def measure(learner: LearnerRank, corrected: object = corrected) -> Callable[[], Awaitable[float]]:
+            async def step() -> float:
+                used = time.process_time()
+                learner.step(corrected, config, step=0)
+                return time.process_time() - used
+
+            return step
+
+        best, spread = await fastest_in_turns(turns + 1, {name: measure(learner) for name, learner in learners.items()})
+        ratio = best["fixed order"] / best["usual"]
+        print(f"step time ratio {length:>4}  {ratio:>25.2f}  {spread:>6.2f}", flush=True)
+        if ratio > MOST_OF_LEARNER:
+            missed.append(f"learner step on {length} tokens")
+    return missed
+
+
+async def measure_all(arguments: argparse.Namespace) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), arguments.model)
+        missed = [] if arguments.skip_learner else await measure_learner(folder, arguments.lengths, arguments.turns)
+        if not arguments.skip_decode:
+            missed += await measure_decode(folder, arguments.lengths, arguments.requests, arguments.turns, not arguments.skip_stock)
+        return missed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="recipe", help="shape of the random model")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[100, 1000], help="tokens of a sequence")
+    parser.add_argument("--requests", type=int, default=64, help="in flight together")
+    parser.add_argument("--turns", type=int, default=3, help="of each engine")
+    parser.add_argument("--skip-stock", action="store_true", help="leave SGLang's own attention out: it takes most of the time")
+    parser.add_argument("--skip-decode", action="store_true")
+    parser.add_argument("--skip-learner", action="store_true")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    arguments = parser.parse_args()
+    missed = asyncio.run(measure_all(arguments))
+    if arguments.check and missed:
+        sys.exit(f"targets missed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

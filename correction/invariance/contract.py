@@ -1,0 +1,143 @@
+"""What makes sampled and trained logprobs the same bits: one object from which both sides' settings come, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from correction.errors import ConfigError
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+"""Dense architectures (model_type) whose layers the two engines compute in the same order."""
+MOST_THREADS = 2
+"""Threads for which products are known not to depend on the number of rows."""
+FORBIDDEN_ENGINE_ARGUMENTS = {
+    "kv_cache_dtype": "keys and values have to be float32, as the learner's are",
+    "quantization": "the learner's weights are not quantized",
+    "enable_torch_compile": "a compiler fuses operations, and rounds elsewhere",
+    "speculative_algorithm": "draft tokens are verified by another attention",
+    "enable_lora": "the learner has no adapters",
+    "enable_fp32_lm_head": "the head of fixed order takes its place",
+}
+"""Arguments of SGLang (rollout.engine.engine_args) that change what is computed, and why that can't be honoured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side's settings, as the run's configuration has them."""
+
+    name: str
+    """Where they stand: "rollout.engine" or "learner"."""
+    device: str
+    """cpu or cuda."""
+    dtype: str
+    """Of weights and activations."""
+    threads: int
+    tensor_parallel: int = 1
+    attention_backend: str | None = None
+    """Engine: another attention than its own choice."""
+    weight_update_mode: str = "retract"
+    """Engine: what becomes of the keys of requests in flight."""
+    arguments: Mapping[str, Any] | None = None
+    """Engine: further arguments of SGLang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """Both sides compute, in float32 on a CPU:
+
+    attention by `operators.attention` in blocks of BLOCK keys, after q and k norms where the family has them; linear layers by
+    `operators.linear`, bias added afterwards; RMSNorm as x * rsqrt(mean(x^2) + eps), then times the weight; residuals added before the
+    norm; rotary angles from float32 tables, halves rotated (not neighbours); SiLU by `operators.silu`; the head by
+    `operators.linear` over a vocabulary padded to COLUMN_MULTIPLE, logits in float32; logprobs by log_softmax(logits / temperature) over
+    the whole vocabulary; nothing is reduced over ranks.
+    """
+
+    model_type: str
+    """Of the Hugging Face config."""
+
+    @classmethod
+    def of(cls, model: Mapping[str, Any], engine: Side, learner: Side) -> Contract:
+        """The contract of a model and a layout.
+
+        Args:
+            model: a Hugging Face config.json.
+        Raises: ConfigError that names everything that can't be honoured.
+        """
+        problems = [*_model_problems(model), *_side_problems(engine), *_side_problems(learner), *_engine_problems(engine)]
+        if problems:
+            raise ConfigError("true_on_policy: true can't be honoured. " + " ".join(problems) + " Or set true_on_policy: false")
+        return cls(str(model["model_type"]))
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """What rollout.engine is set to."""
+        return {"fixed_order": True, "dtype": "float32"}
+
+    @property
+    def learner_settings(self) -> dict[str, Any]:
+        """What learner is set to."""
+        return {"fixed_order": True, "dtype": "float32"}
+
+
+def _model_problems(model: Mapping[str, Any]) -> list[str]:
+    found = []
+    kind = model.get("model_type")
+    experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts")
+    if experts:
+        found.append(
+            f"model: {kind} has {experts} experts: rows grouped by expert, and ties of the router, have no fixed order yet. "
+            "Take a dense model."
+        )
+    elif kind not in FAMILIES:
+        found.append(f"model: model_type = {kind}: the order of its layers was compared for {', '.join(FAMILIES)} only. Take one of them.")
+    if model.get("use_sliding_window"):
+        found.append("model: use_sliding_window = true: the attention of fixed order has no window. Take a model with full attention.")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind_of_rope = rope.get("rope_type", rope.get("type", "default"))
+    if kind_of_rope != "default":
+        found.append(f"model: rope_type = {kind_of_rope}: the two engines scale angles by code of their own. Take a model without scaling.")
+    return found
+
+
+def _side_problems(side: Side) -> list[str]:
+    found = []
+    if side.device != "cpu":
+        found.append(
+            f"{side.name}.device = {side.device}: the operators of fixed order were compared on CPUs only; on a GPU SGLang's deterministic "
+            f"inference and megatron-core's batch-invariant kernels would have to be aligned first. Set {side.name}.device: cpu."
+        )
+    if side.dtype != "float32":
+        found.append(
+            f"{side.name}.dtype = {side.dtype}: the two engines round residuals and norms at other places in it. "
+            f"Set {side.name}.dtype: float32."
+        )
+    if side.threads > MOST_THREADS:
+        found.append(
+            f"{side.name}.threads = {side.threads}: with more than {MOST_THREADS} a thread's share of a product can be small enough to get "
+            f"another kernel. Set {side.name}.threads: {MOST_THREADS} or 1."
+        )
+    if side.tensor_parallel > 1:
+        found.append(
+            f"{side.name}.tensor_parallel = {side.tensor_parallel}: the all-reduce has no fixed order yet. "
+            f"Set {side.name}.tensor_parallel: 1 and use learner.data_parallel."
+        )
+    return found
+
+
+def _engine_problems(engine: Side) -> list[str]:
+    found = []
+    if engine.attention_backend is not None:
+        found.append(f"{engine.name}.attention_backend = {engine.attention_backend}: the mode has an attention of its own. Leave it unset.")
+    if engine.weight_update_mode != "retract":
+        found.append(
+            f"{engine.name}.weight_update_mode = {engine.weight_update_mode}: keys of older weights would stay, and later tokens belong to "
+            "no single policy. Set it to retract."
+        )
+    found += [
+        f"{engine.name}.engine_args.{name} = {value!r}: {FORBIDDEN_ENGINE_ARGUMENTS[name]}. Remove it."
+        for name, value in (engine.arguments or {}).items()
+        if name in FORBIDDEN_ENGINE_ARGUMENTS and value
+    ]
+    return found

@@ -1,0 +1,145 @@
+"""Operators whose result for a row depends on that row alone: not on the batch, its size, padding, packing, or (up to two) threads.
+
+Torch's own matrix products choose their kernel, and with it the order of additions, by the number of rows, and SDPA by the length. Here
+
+* a matrix product never has so few rows that another kernel is chosen (found by measurement, checked by `processor` at start-up);
+* a contraction over keys goes in blocks of BLOCK keys, added one after the other; a block that a row does not see adds exact zeros, so that
+  it is of no account whether it is computed: decode, prefill and training agree;
+* SiLU is made of torch.exp, since torch's own SiLU computes the last few elements of a stretch by another exp than the others.
+
+Row-independent in torch as they are: exp, rsqrt, cos, means and sums over the last dimension, log_softmax, everything element by element.
+Float32 on a CPU; elsewhere they are correct, but nothing is promised of their last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64
+"""Keys that are contracted in one piece. Beyond 192 the product itself would change its order with the length."""
+FEW_ROWS = 64
+"""A matrix product of fewer rows has them padded to a multiple of ROW_MULTIPLE: kernels change below 4 rows a thread."""
+ROW_MULTIPLE = 8
+LEAST_ROWS = 4
+"""Of a product in a batch of products: one thread computes each, so that 4 rows are enough."""
+COLUMN_MULTIPLE = 64
+"""SGLang pads its vocabulary to a multiple of this; the learner's head has to be as wide."""
+QUERY_CHUNK = 128
+"""Queries whose scores exist at the same time, a multiple of BLOCK: bounds memory, and skips keys that none of them sees."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T, then + bias as an addition of its own (a fused one starts from the bias: another order).
+
+    Args:
+        x: [..., K]; weight: [N, K]; bias: [N].
+    Returns: [..., N]; differentiable.
+    """
+    rows = x.shape[:-1].numel()
+    padded = pad_rows(x.reshape(rows, x.shape[-1]))
+    y = F.linear(padded, weight)[:rows].view(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """[M, K] with zero rows added if M is small: to a multiple of ROW_MULTIPLE."""
+    rows = x.shape[0]
+    padding = -rows % ROW_MULTIPLE if rows < FEW_ROWS else 0
+    return F.pad(x, (0, 0, 0, padding)) if padding else x
+
+
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[M, N] float32 logits of hidden [M, K] and the N rows of a head, computed as if it had a multiple of COLUMN_MULTIPLE rows."""
+    columns = weight.shape[0]
+    padding = -columns % COLUMN_MULTIPLE
+    if padding:
+        weight = F.pad(weight, (0, 0, 0, padding))
+    return linear(hidden, weight)[:, :columns].float()
+
+
+def log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """log softmax(logits / temperature) over the last dimension; [M, N] float32, temperature a number or [M, 1] float32."""
+    return torch.log_softmax(logits.float() / temperature, dim=-1)
+
+
+class _SiLU(torch.autograd.Function):
+    """x / (1 + exp(-x)); where exp(-x) overflows the quotient is -0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x / torch.neg(x).exp_().add_(1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad: Tensor = torch.ops.aten.silu_backward(grads[0], x)
+        return grad
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), of any shape and layout; differentiable."""
+    result: Tensor = _SiLU.apply(x)  # type: ignore[no-untyped-call]  # torch's own lack of types
+    return result
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(query key^T * scale + bias) value, for R query heads to a key head. Without gradient.
+
+    Args:
+        query: [B, G, R, Q, D]; key, value: [B, G, L, D], L a multiple of BLOCK, finite everywhere.
+        bias: broadcasts to [B, G, R, Q, L]: 0 where a query sees a key, -inf where not; each query sees at least one.
+    Returns: [B, G, R, Q, D], and [B, G, R, Q]: log of the sum of exponentials, which a gradient needs.
+    """
+    batch, groups, heads, queries, size = query.shape
+    length, rows = key.shape[2], heads * queries
+    blocks = length // BLOCK
+    flat = (query * scale).reshape(batch * groups, rows, size)
+    if rows < LEAST_ROWS:
+        flat = F.pad(flat, (0, 0, 0, LEAST_ROWS - rows))
+    keys, values = key.reshape(batch * groups, length, size), value.reshape(batch * groups, length, size)
+    scores = torch.bmm(flat, keys.transpose(1, 2))
+    # Zero rows that were added keep their scores of 0: nobody looks at them. A view, so that what follows happens in place.
+    weights = scores.view(batch, groups, -1, length)[:, :, :rows].view(batch, groups, heads, queries, length)
+    weights += bias
+    largest = weights.amax(-1, keepdim=True)  # a maximum has no order
+    weights -= largest
+    weights.exp_()
+    sums = weights.view(batch, groups, heads, queries, blocks, BLOCK).sum(-1)
+    total, out = sums[..., 0], torch.bmm(scores[:, :, :BLOCK], values[:, :BLOCK])
+    for start in range(BLOCK, length, BLOCK):
+        total = total + sums[..., start // BLOCK]
+        out.baddbmm_(scores[:, :, start : start + BLOCK], values[:, start : start + BLOCK])
+    return out[:, :rows].view(batch, groups, heads, queries, size) / total[..., None], total.log() + largest[..., 0]
+
+
+def key_bias(seen: Tensor) -> Tensor:
+    """0 where seen, -inf elsewhere; float32, of the same shape."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, first: int = 0) -> tuple[Tensor, Tensor]:
+    """`attention` of queries at the positions first, first + 1, ...; each sees the keys up to its own. Without gradient.
+
+    Args:
+        query: [B, G, R, Q, D]; key, value: [B, G, L, D] with L >= first + Q, a multiple of BLOCK.
+    """
+    outputs, sums = [], []
+    for start in range(0, query.shape[3], QUERY_CHUNK):
+        piece = query[:, :, :, start : start + QUERY_CHUNK]
+        positions = torch.arange(first + start, first + start + piece.shape[3], device=query.device)
+        length = whole_blocks(first + start + piece.shape[3])
+        bias = key_bias(torch.arange(length, device=query.device) <= positions[:, None])
+        output, log_sum = attention(piece, key[:, :, :length], value[:, :, :length], bias, scale)
+        outputs.append(output)
+        sums.append(log_sum)
+    return (outputs[0], sums[0]) if len(outputs) == 1 else (torch.cat(outputs, 3), torch.cat(sums, 3))
+
+
+def whole_blocks(length: int) -> int:
+    """The length, rounded up to a multiple of BLOCK."""
+    return -(-length // BLOCK) * BLOCK

@@ -1,0 +1,77 @@
+"""The run's switch sets both sides or refuses; a difference stops the run or is counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.config import RunConfig
+from actors.metrics import StepMetrics
+from actors.true_on_policy import compare_batch, metrics_of, with_both_sides
+from correction.batch import PackedBatch
+from correction.errors import ConfigError, EngineError
+
+
+def run_config(folder: Path, **changes: Any) -> RunConfig:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    task = {"kind": "reasoning_gym", "dataset": "spell_backward"}
+    recipe = {
+        "model": folder,
+        "steps": 1,
+        "groups_per_step": 4,
+        "rollout": {"task": task, "reward": {"kind": "reasoning_gym"}},
+        "true_on_policy": True,
+    }
+    return RunConfig.model_validate(recipe | changes)
+
+
+def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
+    config = with_both_sides(run_config(tmp_path))
+    assert config.learner.fixed_order and config.rollout.engine.fixed_order
+    assert config.rollout.engine.dtype == config.learner.dtype == "float32"
+
+
+def test_without_the_switch_nothing_is_touched(tmp_path: Path) -> None:
+    config = run_config(tmp_path, true_on_policy=False)
+    assert with_both_sides(config) is config
+    assert not config.learner.fixed_order and not config.rollout.engine.fixed_order
+
+
+def test_later_optimizer_steps_need_a_proximal_forward(tmp_path: Path) -> None:
+    """In bypass the second minibatch's logprobs are of other weights, and there is nothing to compare them with."""
+    several = {"optimizer_steps_per_batch": 2}
+    with pytest.raises(ConfigError, match="2 optimizer steps per batch"):
+        with_both_sides(run_config(tmp_path, learner=several, correction={"proximal": "behavior"}))
+    assert with_both_sides(run_config(tmp_path, learner=several, correction={"preset": "tis-token"})).learner.fixed_order
+
+
+def batch(proximal: float | None = None) -> PackedBatch:
+    return PackedBatch(
+        token_ids=torch.tensor([1, 2]),
+        offsets=torch.tensor([0, 2]),
+        loss_mask=torch.tensor([False, True]),
+        behavior_logprobs=torch.tensor([0.0, -1.0]),
+        advantages=torch.zeros(2),
+        weight_versions=torch.tensor([-1, 0], dtype=torch.int32),
+        group_ids=torch.zeros(1, dtype=torch.int64),
+        proximal_logprobs=None if proximal is None else torch.tensor([0.0, proximal]),
+    )
+
+
+def test_a_difference_stops_the_run_with_its_name_or_is_counted(tmp_path: Path) -> None:
+    config, other = run_config(tmp_path), torch.tensor([0.0, -1.5])
+    with pytest.raises(EngineError, match=r"step 3: .*1 of 1 tokens.*by up to 0\.5 nats.*token 2 at position 1.*on_difference: correct"):
+        compare_batch(config, batch(), other, step=3)
+    agreement = compare_batch(run_config(tmp_path, true_on_policy_on_difference="correct"), batch(), other, step=3)
+    assert StepMetrics(3, metrics_of(agreement))["true_on_policy/equal_share"] == 0.0
+    assert metrics_of(agreement)["true_on_policy/max_abs_difference"] == 0.5
+
+
+def test_with_several_optimizer_steps_the_proximal_logprobs_are_compared(tmp_path: Path) -> None:
+    config = run_config(tmp_path, learner={"optimizer_steps_per_batch": 2})
+    drifted = torch.tensor([0.0, -1.5])
+    assert compare_batch(config, batch(proximal=-1.0), drifted, step=1).first is None

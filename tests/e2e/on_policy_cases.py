@@ -1,0 +1,131 @@
+"""Sampling with SGLang in random batches, and scoring the same tokens with Megatron in random packings."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from correction.batch import PackedBatch
+from learner.learner_rank import LearnerRank
+from rollout.completion import Completion
+from rollout.engine import RolloutEngine
+from tests.conftest import SPECIAL_TOKENS, save_tiny_tokenizer
+
+VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One answer of the engine."""
+
+    prompt: tuple[int, ...]
+    completion: Completion
+
+
+def save_model(folder: Path, family: str) -> Path:
+    """Two layers of widths that kernels like less than powers of two, and heads of 24; matrices far from uniform distributions."""
+    import transformers
+
+    kind = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=family != "llama",
+        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
+        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        dtype="float32",
+        **({"head_dim": 24} if family == "qwen3" else {}),
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.12).add_(1.0 if parameter.ndim == 1 else 0.0)
+    folder.mkdir()
+    save_tiny_tokenizer(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def random_prompts(count: int, seed: int, longest: int = 500) -> list[tuple[int, ...]]:
+    """Lengths 1 to `longest`, those of both ends included; every fourth begins like the one before it."""
+    draw = random.Random(seed)
+    prompts: list[tuple[int, ...]] = []
+    for i in range(count):
+        length = [1, 2, longest][i] if i < 3 else draw.randint(1, longest)
+        head = prompts[-1][: length // 2] if i % 4 == 3 else ()
+        prompts.append((*head, *(draw.randrange(len(SPECIAL_TOKENS), VOCABULARY) for _ in range(length - len(head)))))
+    return prompts
+
+
+async def sample_in_random_batches(
+    engine: RolloutEngine, prompts: Sequence[tuple[int, ...]], *, temperature: float, seed: int, longest: int = 60
+) -> list[Sampled]:
+    """Requests come and go at random times, so that the engine's batches are of any size and mix prefill and decode."""
+    draw = random.Random(seed)
+
+    async def one(prompt: tuple[int, ...], delay_s: float, tokens: int, samples: int) -> list[Sampled]:
+        await asyncio.sleep(delay_s)
+        answers = await engine.generate(prompt, max_tokens=tokens, temperature=temperature, samples=samples, ignore_stop=True)
+        return [Sampled(prompt, answer) for answer in answers]
+
+    plans = [(p, draw.random() * 2.0 * draw.randint(0, 1), draw.randint(1, longest), draw.choice((1, 1, 3))) for p in prompts]
+    return [sampled for group in await asyncio.gather(*(one(*plan) for plan in plans)) for sampled in group]
+
+
+def as_batch(sampled: Sequence[Sampled], *, temperature: float, version: int = 0) -> PackedBatch:
+    """Sequences in the order given; every sampled token is in the loss mask and carries the version of its span."""
+    token_ids, loss_mask, logprobs, versions, offsets = [], [], [], [], [0]
+    for one in sampled:
+        answer = one.completion
+        token_ids += [*one.prompt, *answer.token_ids]
+        loss_mask += [False] * len(one.prompt) + [True] * len(answer.token_ids)
+        logprobs += [0.0] * len(one.prompt) + list(answer.logprobs)
+        versions += [-1] * len(one.prompt) + [span.version for span in answer.version_spans for _ in range(span.start, span.end)]
+        offsets.append(len(token_ids))
+    advantages = torch.randn(len(sampled), generator=torch.Generator().manual_seed(version)) * 0.5
+    return PackedBatch(
+        token_ids=torch.tensor(token_ids),
+        offsets=torch.tensor(offsets),
+        loss_mask=torch.tensor(loss_mask),
+        behavior_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        advantages=torch.repeat_interleave(advantages, torch.tensor(offsets).diff()),
+        weight_versions=torch.tensor(versions, dtype=torch.int32),
+        group_ids=torch.arange(len(sampled)),
+        learner_version=version,
+        temperature=temperature,
+    ).validate()
+
+
+def random_packing(learner: LearnerRank, batch: PackedBatch, *, seed: int, threads: int) -> Tensor:
+    """[N] the learner's logprobs of the batch, its sequences shuffled and cut into micro-batches of some random size."""
+    draw = random.Random(seed)
+    order = list(range(batch.num_sequences))
+    draw.shuffle(order)
+    found = torch.empty(batch.num_tokens)
+    before, settings = torch.get_num_threads(), learner.config
+    torch.set_num_threads(threads)
+    learner.config = settings.model_copy(
+        update={"tokens_per_microbatch": draw.choice((1, 300, 2000, 10**6)), "logprob_chunk_tokens": draw.choice((13, 100, 1024))}
+    )
+    try:
+        cut = draw.randint(1, len(order))
+        for part in (order[:cut], order[cut:]):
+            if part:
+                found[batch.token_index(part)] = learner.logprobs(batch.select(part))
+    finally:
+        torch.set_num_threads(before)
+        learner.config = settings
+    return found

@@ -1,0 +1,173 @@
+"""True on-policy with the real SGLang and the real Megatron: sampled and trained logprobs are the same bits.
+
+1. Prompts of 1 to 500 tokens, requests that come and go, several temperatures, prefix-cache hits: 0 differing tokens, in any packing,
+   with one and two threads of the learner.
+2. A retracting update in flight: the tokens of both versions equal their own weights' logprobs.
+3. SGLang's scores of given tokens are those bits, too.
+4. Training steps: the logprobs that each step trains with are those that were sampled with.
+5. With the mode off the same comparison finds differences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from correction.config import CorrectionConfig
+from correction.correct import defer
+from correction.invariance import compare
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank
+from rollout.completion import Completion
+from rollout.engine import RolloutEngine
+from rollout.engine_config import EngineConfig
+from rollout.trajectory import FinishReason, VersionSpan
+from tests.conftest import BackgroundLoop
+from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model
+
+pytestmark = pytest.mark.engine
+
+FAMILIES = ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.slow)]
+TEMPERATURES = (1.0, 0.6, 1.7)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("on_policy") / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def exact_engine(folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
+    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=48, fixed_order=True)
+    engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of fixed order"))
+    yield engine
+    engine_loop.run(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def exact_learner(folder: Path) -> Iterator[LearnerRank]:
+    learner = LearnerRank(LearnerConfig(device="cpu", learning_rate=1e-3, fixed_order=True))
+    learner.load(folder)
+    yield learner
+    learner.close()
+
+
+def scored(token_ids: tuple[int, ...], logprobs: list[float], version: int) -> Completion:
+    return Completion(
+        token_ids=token_ids,
+        logprobs=tuple(logprobs),
+        version_spans=(VersionSpan(version, 0, len(token_ids)),),
+        finish_reason=FinishReason.LENGTH,
+        cached_tokens=0,
+        retractions=0,
+    )
+
+
+def differing(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, temperature: float, *, prompts: int) -> tuple[int, int]:
+    """(tokens that differ in one of four packings, tokens compared in each)."""
+    asked = random_prompts(prompts, seed=int(temperature * 10))
+    sampled = loop.run(sample_in_random_batches(engine, asked, temperature=temperature, seed=int(temperature * 10)))
+    batch = as_batch(sampled, temperature=temperature, version=engine.version)
+    found = 0
+    for seed in range(4):
+        agreement = compare(batch, random_packing(learner, batch, seed=seed, threads=1 + seed % 2))
+        assert agreement.tokens == int(batch.loss_mask.sum())
+        found = max(found, agreement.differing)
+    return found, int(batch.loss_mask.sum())
+
+
+def test_random_prompts_batches_and_packings(exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop) -> None:
+    for temperature in TEMPERATURES:
+        found, tokens = differing(exact_engine, exact_learner, engine_loop, temperature, prompts=24)
+        assert tokens > 700
+        assert found == 0, f"{found} of {tokens} tokens differ at temperature {temperature}"
+
+
+def test_turns_that_go_on_from_the_prefix_cache(
+    exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop
+) -> None:
+    """The keys of a first answer were computed by decode; the second turn finds them in the cache, and prefills the rest."""
+
+    async def two_turns() -> list[Sampled]:
+        second = []
+        for prompt in random_prompts(8, seed=5, longest=200):
+            first = (await exact_engine.generate(prompt, max_tokens=70, ignore_stop=True))[0]
+            longer = (*prompt, *first.token_ids, 7, 8, 9)
+            second.append(Sampled(longer, (await exact_engine.generate(longer, max_tokens=20, ignore_stop=True))[0]))
+        return second
+
+    sampled = engine_loop.run(two_turns())
+    assert all(one.completion.cached_tokens >= len(one.prompt) - 4 for one in sampled)
+    batch = as_batch(sampled, temperature=1.0, version=exact_engine.version)
+    assert compare(batch, random_packing(exact_learner, batch, seed=0, threads=1)).first is None
+
+
+def test_scores_of_a_prefill_are_the_same_bits(
+    exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop
+) -> None:
+    """SGLang's scoring of given tokens, which the probe of each weight sync uses."""
+    for ids in random_prompts(6, seed=9)[1:]:
+        scores = engine_loop.run(exact_engine.score(ids))
+        batch = as_batch([Sampled(ids[:1], scored(ids[1:], scores, exact_engine.version))], temperature=1.0, version=exact_engine.version)
+        agreement = compare(batch, exact_learner.logprobs(batch))
+        assert (agreement.tokens, agreement.first) == (len(ids) - 1, None)
+
+
+def test_an_update_in_flight_under_retract(
+    exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop, folder: Path, tmp_path: Path
+) -> None:
+    """Sampled tokens are prefilled again under the new weights: keys of a prefill and of decode have to be the same bits, too."""
+    old, version = load_file(folder / "model.safetensors"), exact_engine.version
+    new = {name: tensor + 0.02 * tensor.std() for name, tensor in old.items()}
+    asked = random_prompts(12, seed=3, longest=150)
+
+    async def across() -> list[Sampled]:
+        running = [asyncio.ensure_future(exact_engine.generate(p, max_tokens=250, ignore_stop=True)) for p in asked]
+        await exact_engine.generate([5], max_tokens=40, ignore_stop=True)
+        await exact_engine.update_weights(version + 1, new, mode="retract")
+        return [Sampled(p, (await request)[0]) for p, request in zip(asked, running, strict=True)]
+
+    batch = as_batch(engine_loop.run(across()), temperature=1.0)
+    engine_loop.run(exact_engine.update_weights(version + 2, old))
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    save_file(new, changed / "model.safetensors", metadata={"format": "pt"})
+    for held, weights in ((version + 1, changed), (version, folder)):
+        exact_learner.load(weights)
+        logprobs = random_packing(exact_learner, batch, seed=held, threads=1)
+        agreement = compare(replace(batch, learner_version=held), logprobs)
+        assert agreement.tokens > 200
+        assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
+
+
+def train(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, steps: int) -> list[int]:
+    """Differing tokens of each step: sampled by the engine, trained by the learner, whose weights then go to the engine."""
+    found, config = [], CorrectionConfig()
+    for step in range(steps):
+        asked = random_prompts(8, seed=step, longest=40)
+        sampled = loop.run(sample_in_random_batches(engine, asked, temperature=1.0, seed=step, longest=30))
+        batch = as_batch(sampled, temperature=1.0, version=engine.version)
+        result = learner.step(defer(batch, config), config, step=step)
+        assert result.grad_norm > 0, "agreement at later versions would be a matter of course"
+        agreement = compare(batch, result.target_logprobs)
+        assert agreement.tokens == result.trained_tokens
+        found.append(agreement.differing)
+        weights = {name: tensor for bucket in learner.weight_buckets() for name, tensor in bucket.tensors.items()}
+        loop.run(engine.update_weights(engine.version + 1, weights))
+    return found
+
+
+def test_five_training_steps(exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop) -> None:
+    assert train(exact_engine, exact_learner, engine_loop, 5) == [0] * 5
+
+
+def test_without_the_mode_there_are_differences(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    learner = LearnerRank(LearnerConfig(device="cpu"))  # not closed: the process group is the other learner's, too
+    learner.load(tiny_model)
+    found, tokens = differing(shared_engine, learner, engine_loop, 1.0, prompts=24)
+    assert found > tokens // 100
