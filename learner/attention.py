@@ -4,8 +4,9 @@ Every other operator of the model works on the packed rows as they are. Attentio
 
 * Sequences: neighbours of equal length are one call on a view of the pack, without padding and without a copy.
 * Continuations (answers to a prompt that is computed once): their queries meet the keys of the sequence that they go on from and their own.
-  A short answer is too little for a call's inner loops, so several of one prompt form a tile and are kept apart by a mask; tiles of about
-  equal size are one padded call. A prompt's keys and values are copied for each tile, not for each answer.
+  They come in tiles. A short answer is too little for a call's inner loops, so a tile holds several of one prompt, kept apart by a mask;
+  a long one is cut into tiles that meet no keys beyond their own end, because a mask saves no work. Tiles of about equal size are one
+  padded call. Keys and values are copied for each tile, not for each answer.
 
 Which rows there are, and how they hang together, is decided in inputs.py; a kernel for this slot needs what PackedSequences holds. On a GPU
 in half precision torch's variable-length kernel takes all sequences at once; it has no continuations, so that prompts aren't shared there.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from learner.megatron import PackedSeqParams
 
 TILE_ROWS = 32
 """Rows of queries that torch's CPU kernel works on at a time: fewer in a tile leave it idle, more meet keys that are masked."""
+LONGEST_TILE = 128
+"""Rows from which on a continuation is cut: longer tiles compute more scores that are masked, shorter ones copy more keys."""
 MOST_PADDING = 1.25
 """Scores of a padded call over those that its tiles need."""
 
@@ -47,12 +50,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class TileCall:
-    """n tiles, padded to the same size. A tile is some continuations of one sequence."""
+    """n tiles, padded to the same size. A tile is some continuations of one sequence, or a part of one."""
 
     query_rows: Tensor
-    """[n, Q] int64: rows of the continuations; repeated where a tile has fewer."""
+    """[n, Q] int64: rows of the continuations; row 0 where a tile has fewer."""
     key_rows: Tensor
-    """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; anything where a tile has fewer."""
+    """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; row 0 where a tile has fewer."""
     mask: Tensor
     """[n, 1, Q, K] bool: which keys a query meets."""
 
@@ -107,30 +110,31 @@ class _Tile:
     sequence: range
     """Rows of the sequence that is continued."""
     own: range
-    """Rows of neighbouring continuations of it."""
-
-    @property
-    def scores(self) -> int:
-        return len(self.own) * self.keys
+    """Rows of neighbouring continuations of it, or the beginning of one."""
+    queries: range
+    """The last of these: all of them unless a continuation is cut."""
 
     @property
     def keys(self) -> int:
         return len(self.sequence) + len(self.own)
+
+    @property
+    def scores(self) -> int:
+        return len(self.queries) * self.keys
 
 
 def _tile_calls(layout: Layout, positions: Tensor, device: torch.device) -> tuple[tuple[TileCall, ...], Tensor | None]:
     """The calls, and where their outputs have each row of the continuations."""
     if not layout.continuations:
         return (), None
-    first_row = sum(layout.sequences)
     owners = torch.tensor([-1] * len(layout.sequences) + list(range(len(layout.continuations))))
     owner = torch.repeat_interleave(owners, torch.tensor(layout.sequences + layout.continuations))  # -1: a row of a sequence
     calls, outputs = [], []
     for tiles in _of_similar_size(_tiles(layout)):
-        queries = pad_sequence([torch.tensor(tile.own) for tile in tiles], batch_first=True, padding_value=-1)
+        queries = pad_sequence([torch.tensor(tile.queries) for tile in tiles], batch_first=True, padding_value=-1)
         keys = pad_sequence([torch.tensor([*tile.sequence, *tile.own]) for tile in tiles], batch_first=True, padding_value=-1)
         outputs.append(queries.flatten())
-        queries = torch.where(queries < 0, queries[:, :1], queries)  # any query that has a key will do
+        queries = queries.clamp(min=0)  # row 0 stands at position 0 and so meets the first key of any tile: no row of scores is all masked
         query, key = queries[:, :, None], keys[:, None, :]
         is_kin = (owner[key] < 0) | (owner[key] == owner[query])
         mask = (key >= 0) & is_kin & (positions[key] <= positions[query])
@@ -138,35 +142,47 @@ def _tile_calls(layout: Layout, positions: Tensor, device: torch.device) -> tupl
     rows = torch.cat(outputs)
     is_real = rows >= 0
     row_in_tiles = torch.empty(sum(layout.continuations), dtype=torch.int64)
-    row_in_tiles[rows[is_real] - first_row] = is_real.nonzero()[:, 0]
+    row_in_tiles[rows[is_real] - sum(layout.sequences)] = is_real.nonzero()[:, 0]
     return tuple(calls), row_in_tiles.to(device)
 
 
 def _tiles(layout: Layout) -> Iterator[_Tile]:
-    """Each sequence's continuations in about equal tiles of about TILE_ROWS; none is split."""
-    bounds = list(accumulate(layout.sequences, initial=0))
-    row = bounds[-1]
-    for t, same in groupby(zip(layout.continued, layout.continuations, strict=True), key=lambda pair: pair[0]):
-        lengths = [length for _, length in same]
-        equal_part = sum(lengths) / math.ceil(sum(lengths) / TILE_ROWS)
-        begin, done, tiles = row, 0, 0
-        for i, length in enumerate(lengths):
-            row += length
-            done += length
-            if done >= equal_part * (tiles + 1) or i + 1 == len(lengths):
-                yield _Tile(range(bounds[t], bounds[t + 1]), range(begin, row))
-                begin, tiles = row, tiles + 1
+    """Each sequence's short continuations in about equal tiles of about TILE_ROWS, and equal parts of each long one."""
+    bounds = list(accumulate(layout.sequences + layout.continuations, initial=0))
+    rows = [range(a, b) for a, b in pairwise(bounds)]
+    own = zip(layout.continued, rows[len(layout.sequences) :], strict=True)
+    for (t, is_long), same in groupby(own, key=lambda pair: (pair[0], len(pair[1]) > LONGEST_TILE)):
+        members = [member for _, member in same]
+        if is_long:
+            for member in members:
+                for part in _equal_parts(len(member), LONGEST_TILE):
+                    yield _Tile(rows[t], member[: part.stop], member[part.start : part.stop])
+            continue
+        ends = {member.stop - members[0].start for member in members}
+        begin = 0
+        for part in _equal_parts(members[-1].stop - members[0].start, TILE_ROWS):
+            end = min(end for end in ends if end >= part.stop)  # no continuation is split
+            if end > begin:
+                whole = range(members[0].start + begin, members[0].start + end)
+                yield _Tile(rows[t], whole, whole)
+                begin = end
+
+
+def _equal_parts(total: int, most: int) -> list[range]:
+    """As few as have at most `most`, about equal."""
+    count = math.ceil(total / most)
+    return [range(total * i // count, total * (i + 1) // count) for i in range(count)]
 
 
 def _of_similar_size(tiles: Iterator[_Tile]) -> Iterator[list[_Tile]]:
     """Largest first, as many as can be padded to the same size without much waste."""
     batch: list[_Tile] = []
     needed = keys = queries = 0
-    for tile in sorted(tiles, key=lambda tile: (-tile.keys, -len(tile.own))):
-        keys, queries, needed = max(keys, tile.keys), max(queries, len(tile.own)), needed + tile.scores
+    for tile in sorted(tiles, key=lambda tile: (-tile.keys, -len(tile.queries))):
+        keys, queries, needed = max(keys, tile.keys), max(queries, len(tile.queries)), needed + tile.scores
         if batch and (len(batch) + 1) * keys * queries > MOST_PADDING * needed:
             yield batch
-            batch, keys, queries, needed = [], tile.keys, len(tile.own), tile.scores
+            batch, keys, queries, needed = [], tile.keys, len(tile.queries), tile.scores
         batch.append(tile)
     yield batch
 

@@ -16,8 +16,8 @@ from correction.batch import PackedBatch
 from correction.errors import DataError
 from learner.balance import Family
 
-LEAST_SAVED_ROWS = 8
-"""Sequences that would save fewer by being a family stay alone: the attention of a family costs about as much."""
+LEAST_SAVED = 0.1
+"""Share of its rows that a family must save, or its sequences stay alone: with long answers, attention takes about that much more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def find_families(batch: PackedBatch, *, share_prompts: bool) -> list[Family]:
             families.append(Family.alone(i, lengths[i]))
     for members in groups.values():
         shared = _common_length([token_ids[starts[i] : starts[i] + prompts[i]] for i in members])
-        if (len(members) - 1) * shared >= LEAST_SAVED_ROWS:
+        if (len(members) - 1) * shared > LEAST_SAVED * sum(lengths[i] for i in members):
             families.append(Family(tuple(members), shared, tuple(lengths[i] - shared for i in members)))
         else:
             families += [Family.alone(i, lengths[i]) for i in members]

@@ -44,7 +44,7 @@ from learner.model import unwrap
 TIS = CorrectionConfig(preset="tis-token")
 ISSUE_SHAPE = [([68] * 8, [32] * 8)] * 16
 
-LAYOUTS = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 45), max_size=9)), min_size=1, max_size=6)
+LAYOUTS = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 45) | st.integers(120, 300), max_size=9)), min_size=1, max_size=6)
 """Sequences, each with its continuations."""
 GROUPS = st.lists(
     st.lists(st.tuples(st.integers(1, 24), st.integers(0, 20)), min_size=1, max_size=7).map(
@@ -130,6 +130,12 @@ def test_tiles_waste_little() -> None:
     prompts = (22, 21, 20, 20)
     (call,) = pack(Layout(prompts, (5,) * 32, tuple(t for t in range(4) for _ in range(8))), torch.device("cpu"))[1].tile_calls
     assert (call.query_rows.shape, call.key_rows.shape) == ((8, 20), (8, 42))
+
+
+def test_a_long_answer_is_cut_into_tiles_that_meet_no_keys_beyond_their_end() -> None:
+    """300 rows after a prompt of 10: three parts of 100, with 110, 210 and 310 keys."""
+    calls = pack(Layout((10,), (300, 300), (0, 0)), torch.device("cpu"))[1].tile_calls
+    assert [(tuple(call.query_rows.shape), call.key_rows.shape[1]) for call in calls] == [((2, 100), 310), ((2, 100), 210), ((2, 100), 110)]
 
 
 # The whole step
@@ -262,9 +268,9 @@ def test_answers_are_not_shared() -> None:
 
 
 def test_little_is_not_worth_sharing() -> None:
-    """Two sequences that both begin with the same 5 tokens would save 5 rows."""
-    assert all(len(family.members) == 1 for family in find_families(grouped_batch([([5, 5], [4, 4])]), share_prompts=True))
-    assert len(find_families(grouped_batch([([5] * 4, [4] * 4)]), share_prompts=True)) == 1
+    """Two answers to a prompt of 6 tokens: 6 rows saved are less than a tenth of 2 x 45 rows, and more of 2 x 15."""
+    assert len(find_families(grouped_batch([([6, 6], [40, 40])]), share_prompts=True)) == 2
+    assert len(find_families(grouped_batch([([6, 6], [10, 10])]), share_prompts=True)) == 1
 
 
 def test_a_gpu_in_half_precision_reads_the_plain_way() -> None:
