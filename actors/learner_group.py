@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
 
     from correction.batch import CorrectedBatch, PackedBatch
     from correction.invariance import Processor
+    from correction.weight_spec import WeightSpec
     from learner.broadcast import WeightBroadcaster
     from learner.step import StepResult
-    from rollout.weight_bucket import WeightSpec
 
 log = logging.getLogger("evenkeel.learner")
 
@@ -156,10 +156,7 @@ class LearnerRankActor:
 
     def weight_specs(self, bucket_bytes: int) -> list[list[WeightSpec]]:
         """Names, dtypes and shapes, bucket by bucket, in the order in which `broadcast` sends them."""
-        from rollout.weight_bucket import WeightSpec
-
-        buckets = self._learner.weight_buckets(bucket_bytes)
-        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.tensors.items()] for bucket in buckets]
+        return self._learner.weight_specs(bucket_bytes)
 
     def close_broadcast(self) -> None:
         if self._broadcaster is not None:

@@ -9,9 +9,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from correction.checksum import tensor_checksum
+from correction.weight_spec import WeightSpec
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.weight_bucket import WeightSpec
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights
 
