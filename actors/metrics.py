@@ -146,12 +146,12 @@ _TIME = [
     ),
     _gauge(
         "wait/rollout_s", _U.SECONDS, _R.MEAN, "rollout waits",
-        "Time of the step in which an engine had no request, averaged over engines.",
+        "Time of the step in which an engine had no request: the share that engines waited, times the step's time.",
     ),
     _gauge("wait/learner_share", _U.SHARE, _R.MAX, "learner waits", "Share of the step's time in which the learner waited for data."),
     _gauge(
         "wait/rollout_share", _U.SHARE, _R.MEAN, "rollout waits",
-        "Share of the step's time in which engines stood idle, held back by admission.",
+        "Seconds in which engines stood idle, held back by admission, by the seconds that they lived, all engines of the step together.",
     ),
     _gauge(
         "throughput/rollout_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "rollout tokens/s",

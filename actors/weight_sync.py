@@ -94,6 +94,11 @@ class WeightSync:
         if target is not None and target.task is not None:
             target.task.cancel()
 
+    def mark_dirty(self, target: SyncTarget) -> None:
+        """An engine said that its weights are of no version: it is sent all of the newest, verified; it gets no work before its receipt."""
+        target.version, target.is_verified = -1, False
+        self._ensure_syncing(target)
+
     async def receipts(self, version: int, *, deadline_s: float) -> None:
         """Wait until every engine in the pool holds `version`. Raises: DeadlineExceeded naming those that don't."""
         until = asyncio.get_running_loop().time() + deadline_s
@@ -148,6 +153,8 @@ class WeightSync:
             if receipt.processor is not None and snapshot.processor is not None:
                 receipt.processor.require_same(snapshot.processor, this=f"rollout worker {target.name}", that="the learner")
             target.is_verified = True
+        if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
+            return
         target.version = receipt.version
         difference = None
         if receipt.probe_logprobs and len(receipt.probe_logprobs) == len(snapshot.probe_logprobs):

@@ -84,6 +84,7 @@ class Scene:
             "dynamic_sampling": False,
             "has_reference": False,
             "batch_s": 5.0,
+            "ahead_s": 5.0,
             "monitor": MonitorConfig(),
             "detailed": False,
         }

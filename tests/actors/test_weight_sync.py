@@ -163,6 +163,41 @@ def test_an_engine_that_fails_three_times_is_given_up() -> None:
     play(scenario)
 
 
+def test_an_engine_that_says_it_is_dirty_gets_everything_again_with_checksums() -> None:
+    engine = Engine()
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        target = scene.targets["w"]
+        scene.sync.mark_dirty(target)
+        assert target.version == -1
+        await scene.sync.receipts(0, deadline_s=5.0)
+        assert target.is_verified
+
+    play(scenario)
+    assert engine.taken == [(0, True), (0, True)]
+
+
+def test_an_engine_marked_dirty_during_an_update_is_clean_only_after_the_next() -> None:
+    """The update under way is without checksums: what it leaves is not known to be right."""
+    gate = asyncio.Event()
+    engine = Engine(None, gate.wait())
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        await scene.publish(1)
+        await asyncio.sleep(0.01)
+        scene.sync.mark_dirty(scene.targets["w"])
+        gate.set()
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert scene.targets["w"].is_verified and [version for _, version, _ in scene.receipts] == [0, 1]
+
+    play(scenario)
+    assert engine.taken == [(0, True), (1, False), (1, True)]
+
+
 def test_wrong_tensors_count_as_a_failure() -> None:
     async def scenario() -> None:
         scene = Scene(w=Engine(checksums={"a": "1", "b": "3"}))
