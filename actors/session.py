@@ -126,12 +126,8 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
         if checkpoint:
             observer.event("info", f"going on from step {checkpoint.step} ({checkpoint.path})")
         summary = asyncio.run(Controller(config, folder, task, observer, resume_from=checkpoint).run())
-    except EvenkeelError as error:
-        observer.event("error", str(error))
-        view.close()
-        raise
     except BaseException as error:
-        observer.event("error", f"{type(error).__name__}: {error}")
+        observer.event("error", _said(error))
         view.close()
         raise
     finally:
@@ -139,6 +135,13 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
         report = _report(folder)
     view.close(_summary_text(summary, folder, report, temperature=config.evaluation.temperature, steps=config.steps))
     return summary
+
+
+def _said(error: BaseException) -> str:
+    """A run's last event when it did not reach its end."""
+    if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
+        return "ended at once by Ctrl-C, without a checkpoint of what came after the last one"
+    return str(error) if isinstance(error, EvenkeelError) else f"{type(error).__name__}: {error}"
 
 
 def _report(folder: RunFolder) -> Path | None:
