@@ -30,8 +30,9 @@ from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.sampling import sample_trajectories
 from rollout.trajectory import FinishReason, Prompt, VersionSpan
-from tests.conftest import SPECIAL_TOKENS, BackgroundLoop
+from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, k3, largest_difference, perturbed, response_logprobs, tiny_weights
+from tests.tiny_models import SPECIAL_TOKENS
 
 pytestmark = pytest.mark.engine
 
