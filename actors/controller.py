@@ -19,7 +19,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.alarms import AlarmResponse
-from actors.cluster import Cluster
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
 from actors.evaluation import Evaluation, evaluate
@@ -75,14 +74,12 @@ class Controller:
         self._watch = Stopwatch()
 
     async def run(self) -> RunSummary:
-        """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run.
+        """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run; needs a running Ray.
 
         Raises: EvenkeelError kinds, with what to change.
         """
-        self._observer.phase("starting Ray")
-        with Cluster(self._config) as cluster, self._handled_interrupts():
+        with self._handled_interrupts():
             self._observer.serve()
-            self._observer.event("info", f"output of the actors: {cluster.log_folder}")
             try:
                 await self._start()
                 summary: RunSummary = await self._beside_failures(self._whole_run())

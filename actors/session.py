@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.cluster import Cluster
 from actors.config import RunConfig
 from actors.config_tools import load_config
 from actors.controller import Controller, RunSummary
@@ -125,7 +126,10 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
             observer.event("info", note)
         if checkpoint:
             observer.event("info", f"going on from step {checkpoint.step} ({checkpoint.path})")
-        summary = asyncio.run(Controller(config, folder, task, observer, resume_from=checkpoint).run())
+        observer.phase("starting Ray")
+        with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
+            observer.event("info", f"output of the actors: {cluster.log_folder}")
+            summary = asyncio.run(Controller(config, folder, task, observer, resume_from=checkpoint).run())
     except BaseException as error:
         observer.event("error", _said(error))
         view.close()
