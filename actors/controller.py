@@ -313,6 +313,7 @@ class Controller:
             probe_ids=self._held_out[0].token_ids,
             sync_s=deadlines.sync_s,
             on_receipt=self._receipt,
+            on_dirty=observer.dirty,
             on_failure=self._pool.report_unsyncable,
         )
         observer.follow(self._pool, self._learner)

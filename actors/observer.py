@@ -32,6 +32,7 @@ from rollout.trajectory import Prompt
 if TYPE_CHECKING:
     from actors.learner_group import LearnerGroup
     from actors.pool import RolloutPool
+    from actors.weight_sync import SyncTarget
 
 log = logging.getLogger("evenkeel")
 _DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_total"}
@@ -130,6 +131,10 @@ class Observer:
                 f"weights v{receipt.version} on rollout worker {receipt.worker}: the probe prompt's logprobs differ from the learner's by "
                 f"up to {difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
             )
+
+    def dirty(self, target: SyncTarget, reason: str) -> None:
+        self._count("sync/failures_total", 1)
+        self.event("warning", f"rollout worker {target.name} gets no work until a full weight sync has succeeded: {reason}")
 
     def note(self, numbers: dict[str, float]) -> None:
         """Further numbers of the step under way, by name of the catalogue."""

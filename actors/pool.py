@@ -205,8 +205,7 @@ class RolloutPool:
             if worker.resyncs > _MAX_RESYNCS:
                 self._lost(worker, f"dirty again after {_MAX_RESYNCS} full syncs: {error}")
                 return
-            self._on_event("warning", f"rollout worker {worker.name} gets a full weight sync before more work: {error}")
-            self._sync.mark_dirty(worker.sync)
+            self._sync.resync(worker.sync, str(error))
 
     def report_unsyncable(self, target: SyncTarget, reason: str) -> None:
         """The weight sync gave an engine up."""

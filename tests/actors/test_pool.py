@@ -48,7 +48,7 @@ class Worker:
         await self._play()
         self.sampled.append(ticket.group_id)
         await self.scene.queue.put(group(ticket))
-        return GroupSummary(ticket.group_id, 4, 2, 0, (), 0.1)
+        return GroupSummary(ticket.group_id, 4, 2, (), 0.1)
 
     async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
         await asyncio.sleep(0)
@@ -79,7 +79,7 @@ class Sync:
         self.dirty: list[Any] = []
         """Targets, as often as they were marked."""
 
-    def mark_dirty(self, target: Any) -> None:
+    def resync(self, target: Any, reason: str) -> None:
         self.dirty.append(target)
         target.version = -1
 
