@@ -55,7 +55,6 @@ class GroupSummary:
     group_id: int
     response_tokens: int
     trajectories: int
-    truncated: int
     reward_errors: tuple[str, ...]
     generate_s: float
 
@@ -225,7 +224,6 @@ def _summary(group: Group) -> GroupSummary:
         group_id=group.group_id,
         response_tokens=sum(len(t.response_ids) for t in group.trajectories),
         trajectories=len(group.trajectories),
-        truncated=sum(t.finish_reason == "length" for t in group.trajectories),
         reward_errors=tuple(t.error for t in group.trajectories if t.error),
         generate_s=group.generate_s,
     )
