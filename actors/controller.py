@@ -378,8 +378,8 @@ class Controller:
         }
         for part, end in endings.items():
             if hasattr(self, part):
-                with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, TimeoutError):
-                    await asyncio.wait_for(_awaited(end()), 30.0)
+                with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
+                    await wait_for(end(), f"end of {part.strip('_')}", deadline_s=30.0)
         if hasattr(self, "_learner"):
             self._learner.kill()
 
@@ -405,7 +405,3 @@ class Controller:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference

@@ -171,7 +171,7 @@ class RolloutPool:
         self._on_joined(info)
         if self._sync is not None:
             self._sync.join(worker.sync)
-        self._wake()
+        self.wake()
 
     def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
         """Give a worker up; start another in its place, unless that has been tried too often."""
@@ -183,7 +183,7 @@ class RolloutPool:
         if self._sync is not None:
             self._sync.leave(worker.name)
         self._on_left(worker.name)
-        self._spawn(_kill(worker.actor))
+        _kill(worker.actor)
         self._on_event("warning", f"rollout worker {worker.name} is gone: {reason}; its {len(worker.groups)} groups go to others")
         is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
         self._replaced += not is_waiting_for_a_node
@@ -194,7 +194,7 @@ class RolloutPool:
                 self._failure.set_exception(cause)
         else:
             self._start_worker()
-        self._wake()
+        self.wake()
 
     def _engine_failed(self, worker: WorkerHandle, error: EvenkeelError) -> None:
         """A call to a worker failed: a dirty engine is synced again, anything else means that the worker is lost."""
@@ -255,7 +255,7 @@ class RolloutPool:
                 self._engine_failed(worker, error)
             finally:
                 worker.groups.discard(ticket.group_id)
-                self._wake()
+                self.wake()
 
     async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
         """One scored answer to each prompt, spread over the workers."""
@@ -328,7 +328,7 @@ class RolloutPool:
         if stopping:
             await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=20.0)
         for worker in self._workers.values():
-            ray.kill(worker.actor)
+            _kill(worker.actor)
         self._workers.clear()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
@@ -343,12 +343,9 @@ class RolloutPool:
         """Trajectories that a worker is sampling."""
         return len(worker.groups) * self._config.sampling.samples_per_group + worker.questions
 
-    def _wake(self) -> None:
-        self._changed.set()
-
     def wake(self) -> None:
-        """Something that waiting groups look at has changed: a receipt has come."""
-        self._wake()
+        """Something that waiting groups look at has changed: a worker, or a receipt."""
+        self._changed.set()
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -373,7 +370,7 @@ class RolloutPool:
             self._failure.set_exception(error)
 
 
-async def _kill(actor: Any) -> None:
+def _kill(actor: Any) -> None:
     """Kill an actor that may be gone already."""
     try:
         ray.kill(actor)

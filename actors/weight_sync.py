@@ -235,17 +235,14 @@ class _BroadcastGroup:
         """Leave the group everywhere; members that are gone don't matter."""
         if not self._members:
             return
-        leaving = [self._learner.rank_zero.close_broadcast.remote()] + [a.leave_weight_group.remote(self._name) for a in self._actors]
+        name = self._name
+        leaving = [self._learner.rank_zero.close_broadcast.remote()] + [a.leave_weight_group.remote(name) for a in self._actors]
         self._members, self._actors = (), []
         for call in leaving:
             try:
-                await asyncio.wait_for(_awaited(call), 10.0)
+                await wait_for(call, f"leaving weight group {name}", deadline_s=10.0)
             except Exception as error:  # a dead member can't leave; the group is given up anyway
                 log.info("leaving weight group: %s", type(error).__name__)
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
 
 
 def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:
