@@ -220,7 +220,7 @@ class Controller:
     async def _evaluate_now(self, when: str) -> Evaluation:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         if self._evaluation is not None:
-            await self._in_time(asyncio.wait({self._evaluation}), "end of the evaluation beside training")  # its own deadline is sooner
+            await asyncio.wait({self._evaluation})  # which has a name and an end of its own
         self._observer.phase(f"evaluating {when} on {len(self._held_out)} held-out problems")
         await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
         return await self._in_time(self._evaluate(self._held_out), f"evaluation {when}")

@@ -28,10 +28,9 @@ VOCAB = 96
 
 
 def save_model(folder: Path, family: str = "qwen3", *, tie: bool = True, seed: int = 0) -> Path:
-    """A Hugging Face folder of a few ten thousand parameters."""
-    return save_tiny_model(
-        folder, family, tie=tie, seed=seed, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, max_position_embeddings=256
-    )
+    """A Hugging Face folder of a few ten thousand parameters; without a padding token, whose embedding transformers would not train."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    return save_tiny_model(folder, family, tie=tie, seed=seed, pad_token_id=None, **shape)
 
 
 def hf_model(folder: Path) -> Any:
