@@ -149,7 +149,9 @@ def _said(error: BaseException) -> str:
 
 
 def _report(folder: RunFolder) -> Path | None:
-    """The report, also of a run that failed; its own failure must not hide the run's."""
+    """The report, also of a run that failed after its first numbers; its own failure must not hide the run's."""
+    if not (folder.metrics_path.exists() or folder.evaluations_path.exists()):
+        return None
     try:
         return write_report(folder)
     except Exception as error:
