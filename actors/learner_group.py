@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import socket
 import time
@@ -31,8 +30,6 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from correction.weight_spec import WeightSpec
     from learner.broadcast import WeightBroadcaster
     from learner.step import StepResult
-
-log = logging.getLogger("evenkeel.learner")
 
 
 @dataclass(frozen=True, slots=True)

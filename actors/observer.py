@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from actors.pool import RolloutPool
     from actors.weight_sync import SyncTarget
 
-log = logging.getLogger("evenkeel")
 _DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_total"}
 """Where discarded groups are counted besides groups/discarded_total, by reason."""
 _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -27,8 +26,6 @@ from rollout.rewards import RewardPool
 from rollout.sampling import sample_trajectories
 from rollout.trajectory import Group, Prompt, Trajectory
 from rollout.weight_bucket import UpdateReceipt
-
-log = logging.getLogger("evenkeel.rollout")
 
 
 @dataclass(frozen=True, slots=True)
