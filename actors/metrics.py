@@ -139,6 +139,7 @@ _TIME = [
         "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
         "Writing a checkpoint and its Hugging Face folder; absent on other steps.",
     ),
+    _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Diagnostics of the batch, off the learner's path."),
     _gauge(
         "wait/learner_s", _U.SECONDS, _R.MAX, "learner waits",
         "Time of the step in which the learner had no batch: rollouts are the bottleneck.",

@@ -126,10 +126,11 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
             observer.event("info", note)
         if checkpoint:
             observer.event("info", f"going on from step {checkpoint.step} ({checkpoint.path})")
+        controller = Controller(config, folder, task, observer, resume_from=checkpoint)
         observer.phase("starting Ray")
         with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
             observer.event("info", f"output of the actors: {cluster.log_folder}")
-            summary = asyncio.run(Controller(config, folder, task, observer, resume_from=checkpoint).run())
+            summary = asyncio.run(controller.run())
     except BaseException as error:
         observer.event("error", _said(error))
         view.close()
