@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RECIPE ?= recipes/nano_spell_backward.yaml
 
-.PHONY: train test test-slow lint bench clean
+.PHONY: help train test test-slow lint bench verl docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -33,9 +33,18 @@ lint: .venv/installed  ## ruff and mypy (strict on correction/)
 	$(BIN)/ruff check .
 	$(BIN)/mypy correction rollout learner actors
 
-bench: .venv/installed  ## the benchmarks, as ratios measured in one run
+bench: .venv/installed  ## the benchmarks, as ratios measured in one run; with VERL=FOLDER also against verl (make verl VERL=FOLDER)
 	$(BIN)/python benchmarks/async_vs_sync.py
 	$(BIN)/python benchmarks/decode_attention.py
+	$(BIN)/python benchmarks/correction_pass.py $(if $(VERL),--verl $(VERL))
+
+verl: .venv/installed  ## a virtual environment in VERL=FOLDER with what the benchmark against verl needs (about 1 GB)
+	$(BIN)/python benchmarks/correction_pass.py --make-verl $(or $(VERL),$(error VERL=FOLDER is missing))
+
+docs: .venv/installed  ## write the generated parts of README.md and docs/ anew
+	$(BIN)/python -m actors.metrics > docs/metrics.new && mv docs/metrics.new docs/metrics.md
+	$(BIN)/python tests/test_readme.py
+	$(BIN)/python tests/correction/test_correction_page.py
 
 clean:  ## remove .venv, models and caches; runs/ stays
 	rm -rf .venv models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,7 +44,8 @@ def main() -> None:
     except EvenkeelError as error:
         sys.exit(f"evenkeel: {error}")
     except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit("evenkeel: interrupted")
+        print("evenkeel: interrupted", file=sys.stderr)
+        sys.exit(130)  # as shells have it, and typer, which takes most interrupts before this
 
 
 @app.command()

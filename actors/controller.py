@@ -13,13 +13,12 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.alarms import AlarmResponse
-from actors.cluster import Cluster
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
 from actors.evaluation import Evaluation, evaluate
@@ -37,6 +36,8 @@ from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import Prompt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Controller:
         self._step = self._state.step if self._state else 0
         self._version = self._state.weight_version if self._state else 0
         self._began = time.monotonic() - (self._state.elapsed_s if self._state else 0.0)
+        self._is_training = False
         self._stop_requested = False
         self._alarms = AlarmResponse(config, self._state.replacement if self._state else None)
         self._alarm = ""
@@ -72,14 +74,12 @@ class Controller:
         self._watch = Stopwatch()
 
     async def run(self) -> RunSummary:
-        """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run.
+        """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run; needs a running Ray.
 
         Raises: EvenkeelError kinds, with what to change.
         """
-        self._observer.phase("starting Ray")
-        with Cluster(self._config) as cluster, self._handled_interrupts():
+        with self._handled_interrupts():
             self._observer.serve()
-            self._observer.event("info", f"output of the actors: {cluster.log_folder}")
             try:
                 await self._start()
                 summary: RunSummary = await self._beside_failures(self._whole_run())
@@ -89,12 +89,13 @@ class Controller:
 
     async def _whole_run(self) -> RunSummary:
         before = None
-        if self._step == 0 and not self._stop_requested:
+        if self._step == 0:
             before = await self._evaluate_now("before training")
         gc.freeze()  # a full garbage collection need not walk through all that the imports made
         self._observer.training_begins(time.monotonic() - self._began)
         feeding = asyncio.create_task(self._pool.feed(self._prompts(), self._unfinished, self._observer.admitted))
         feeding.add_done_callback(self._pool.note_end)
+        self._is_training = True
         try:
             await self._train()
         finally:
@@ -200,7 +201,8 @@ class Controller:
         if self._evaluation is not None and not self._evaluation.done():
             self._observer.event("info", f"evaluation of step {self._step} left out: the one before is still running")
             return
-        self._evaluation = asyncio.create_task(self._evaluate(self._held_out[: self._config.evaluation.problems_between]))
+        prompts = self._held_out[: self._config.evaluation.problems_between]
+        self._evaluation = asyncio.create_task(self._in_time(self._evaluate(prompts), f"evaluation beside step {self._step + 1}"))
         self._evaluation.add_done_callback(self._note_evaluation)
 
     def _note_evaluation(self, task: asyncio.Task[Evaluation]) -> None:
@@ -218,12 +220,15 @@ class Controller:
     async def _evaluate_now(self, when: str) -> Evaluation:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         if self._evaluation is not None:
-            await asyncio.wait({self._evaluation}, timeout=self._config.deadlines.evaluation_s)
+            await asyncio.wait({self._evaluation})  # which has a name and an end of its own
         self._observer.phase(f"evaluating {when} on {len(self._held_out)} held-out problems")
         await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
+        return await self._in_time(self._evaluate(self._held_out), f"evaluation {when}")
+
+    async def _in_time(self, evaluation: Awaitable[T], what: str) -> T:
         return await wait_for(
-            self._evaluate(self._held_out),
-            f"evaluation {when}, weights v{self._version}",
+            evaluation,
+            f"{what}, weights v{self._version} <- rollout workers",
             deadline_s=self._config.deadlines.evaluation_s,
             notice_s=self._config.deadlines.notice_s,
             notice=self._observer.waiting,
@@ -279,6 +284,7 @@ class Controller:
             resource=config.ray.rollout_resource,
             bind=bind,
             start_s=deadlines.start_s,
+            worker_s=deadlines.start_s + 3 * deadlines.sync_s,  # a new engine, and its three attempts at a sync
             notice_s=deadlines.notice_s,
             on_joined=observer.joined,
             on_left=lambda name: observer.left(f"rollout-{name}"),
@@ -307,6 +313,7 @@ class Controller:
             probe_ids=self._held_out[0].token_ids,
             sync_s=deadlines.sync_s,
             on_receipt=self._receipt,
+            on_dirty=observer.dirty,
             on_failure=self._pool.report_unsyncable,
         )
         observer.follow(self._pool, self._learner)
@@ -332,6 +339,7 @@ class Controller:
             dynamic_sampling=config.dynamic_sampling,
             has_reference=config.correction.kl.coefficient > 0,
             batch_s=config.deadlines.batch_s,
+            ahead_s=2 * config.deadlines.step_s + config.deadlines.checkpoint_s,
             monitor=config.monitor.thresholds,
             detailed=config.monitor.detailed,
         )
@@ -370,22 +378,24 @@ class Controller:
         }
         for part, end in endings.items():
             if hasattr(self, part):
-                with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, TimeoutError):
-                    await asyncio.wait_for(_awaited(end()), 30.0)
+                with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
+                    await wait_for(end(), f"end of {part.strip('_')}", deadline_s=30.0)
         if hasattr(self, "_learner"):
             self._learner.kill()
 
     @contextlib.contextmanager
     def _handled_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after the step under way, with a checkpoint; the second at once."""
+        """The first Ctrl-C ends the run after the step under way, with a checkpoint; the second, or one before training, at once."""
         loop = asyncio.get_running_loop()
         main = asyncio.current_task()
 
         def interrupt() -> None:
-            if self._stop_requested and main is not None:
+            if self._is_training and not self._stop_requested:
+                self._observer.event("warning", "interrupted: ending after this step with a checkpoint (once more: at once)")
+            elif main is not None:
+                self._observer.event("warning", "interrupted: ending at once")
                 main.cancel()
             self._stop_requested = True
-            self._observer.event("warning", "interrupted: ending after this step with a checkpoint (once more: at once)")
 
         signals = (signal.SIGINT, signal.SIGTERM)
         for number in signals:
@@ -395,7 +405,3 @@ class Controller:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference

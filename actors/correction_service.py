@@ -23,12 +23,13 @@ from torch import Tensor
 
 from actors.learner_group import LearnerGroup
 from actors.scatter import ScatterReservoir, ScatterSample
+from actors.supervision import wait_for
+from actors.trajectory_queue import ANSWER_S
 from correction.advantages import group_advantages
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, needs_proximal_forward
 from correction.diagnostics import diagnose
-from correction.errors import DeadlineExceeded
 from correction.monitor import Event, Monitor, MonitorConfig, State
 from rollout.config import OverlongConfig
 from rollout.packing import PackingCounts, pack_groups
@@ -56,6 +57,8 @@ class ServiceConfig:
     dynamic_sampling: bool
     has_reference: bool
     batch_s: float
+    ahead_s: float
+    """The learner has to be at the version of the batch ahead by then: a step, publishing and a checkpoint."""
     monitor: MonitorConfig
     detailed: bool
     """Diagnose in detail."""
@@ -123,11 +126,12 @@ class CorrectionService:
         if self._ahead is None or self._ahead[0] != version:
             self._ahead = (version, asyncio.create_task(self._prepare(version)))
         # The deadline counts from the learner's asking, not from the work ahead: that may rest while the learner trains.
-        done, _ = await asyncio.wait({self._ahead[1]}, timeout=self._config.batch_s)
-        if not done:
-            missing = await self._queue.waiting_for.remote(version)
-            raise DeadlineExceeded(f"batch of version {version} <- trajectory queue: not whole in {self._config.batch_s:.0f} s ({missing})")
-        prepared = self._ahead[1].result()
+        prepared = await wait_for(
+            asyncio.shield(self._ahead[1]),
+            f"batch of version {version} <- trajectory queue",
+            deadline_s=self._config.batch_s,
+            detail=lambda: self._queue.waiting_for.remote(version),
+        )
         self._last = prepared
         self._ahead = (version + 1, asyncio.create_task(self._prepare(version + 1)))
         return prepared
@@ -220,14 +224,17 @@ class CorrectionService:
     async def _draw(self, version: int, places: int) -> list[Group]:
         """Groups worth training; the others are discarded here, which frees their places for new prompts."""
         while True:
-            drawn = await self._queue.draw.remote(version, places, _POLL_S)
+            # Without a group for long the batch's deadline speaks; this one is for a queue that doesn't answer.
+            call, limit_s = self._queue.draw.remote(version, places, _POLL_S), _POLL_S + ANSWER_S
+            drawn = await wait_for(call, f"groups of version {version} <- trajectory queue", deadline_s=limit_s, notice_s=ANSWER_S)
             if not drawn:
                 continue
             failed = [g.group_id for g in drawn if len(g.valid) < 2]
             uniform = [g.group_id for g in drawn if g.group_id not in failed and g.is_uniform] if self._config.dynamic_sampling else []
             for group_ids, reason in ((failed, INVALID), (uniform, UNIFORM)):
                 if group_ids:
-                    await self._queue.discard.remote(group_ids, reason)
+                    discarding = self._queue.discard.remote(group_ids, reason)
+                    await wait_for(discarding, f"discard of {len(group_ids)} groups <- trajectory queue", deadline_s=ANSWER_S)
             kept = [g for g in drawn if g.group_id not in failed and g.group_id not in uniform]
             if kept:
                 return kept
@@ -248,13 +255,16 @@ class CorrectionService:
         return partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon)
 
     async def _forward(self, version: int, groups: list[Group]) -> tuple[Tensor | None, Tensor | None, float]:
-        async with self._learner_at:
-            await self._learner_at.wait_for(lambda: self._learner_version >= version)
+        await wait_for(self._learner_is_at(version), f"forward at version {version} <- learner", deadline_s=self._config.ahead_s)
         batch, _ = self._pack(groups, version)
         began = time.monotonic()
         proximal = await self._learner.logprobs(batch, version=version) if self._needs_forward else None
         reference = await self._learner.reference_logprobs(batch) if self._config.has_reference else None
         return proximal, reference, time.monotonic() - began
+
+    async def _learner_is_at(self, version: int) -> None:
+        async with self._learner_at:
+            await self._learner_at.wait_for(lambda: self._learner_version >= version)
 
     async def _with_forwards(
         self, batch: PackedBatch, groups: list[Group], forwards: list[tuple[list[Group], asyncio.Task[Any]]]

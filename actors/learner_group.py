@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import socket
 import time
@@ -28,11 +27,9 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
 
     from correction.batch import CorrectedBatch, PackedBatch
     from correction.invariance import Processor
+    from correction.weight_spec import WeightSpec
     from learner.broadcast import WeightBroadcaster
     from learner.step import StepResult
-    from rollout.weight_bucket import WeightSpec
-
-log = logging.getLogger("evenkeel.learner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +153,7 @@ class LearnerRankActor:
 
     def weight_specs(self, bucket_bytes: int) -> list[list[WeightSpec]]:
         """Names, dtypes and shapes, bucket by bucket, in the order in which `broadcast` sends them."""
-        from rollout.weight_bucket import WeightSpec
-
-        buckets = self._learner.weight_buckets(bucket_bytes)
-        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.tensors.items()] for bucket in buckets]
+        return self._learner.weight_specs(bucket_bytes)
 
     def close_broadcast(self) -> None:
         if self._broadcaster is not None:

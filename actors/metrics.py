@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -146,12 +146,12 @@ _TIME = [
     ),
     _gauge(
         "wait/rollout_s", _U.SECONDS, _R.MEAN, "rollout waits",
-        "Time of the step in which an engine had no request, averaged over engines.",
+        "Time of the step in which an engine had no request: the share that engines waited, times the step's time.",
     ),
     _gauge("wait/learner_share", _U.SHARE, _R.MAX, "learner waits", "Share of the step's time in which the learner waited for data."),
     _gauge(
         "wait/rollout_share", _U.SHARE, _R.MEAN, "rollout waits",
-        "Share of the step's time in which engines stood idle, held back by admission.",
+        "Seconds in which engines stood idle, held back by admission, by the seconds that they lived, all engines of the step together.",
     ),
     _gauge(
         "throughput/rollout_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "rollout tokens/s",
@@ -228,7 +228,6 @@ _CORRECTION = [
     *_gap("mismatch", "on tokens of staleness 0: kernels, precision and routing alone"),
     *_gap("mismatch_and_staleness", "on all trained tokens: mismatch and staleness together"),
     _gauge("rho/max", _U.ONE, _R.MAX, "largest rho", "Largest pi_prox / mu of a trained token, before any bound."),
-    _gauge("rho/mean", _U.ONE, _R.MEAN, "mean rho", "Mean of pi_prox / mu over trained tokens; near 1 when nothing is wrong."),
     _gauge(
         "rho/ess", _U.SHARE, _R.LAST, "effective sample size",
         "(sum w)^2 / (n sum w^2) of the token weights: share of the batch that counts; 1 is on-policy.",
@@ -306,8 +305,6 @@ _GROUPS = [
     _counter("groups/admitted_total", "admitted", "Groups admitted to generation."),
     _counter("groups/trained_total", "trained", "Groups trained; those of a skipped step count too."),
     _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
-    _counter("groups/stale_dropped_total", "dropped as stale", "Groups thrown away because they had become too old: the last resort."),
-    _counter("groups/stale_dropped_tokens_total", "stale tokens", "Response tokens of groups thrown away as too old.", _U.TOKENS),
     _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
 ]
 _ROLLOUT = [
@@ -324,10 +321,12 @@ _ROLLOUT = [
         "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",
         "Largest logprob difference between engine and learner on the fixed prompt, at equal weights.",
     ),
-    _counter("sync/failures_total", "failed syncs", "Engines whose weight update failed and that were marked dirty."),
+    _counter(
+        "sync/failures_total", "failed syncs",
+        "Weight updates that failed; each time the engine was marked dirty and synced again in full.",
+    ),
     _counter("rollout/generated_tokens_total", "generated tokens", "Response tokens sampled.", _U.TOKENS),
     _counter("rollout/finished_groups_total", "finished groups", "Groups finished, scored or not."),
-    _counter("rollout/prompts_skipped_total", "skipped prompts", "Prompts that could not be used (too long, bad row)."),
     _gauge("rollout/requests_in_flight", _U.ONE, _R.SUM, "requests in flight", "Requests that an engine is working on."),
     _gauge("rollout/weight_version", _U.ONE, _R.MIN, "engine's weight version", "Version of the weights that the engine holds."),
     _gauge("rollout/last_sync_time_s", _U.TIMESTAMP, _R.MIN, "last weight sync", "When the engine last took new weights."),
@@ -365,14 +364,6 @@ def _find(name: str) -> Metric | None:
         return metric
     stem, slash, rest = name.rpartition("/")
     return CATALOGUE.get(stem + slash) if rest else None
-
-
-def file_under(family: str, values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Numbers of a package by catalogue name: listed ones as they are, the rest as members of a family.
-
-    Args: family: prefix with a slash, such as "correction/". values: by the package's own names.
-    """
-    return {name if is_listed(name) else family + name.replace("/", "_"): value for name, value in values.items()}
 
 
 def member(name: str) -> str:
@@ -430,38 +421,6 @@ class StepMetrics(Mapping[str, float]):
     def non_finite(self) -> dict[str, str]:
         """Names whose value is "inf", "-inf" or "nan"."""
         return {name: str(value) for name, value in self._values.items() if not math.isfinite(value)}
-
-
-def combine(parts: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None) -> dict[str, float]:
-    """Numbers of several ranks or workers as one set, each reduced as its entry says.
-
-    Args:
-        parts: one mapping a source; a metric may be absent from some.
-        weights: what each source counted (tokens, groups), for means; without it a mean that differs between sources is refused.
-    Raises: MetricError for an unlisted name, or a mean without weights.
-    """
-    combined: dict[str, float] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        present = [i for i, part in enumerate(parts) if name in part]
-        values = [parts[i][name] for i in present]
-        reduction = lookup(name).reduction
-        if reduction is Reduction.SUM:
-            combined[name] = sum(values)
-        elif reduction is Reduction.MAX:
-            combined[name] = max(values)
-        elif reduction is Reduction.MIN:
-            combined[name] = min(values)
-        elif reduction is Reduction.MEAN and weights is not None:
-            total = sum(weights[i] for i in present)
-            if total > 0:
-                combined[name] = sum(weights[i] * value for i, value in zip(present, values, strict=True)) / total
-        elif reduction is Reduction.LAST or len(set(values)) == 1:
-            combined[name] = values[-1]
-        else:
-            raise MetricError(
-                f"metric {name!r} is a mean and differs between {len(values)} sources: pass what each of them counted as `weights`."
-            )
-    return combined
 
 
 def markdown() -> str:

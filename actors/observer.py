@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -32,8 +31,8 @@ from rollout.trajectory import Prompt
 if TYPE_CHECKING:
     from actors.learner_group import LearnerGroup
     from actors.pool import RolloutPool
+    from actors.weight_sync import SyncTarget
 
-log = logging.getLogger("evenkeel")
 _DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_total"}
 """Where discarded groups are counted besides groups/discarded_total, by reason."""
 _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
@@ -60,7 +59,8 @@ class Observer:
         self._finished: list[GroupSummary] = []
         self._receipts: list[SyncReceipt] = []
         self._differences: list[float] = []
-        self._load: WorkerLoad | None = None
+        self._loads: dict[str, WorkerLoad] | None = None
+        """Of each worker, as it answered last."""
         self._step_ended = time.monotonic()
         self._began = time.monotonic()
         self._extra: dict[str, float] = {}
@@ -130,6 +130,10 @@ class Observer:
                 f"up to {difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
             )
 
+    def dirty(self, target: SyncTarget, reason: str) -> None:
+        self._count("sync/failures_total", 1)
+        self.event("warning", f"rollout worker {target.name} gets no work until a full weight sync has succeeded: {reason}")
+
     def note(self, numbers: dict[str, float]) -> None:
         """Further numbers of the step under way, by name of the catalogue."""
         self._extra.update(numbers)
@@ -166,33 +170,41 @@ class Observer:
         counts: dict[str, int],
         discarded: Sequence[tuple[str, str]],
     ) -> None:
-        """Take the numbers of a finished step; diagnostics and warnings may come later, and what needs them is written then, in order."""
+        """Take the numbers of a finished step; loads, diagnostics and warnings come later, beside the loop; steps are written in order."""
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
-        load = await self._pool.load()
+        loads = asyncio.create_task(self._pool.loads())  # awaited off the loop's path
         for _, reason in discarded:
             self._count(_DISCARD_COUNTERS[reason], 1)
         self._count("steps/skipped_total", result.skipped_steps)
         metrics = StepMetrics(step, {"weight_version": version, "time/elapsed_s": now - self._began, "time/step_s": seconds})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
-        metrics.update(rollout_metrics(self._finished, load, self._load, seconds))
         metrics.update(sync_metrics(self._receipts, self._differences))
         metrics.update(self._learner_share(phases, batch, seconds))
         self._queue_numbers(metrics, counts)
         metrics.update(self._extra)
         metrics.update(self._totals)
-        self._finished, self._receipts, self._differences, self._extra, self._load = [], [], [], {}, load
+        finished, self._finished, self._receipts, self._differences, self._extra = self._finished, [], [], [], {}
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, step=step, limit=self._config.metrics.trajectories_per_step)
             self._folder.write_trajectories(step, text)
-        self._writing = asyncio.create_task(self._write_when_diagnosed(metrics, observed, self._writing))
+        self._writing = asyncio.create_task(self._write_when_known(metrics, finished, loads, observed, self._writing))
 
-    async def _write_when_diagnosed(
-        self, metrics: StepMetrics, observed: Awaitable[Observation | None], previous: asyncio.Task[None] | None
+    async def _write_when_known(
+        self,
+        metrics: StepMetrics,
+        finished: Sequence[GroupSummary],
+        loads: Awaitable[dict[str, WorkerLoad]],
+        observed: Awaitable[Observation | None],
+        previous: asyncio.Task[None] | None,
     ) -> None:
+        """Write a step's line once the workers' loads and the correction's diagnostics are there, after the line of the step before."""
         if previous is not None:
             await previous
+        now = await loads
+        metrics.update(rollout_metrics(finished, now, self._loads, metrics["time/step_s"]))
+        self._loads = {**(self._loads or {}), **now}
         limit_s = self._config.deadlines.step_s
         try:
             found = await wait_for(observed, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)

@@ -4,9 +4,10 @@ States of a worker, and what moves it:
 
     STARTING   created; Ray may still be looking for a node that offers the rollout resource
     JOINED     its engine is up; the weight sync owns its version from here
-    GONE       its process died or it took no weights; a replacement is started, its groups go to other workers
+    GONE       its process or its engine died, or it took no weights; a replacement is started, its groups go to other workers
 
-A joined worker takes groups while it holds a receipt for the published version.
+A joined worker takes groups while it holds a receipt for the published version. One whose engine says that it is dirty (a weight update
+failed half-way) stays joined, and works again after a full sync.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ import ray
 from actors.actor_info import ActorInfo
 from actors.rollout_worker import GroupSummary, RolloutWorker, WorkerLoad
 from actors.supervision import unwrapped, wait_for
-from actors.trajectory_queue import Ticket
+from actors.trajectory_queue import ANSWER_S, Ticket
 from actors.weight_sync import SyncTarget, WeightSync
-from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
+from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import RolloutConfig
 from rollout.trajectory import Prompt, Trajectory
 
 log = logging.getLogger("evenkeel.pool")
 _MAX_REPLACEMENTS = 10
+_MAX_RESYNCS = 3
+"""Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _SCORING_S = 300.0
+_LOAD_S = 5.0
 
 
 class WorkerState(StrEnum):
@@ -54,6 +58,8 @@ class WorkerHandle:
     """Groups that it is sampling."""
     questions: int = 0
     """Questions of evaluations that it is answering."""
+    resyncs: int = 0
+    """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
 
 
@@ -70,19 +76,28 @@ class RolloutPool:
         resource: str,
         bind: str,
         start_s: float,
+        worker_s: float,
         notice_s: float,
         on_joined: Callable[[ActorInfo], None],
         on_left: Callable[[str], None],
         on_finished: Callable[[GroupSummary], None],
         on_event: Callable[[str, str], None],
     ) -> None:
+        """
+        Args:
+            start_s: a worker's engine has to be up by then.
+            worker_s: a group or an evaluation may wait so long for a worker with the published weights.
+            notice_s: between notices of what is waited for.
+        """
         self._config, self._model, self._queue, self._sample_prompt = config, model, queue, sample_prompt
-        self._resource, self._bind, self._start_s, self._notice_s = resource, bind, start_s, notice_s
+        self._resource, self._bind = resource, bind
+        self._start_s, self._worker_s, self._notice_s = start_s, worker_s, notice_s
         self._on_joined, self._on_left, self._on_finished, self._on_event = on_joined, on_left, on_finished, on_event
         self._sync: WeightSync | None = None
         self._workers: dict[str, WorkerHandle] = {}
         self._born = 0
         self._replaced = 0
+        self._noticed = -notice_s
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -156,7 +171,7 @@ class RolloutPool:
         self._on_joined(info)
         if self._sync is not None:
             self._sync.join(worker.sync)
-        self._wake()
+        self.wake()
 
     def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
         """Give a worker up; start another in its place, unless that has been tried too often."""
@@ -168,7 +183,7 @@ class RolloutPool:
         if self._sync is not None:
             self._sync.leave(worker.name)
         self._on_left(worker.name)
-        self._spawn(_kill(worker.actor))
+        _kill(worker.actor)
         self._on_event("warning", f"rollout worker {worker.name} is gone: {reason}; its {len(worker.groups)} groups go to others")
         is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
         self._replaced += not is_waiting_for_a_node
@@ -179,7 +194,18 @@ class RolloutPool:
                 self._failure.set_exception(cause)
         else:
             self._start_worker()
-        self._wake()
+        self.wake()
+
+    def _engine_failed(self, worker: WorkerHandle, error: EvenkeelError) -> None:
+        """A call to a worker failed: a dirty engine is synced again, anything else means that the worker is lost."""
+        if not isinstance(error, EngineDirty):
+            self._lost(worker, str(error))
+        elif self._sync is not None and self._is_current(worker):  # if not, the sync knows of its failure already, and is at it
+            worker.resyncs += 1
+            if worker.resyncs > _MAX_RESYNCS:
+                self._lost(worker, f"dirty again after {_MAX_RESYNCS} full syncs: {error}")
+                return
+            self._sync.resync(worker.sync, str(error))
 
     def report_unsyncable(self, target: SyncTarget, reason: str) -> None:
         """The weight sync gave an engine up."""
@@ -200,10 +226,14 @@ class RolloutPool:
             self._spawn(self._sample(ticket))
         held: list[Prompt] = []
         while True:
-            places = await self._queue.wait_for_places.remote(self._notice_s)
+            call = self._queue.wait_for_places.remote(self._notice_s)  # no place for long is no fault; no answer is one
+            places = await wait_for(call, "free places <- trajectory queue", deadline_s=self._notice_s + ANSWER_S, notice_s=ANSWER_S)
             while len(held) < places:
                 held.append(next(prompts))
-            tickets = await self._queue.admit.remote(held[:places]) if places else []
+            if not places:
+                continue
+            call = self._queue.admit.remote(held[:places])
+            tickets = await wait_for(call, f"admission of {places} groups <- trajectory queue", deadline_s=ANSWER_S)
             held = held[len(tickets) :]
             on_admitted(tickets)
             for ticket in tickets:
@@ -218,13 +248,14 @@ class RolloutPool:
             try:
                 what = f"group {ticket.group_id} <- rollout worker {worker.name}"
                 self._on_finished(await wait_for(worker.actor.generate_group.remote(ticket), what, deadline_s=limit_s, notice_s=limit_s))
+                worker.resyncs = 0
                 self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
                 return
             except (EngineError, DeadlineExceeded) as error:
-                self._lost(worker, str(error))
+                self._engine_failed(worker, error)
             finally:
                 worker.groups.discard(ticket.group_id)
-                self._wake()
+                self.wake()
 
     async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
         """One scored answer to each prompt, spread over the workers."""
@@ -233,7 +264,7 @@ class RolloutPool:
 
         async def ask(part: Sequence[Prompt]) -> list[Trajectory]:
             while True:
-                worker = await self._current_worker("evaluation")
+                worker = await self._current_worker(f"{len(part)} evaluation answers")
                 what = f"evaluation answers <- rollout worker {worker.name}"
                 worker.questions += len(part)
                 try:
@@ -241,7 +272,7 @@ class RolloutPool:
                     answers: list[Trajectory] = await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s)
                     return answers
                 except (EngineError, DeadlineExceeded) as error:
-                    self._lost(worker, str(error))
+                    self._engine_failed(worker, error)
                 finally:
                     worker.questions -= len(part)
 
@@ -249,39 +280,42 @@ class RolloutPool:
         parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
         return [t for answers in await asyncio.gather(*(ask(p) for p in parts)) for t in answers]
 
-    async def load(self) -> WorkerLoad:
-        """Totals of the workers that answer."""
-        loads = []
-        for worker in list(self._joined()):
+    async def loads(self) -> dict[str, WorkerLoad]:
+        """Running totals, by name, of the workers that answer within a few seconds."""
+
+        async def ask(worker: WorkerHandle) -> WorkerLoad | None:
             try:
-                loads.append(await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=30.0))
+                return await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
             except (EvenkeelError, ray.exceptions.RayError):
-                continue
-        n = max(1, len(loads))
-        return WorkerLoad(
-            busy_s=sum(w.busy_s for w in loads) / n,
-            up_s=sum(w.up_s for w in loads) / n,
-            generated_tokens=sum(w.generated_tokens for w in loads),
-            requests_in_flight=sum(w.requests_in_flight for w in loads),
-        )
+                return None
+
+        workers = list(self._joined())
+        answers = await asyncio.gather(*(ask(w) for w in workers))
+        return {worker.name: load for worker, load in zip(workers, answers, strict=True) if load is not None}
 
     async def _current_worker(self, what: str) -> WorkerHandle:
-        """The least loaded worker that holds the published weights; waits for one."""
-        began = noticed = time.monotonic()
-        while True:
-            current = [w for w in self._joined() if self._is_current(w)]
-            if current:
-                return min(current, key=self._requests)
-            now = time.monotonic()
-            if now - noticed > self._notice_s:
-                noticed = now
-                joined, _ = self.counts()
-                log.warning("%s has waited %.0f s for a worker with the published weights (%d joined)", what, now - began, joined)
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), 0.25)
-            except TimeoutError:
-                continue
+        """The least loaded worker that holds the published weights; waits for one. Raises: DeadlineExceeded."""
+        while not (current := [w for w in self._joined() if self._is_current(w)]):
+            await wait_for(
+                self._until(lambda: self.counts()[1] > 0),
+                f"{what} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
+                deadline_s=self._worker_s,
+                notice_s=self._notice_s,
+                notice=self._note_waiting,
+                detail=self._missing,
+            )
+        return min(current, key=self._requests)
+
+    def _note_waiting(self, text: str) -> None:
+        """Many groups wait for the same worker; one of them says so."""
+        now = time.monotonic()
+        if now - self._noticed >= 0.9 * self._notice_s:
+            self._noticed = now
+            self._on_event("warning", text)
+
+    async def _missing(self) -> str:
+        joined, current = self.counts()
+        return f"{joined} workers joined, {current} of them with these weights, {len(self._workers) - joined} starting"
 
     # -- end ---------------------------------------------------------------------------------------------------------
 
@@ -294,7 +328,7 @@ class RolloutPool:
         if stopping:
             await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=20.0)
         for worker in self._workers.values():
-            ray.kill(worker.actor)
+            _kill(worker.actor)
         self._workers.clear()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
@@ -309,12 +343,9 @@ class RolloutPool:
         """Trajectories that a worker is sampling."""
         return len(worker.groups) * self._config.sampling.samples_per_group + worker.questions
 
-    def _wake(self) -> None:
-        self._changed.set()
-
     def wake(self) -> None:
-        """Something that waiting groups look at has changed: a receipt has come."""
-        self._wake()
+        """Something that waiting groups look at has changed: a worker, or a receipt."""
+        self._changed.set()
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -339,7 +370,7 @@ class RolloutPool:
             self._failure.set_exception(error)
 
 
-async def _kill(actor: Any) -> None:
+def _kill(actor: Any) -> None:
     """Kill an actor that may be gone already."""
     try:
         ray.kill(actor)

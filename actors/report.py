@@ -85,7 +85,7 @@ def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics
     if values := _values(steps, "staleness/mixed_version_share"):
         rows.append(("trajectories with tokens of several versions", f"{statistics.fmean(values):.1%}"))
     counted = [("groups trained", "groups/trained_total"), ("groups discarded", "groups/discarded_total"),
-               ("groups dropped as stale", "groups/stale_dropped_total"), ("reward exceptions", "reward/exceptions_total"),
+               ("reward exceptions", "reward/exceptions_total"),
                ("reward time-outs", "reward/timeouts_total"), ("skipped steps", "steps/skipped_total")]
     return rows + [(label, f"{last[name]:,.0f}") for label, name in counted if name in last]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,18 +14,18 @@ from torch import Tensor
 
 from actors.actor_info import ActorInfo, listen_address
 from actors.exporter import MetricsEndpoint
-from actors.trajectory_queue import Ticket
+from actors.supervision import wait_for
+from actors.trajectory_queue import ANSWER_S, Ticket
 from actors.weight_buckets import unpack
 from correction.invariance import Processor
+from correction.weight_spec import WeightSpec
 from rollout.chat import load_tokenizer
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
 from rollout.sampling import sample_trajectories
 from rollout.trajectory import Group, Prompt, Trajectory
-from rollout.weight_bucket import UpdateReceipt, WeightSpec
-
-log = logging.getLogger("evenkeel.rollout")
+from rollout.weight_bucket import UpdateReceipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class GroupSummary:
     group_id: int
     response_tokens: int
     trajectories: int
-    truncated: int
     reward_errors: tuple[str, ...]
     generate_s: float
 
@@ -65,8 +63,16 @@ class WorkerLoad:
     busy_s: float
     """Seconds with at least one request in the engine, weight updates included."""
     up_s: float
+    """Seconds since its engine was up."""
     generated_tokens: int
     requests_in_flight: int
+
+    def since(self, before: WorkerLoad | None) -> WorkerLoad:
+        """What has been added to the totals since `before`; None: since its start."""
+        if before is None:
+            return self
+        added = self.generated_tokens - before.generated_tokens
+        return WorkerLoad(self.busy_s - before.busy_s, self.up_s - before.up_s, added, self.requests_in_flight)
 
 
 class RolloutWorker:
@@ -74,7 +80,6 @@ class RolloutWorker:
 
     def __init__(self, name: str, config: RolloutConfig, queue: Any, *, bind: str) -> None:
         self._name, self._config, self._queue, self._bind = name, config, queue, bind
-        self._busy = _BusyClock()
         self._tokens = 0
 
     async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
@@ -86,6 +91,7 @@ class RolloutWorker:
         self._engine = await RolloutEngine.start(
             model, self._config.engine, version=version, name=f"rollout worker {self._name}"
         )
+        self._busy = _BusyClock()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
 
     async def generate_group(self, ticket: Ticket) -> GroupSummary:
@@ -101,7 +107,8 @@ class RolloutWorker:
             generate_s=generate_s,
             reward_s=time.monotonic() - began,
         )
-        await self._queue.put.remote(group)
+        what = f"group {ticket.group_id} of rollout worker {self._name} -> trajectory queue"
+        await wait_for(self._queue.put.remote(group), what, deadline_s=ANSWER_S)
         self._endpoint.add("rollout/finished_groups_total", 1)
         return _summary(group)
 
@@ -214,7 +221,6 @@ def _summary(group: Group) -> GroupSummary:
         group_id=group.group_id,
         response_tokens=sum(len(t.response_ids) for t in group.trajectories),
         trajectories=len(group.trajectories),
-        truncated=sum(t.finish_reason == "length" for t in group.trajectories),
         reward_errors=tuple(t.error for t in group.trajectories if t.error),
         generate_s=group.generate_s,
     )

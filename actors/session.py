@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.cluster import Cluster
 from actors.config import RunConfig
 from actors.config_tools import load_config
 from actors.controller import Controller, RunSummary
@@ -125,13 +126,13 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
             observer.event("info", note)
         if checkpoint:
             observer.event("info", f"going on from step {checkpoint.step} ({checkpoint.path})")
-        summary = asyncio.run(Controller(config, folder, task, observer, resume_from=checkpoint).run())
-    except EvenkeelError as error:
-        observer.event("error", str(error))
-        view.close()
-        raise
+        controller = Controller(config, folder, task, observer, resume_from=checkpoint)
+        observer.phase("starting Ray")
+        with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
+            observer.event("info", f"output of the actors: {cluster.log_folder}")
+            summary = asyncio.run(controller.run())
     except BaseException as error:
-        observer.event("error", f"{type(error).__name__}: {error}")
+        observer.event("error", _said(error))
         view.close()
         raise
     finally:
@@ -141,8 +142,17 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
     return summary
 
 
+def _said(error: BaseException) -> str:
+    """A run's last event when it did not reach its end."""
+    if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
+        return "ended at once by Ctrl-C, without a checkpoint of what came after the last one"
+    return str(error) if isinstance(error, EvenkeelError) else f"{type(error).__name__}: {error}"
+
+
 def _report(folder: RunFolder) -> Path | None:
-    """The report, also of a run that failed; its own failure must not hide the run's."""
+    """The report, also of a run that failed after its first numbers; its own failure must not hide the run's."""
+    if not (folder.metrics_path.exists() or folder.evaluations_path.exists()):
+        return None
     try:
         return write_report(folder)
     except Exception as error:

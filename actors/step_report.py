@@ -125,17 +125,27 @@ def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) 
     return numbers
 
 
-def rollout_metrics(finished: Sequence[GroupSummary], load: WorkerLoad, before: WorkerLoad | None, seconds: float) -> dict[str, float]:
-    """Throughput and waiting of the rollout side over the step's `seconds`."""
-    numbers: dict[str, float] = {"rollout/requests_in_flight": load.requests_in_flight}
+def rollout_metrics(
+    finished: Sequence[GroupSummary], loads: Mapping[str, WorkerLoad], before: Mapping[str, WorkerLoad] | None, seconds: float
+) -> dict[str, float]:
+    """Throughput and waiting of the rollout side over the step's `seconds`.
+
+    Args:
+        loads: of the workers that answered now. One that has joined since counts from its start; one that has left, no more.
+        before: each worker's last answer before; None: there is nothing to compare with yet.
+    """
+    numbers: dict[str, float] = {"rollout/requests_in_flight": sum(load.requests_in_flight for load in loads.values())}
     answers = sum(s.trajectories for s in finished)
     if answers:
         numbers["length/sampled_tokens"] = sum(s.response_tokens for s in finished) / answers
     if before is not None and seconds > 0:
-        idle = max(0.0, seconds - (load.busy_s - before.busy_s))
-        numbers["throughput/rollout_tokens_per_s"] = max(0, load.generated_tokens - before.generated_tokens) / seconds
-        numbers["wait/rollout_s"] = idle
-        numbers["wait/rollout_share"] = min(1.0, idle / seconds)
+        since = [load.since(before.get(name)) for name, load in loads.items()]
+        numbers["throughput/rollout_tokens_per_s"] = sum(part.generated_tokens for part in since) / seconds
+        lived_s = sum(part.up_s for part in since)
+        if lived_s > 0:
+            share = max(0.0, 1.0 - sum(part.busy_s for part in since) / lived_s)
+            numbers["wait/rollout_share"] = share
+            numbers["wait/rollout_s"] = share * seconds
     return numbers
 
 

@@ -54,16 +54,18 @@ class WeightSync:
         probe_ids: Sequence[int],
         sync_s: float,
         on_receipt: Callable[[SyncTarget, SyncReceipt, float | None], None],
+        on_dirty: Callable[[SyncTarget, str], None],
         on_failure: Callable[[SyncTarget, str], None],
     ) -> None:
         """
         Args:
             probe_ids: token ids of the prompt whose logprobs both sides compute.
             on_receipt: told of each receipt with the largest probe difference (nats), None when the learner's were of another version.
+            on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
         """
         self._config, self._learner, self._probe_ids, self._sync_s = config, learner, list(probe_ids), sync_s
-        self._on_receipt, self._on_failure = on_receipt, on_failure
+        self._on_receipt, self._on_dirty, self._on_failure = on_receipt, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._snapshot: WeightSnapshot | None = None
         self._broadcast = _BroadcastGroup(learner, config.bucket_bytes, sync_s) if config.transport == "broadcast" else None
@@ -93,6 +95,11 @@ class WeightSync:
         target = self._targets.pop(name, None)
         if target is not None and target.task is not None:
             target.task.cancel()
+
+    def resync(self, target: SyncTarget, reason: str) -> None:
+        """An engine says that its weights are of no version: it is sent all of the newest, verified; it gets no work before its receipt."""
+        self._mark_dirty(target, reason)
+        self._ensure_syncing(target)
 
     async def receipts(self, version: int, *, deadline_s: float) -> None:
         """Wait until every engine in the pool holds `version`. Raises: DeadlineExceeded naming those that don't."""
@@ -134,13 +141,15 @@ class WeightSync:
                 failures = 0
             except (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError) as error:
                 failures += 1
-                target.version, target.is_verified = -1, False
-                attempt = f"attempt {failures} of {_ATTEMPTS}"
-                log.warning("weight sync v%d -> rollout worker %s failed, %s: %s", snapshot.version, target.name, attempt, error)
+                self._mark_dirty(target, f"weight sync v{snapshot.version}, attempt {failures} of {_ATTEMPTS}: {error}")
                 if failures >= _ATTEMPTS:
                     self._on_failure(target, f"took no weights in {_ATTEMPTS} attempts: {error}")
                     return
                 await asyncio.sleep(failures)
+
+    def _mark_dirty(self, target: SyncTarget, reason: str) -> None:
+        target.version, target.is_verified = -1, False
+        self._on_dirty(target, reason)
 
     def _accept(self, target: SyncTarget, receipt: SyncReceipt, snapshot: WeightSnapshot) -> None:
         if receipt.checksums:
@@ -148,6 +157,8 @@ class WeightSync:
             if receipt.processor is not None and snapshot.processor is not None:
                 receipt.processor.require_same(snapshot.processor, this=f"rollout worker {target.name}", that="the learner")
             target.is_verified = True
+        if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
+            return
         target.version = receipt.version
         difference = None
         if receipt.probe_logprobs and len(receipt.probe_logprobs) == len(snapshot.probe_logprobs):
@@ -171,10 +182,9 @@ class WeightSync:
         try:
             receipts = await self._broadcast.send(snapshot, targets, self._probe_ids)
         except (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError) as error:
-            log.warning("broadcast of v%d failed, it goes through the object store: %s", snapshot.version, error)
             await self._broadcast.close()
             for target in targets:
-                target.version, target.is_verified = -1, False
+                self._mark_dirty(target, f"broadcast of v{snapshot.version} failed, it goes through the object store: {error}")
             return
         for target, receipt in zip(targets, receipts, strict=True):
             self._accept(target, receipt, snapshot)
@@ -225,17 +235,14 @@ class _BroadcastGroup:
         """Leave the group everywhere; members that are gone don't matter."""
         if not self._members:
             return
-        leaving = [self._learner.rank_zero.close_broadcast.remote()] + [a.leave_weight_group.remote(self._name) for a in self._actors]
+        name = self._name
+        leaving = [self._learner.rank_zero.close_broadcast.remote()] + [a.leave_weight_group.remote(name) for a in self._actors]
         self._members, self._actors = (), []
         for call in leaving:
             try:
-                await asyncio.wait_for(_awaited(call), 10.0)
+                await wait_for(call, f"leaving weight group {name}", deadline_s=10.0)
             except Exception as error:  # a dead member can't leave; the group is given up anyway
                 log.info("leaving weight group: %s", type(error).__name__)
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
 
 
 def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:

@@ -5,7 +5,7 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, for_step, needs_proximal_forward
 from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, diagnose
-from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LedgerError, SyncError
+from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
 from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
 from correction.monitor import Event, Monitor, MonitorConfig
 from correction.padded import from_padded, to_padded
@@ -23,6 +23,7 @@ __all__ = [
     "CorrectionConfig",
     "DataError",
     "DeadlineExceeded",
+    "EngineDirty",
     "EngineError",
     "EvenkeelError",
     "Event",

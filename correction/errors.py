@@ -17,6 +17,10 @@ class EngineError(EvenkeelError, RuntimeError):
     """The rollout engine refused or failed."""
 
 
+class EngineDirty(EngineError):
+    """The engine lives, but its weights are of no version: a weight update failed half-way. A whole one mends it."""
+
+
 class SyncError(EvenkeelError, RuntimeError):
     """Weights of the learner and of an engine do not agree."""
 

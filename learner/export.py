@@ -19,16 +19,6 @@ SHARD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSpec:
-    """One tensor of the model under its Hugging Face name."""
-
-    name: str
-    dtype: str
-    """torch's name without "torch.", e.g. "float32"."""
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class WeightBucket:
     """Some of a version's weights, as they were when the bucket was made."""
 
@@ -58,11 +48,6 @@ def weight_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, dev
         size += weight.nbytes
     if tensors:
         yield WeightBucket(index, tensors)
-
-
-def weight_specs(weights: Iterable[tuple[str, Tensor]]) -> tuple[WeightSpec, ...]:
-    """Names, types and shapes, in export order."""
-    return tuple(WeightSpec(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape)) for name, weight in weights)
 
 
 def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

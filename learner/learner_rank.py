@@ -19,9 +19,10 @@ from correction.correct import for_step
 from correction.errors import ConfigError, DataError
 from correction.invariance import Processor
 from correction.loss import loss_metrics, policy_scale
+from correction.weight_spec import WeightSpec
 from learner import balance, checkpoint, convert, export, hf_folder, model, parallel
 from learner.config import LearnerConfig
-from learner.export import WeightBucket, WeightSpec
+from learner.export import WeightBucket
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
 from learner.optimizer import GuardedOptimizer
@@ -187,9 +188,10 @@ class LearnerRank:
         """Copies of all weights under HF names. Under tensor parallelism every rank must go through all of them."""
         return export.weight_buckets(self._weights(), bucket_bytes, device)
 
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
-        """Names, types and shapes of what `weight_buckets` yields, in its order."""
-        return export.weight_specs(self._weights())
+    def weight_specs(self, bucket_bytes: int = 2**28) -> list[list[WeightSpec]]:
+        """Names, types and shapes of what `weight_buckets` yields, bucket by bucket; no values are copied."""
+        buckets = self.weight_buckets(bucket_bytes, "meta")
+        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.tensors.items()] for bucket in buckets]
 
     def weight_checksums(self) -> dict[str, str]:
         """HF name -> checksum, to be compared with an engine's own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -53,9 +52,6 @@ class EngineCapabilities:
                 f"sglang {self.sglang} on {self.device} lacks {', '.join(lacking)}: evenkeel was made for sglang {TESTED_SGLANG}. "
                 "Install that version, and evenkeel itself as a package (pip install -e .) in the same environment"
             )
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def probe(device: str) -> EngineCapabilities:

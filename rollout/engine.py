@@ -13,15 +13,16 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import Any, TypeVar
 
-from correction.errors import ConfigError, DataError, EngineError, EvenkeelError, SyncError
+from correction.errors import ConfigError, DataError, EngineDirty, EngineError, EvenkeelError, SyncError
 from correction.invariance import Processor
+from correction.weight_spec import WeightSpec
 from rollout import weight_transfer
 from rollout.capabilities import EngineCapabilities
 from rollout.completion import Completion
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
 from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
-from rollout.weight_bucket import UpdateCheck, UpdateReceipt, WeightSpec
+from rollout.weight_bucket import UpdateCheck, UpdateReceipt
 from rollout.weight_transfer import Bucket, UpdateMode
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class RolloutEngine:
     """States: clean (serves `version`) -> updating -> clean; or dirty, when an update failed half-way; or lost, when its processes ended
     or gave no answer to an update in time.
 
-    A dirty engine refuses to generate until a whole update succeeds; requests that were in flight end with an EngineError. A lost engine
+    A dirty engine refuses to generate until a whole update succeeds; requests that were in flight end with an EngineDirty. A lost engine
     answers every call with an EngineError: shut it down and start another. All methods belong to the event loop that started the engine.
     """
 
@@ -129,7 +130,7 @@ class RolloutEngine:
                 of 256 prompt tokens on a CPU that halves the time; SGLang's own n > 1 does the same, but can't be aborted).
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
         Returns: one Completion for each sample.
-        Raises: DataError for ids or lengths that the engine can't take, EngineError if it is dirty or lost, DeadlineExceeded.
+        Raises: DataError for ids or lengths that the engine can't take, EngineDirty, EngineError if it is lost, DeadlineExceeded.
         """
         self._check_request(prompt_ids, max_tokens, temperature)
         if samples > 1 and self.config.prefix_cache:
@@ -173,13 +174,13 @@ class RolloutEngine:
         finally:
             self._requests -= 1
         if self._failed_updates != failed_updates:
-            raise EngineError(f"{self.name}: a weight update failed while this request ran, its tokens are of no version. Submit it again")
+            raise EngineDirty(f"{self.name}: a weight update failed while this request ran, its tokens are of no version. Submit it again")
         return result
 
     def _check_request(self, token_ids: Sequence[int], max_tokens: int, temperature: float) -> None:
         self._process.raise_if_lost()
         if self._dirty is not None:
-            raise EngineError(f"{self.name} is dirty: {self._dirty}. Send it a whole weight update first")
+            raise EngineDirty(f"{self.name} is dirty: {self._dirty}. Send it a whole weight update first")
         if not token_ids:
             raise DataError(f"{self.name}: an empty prompt: there is nothing to condition on. Give it at least one token")
         bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)

@@ -42,20 +42,6 @@ class RewardCounts:
     """Time in scorers, added up over processes, seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardCheck:
-    """What the trial at start-up found."""
-
-    start_s: float
-    """Until all scoring processes were ready, seconds."""
-    call_s: float | None = None
-    """Time of the trial call, seconds; None if there was no question to try."""
-    reward_of_answer: float | None = None
-    """Reward of the reference answer itself; usually the highest there is."""
-    components: tuple[str, ...] = ()
-    """Names of the parts, if the reward has any."""
-
-
 class RewardCallError(Exception):
     """A call that gave no reward; the message says why."""
 
@@ -96,29 +82,23 @@ class RewardPool:
         """Of the scoring processes that are up."""
         return tuple(process.pid for process in self._processes if process.pid is not None)
 
-    async def check(self, sample: Prompt | None = None) -> RewardCheck:
+    async def check(self, sample: Prompt | None = None) -> None:
         """Start all processes and score the sample's own reference answer, so that a mistake shows now and not at step 300.
 
         Raises: ConfigError if the scorer can't be set up, or fails on the sample.
         """
-        began = time.monotonic()
         try:
             for process in self._processes:
                 process.start()
             for process in self._processes:
                 await process.ready()
-            start_s = time.monotonic() - began
-            if sample is None:
-                return RewardCheck(start_s)
-            began = time.monotonic()
-            parts = await self._call(_request(sample, sample.answer))
+            if sample is not None:
+                await self._call(_request(sample, sample.answer))
         except RewardCallError as error:
             await self.close()
             place = self._config.path if isinstance(self._config, FunctionReward) else self._config.kind
             on = "" if sample is None else f" (tried on {sample.prompt_id} with its own answer {sample.answer!r:.60})"
             raise ConfigError(f"rollout.reward ({place}): {error}{on}") from error
-        names = () if set(parts) == {SINGLE} else tuple(parts)
-        return RewardCheck(start_s, time.monotonic() - began, sum(parts.values()), names)
 
     async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
         """The same trajectories with reward and components, or with an error where there is none; in the same order.

@@ -39,8 +39,6 @@ class TaskReport:
     """Data set or file."""
     held_out: int
     """Distinct questions kept for evaluation."""
-    held_out_wanted: int
-    """rollout.task.held_out_size."""
     train_questions: int | None
     """Distinct training questions there are; None: no end is known."""
     train_checked: int
@@ -142,7 +140,6 @@ class Task:
         return TaskReport(
             name=self.name,
             held_out=len(held_out),
-            held_out_wanted=self._config.held_out_size,
             train_questions=self._source.distinct_train_questions,
             train_checked=len(train),
             train_distinct=len(set(train)),

@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from correction.errors import SyncError
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSpec:
-    """One tensor of the model, under its Hugging Face name."""
-
-    name: str
-    dtype: str
-    """torch's name without "torch.", e.g. "float32"."""
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> WeightSpec:
-        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-    @classmethod
-    def parse(cls, name: str, text: str) -> WeightSpec:
-        """text: "float32:128,64", as rollout.sglang_plugin.weights writes it."""
-        dtype, _, shape = text.partition(":")
-        return cls(name, dtype, tuple(int(size) for size in shape.split(",") if size))
-
-    @property
-    def nbytes(self) -> int:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+from correction.weight_spec import WeightSpec
 
 
 @dataclass(frozen=True, slots=True)

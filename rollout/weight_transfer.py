@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from correction.errors import SyncError
-from rollout.weight_bucket import WeightSpec
+from correction.weight_spec import WeightSpec
 
 T = TypeVar("T")
 Bucket = Mapping[str, Tensor]

@@ -10,65 +10,15 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
+
 T = TypeVar("T")
-SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: Qwen3 of 2 layers, hidden 64, 512 tokens, tied embeddings, random weights, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny_qwen3")
-    save_tiny_tokenizer(folder)
-    save_tiny_qwen3(folder)
-    return folder
-
-
-def save_tiny_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    corpus = [f"{a} + {b} = {a + b}" for a in range(60) for b in range(60)]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(corpus, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<|im_end|>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-
-
-def save_tiny_qwen3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True) -> None:
-    """About 115,000 parameters; matrices of standard deviation 0.15, so that the distributions are far from uniform."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tie_word_embeddings,
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
-        dtype="float32",
-    )
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config).float()
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(folder)
+    return save_tiny_model(save_tiny_tokenizer(tmp_path_factory.mktemp("tiny_qwen3")))
 
 
 class BackgroundLoop:

@@ -84,6 +84,7 @@ class Scene:
             "dynamic_sampling": False,
             "has_reference": False,
             "batch_s": 5.0,
+            "ahead_s": 5.0,
             "monitor": MonitorConfig(),
             "detailed": False,
         }
@@ -215,6 +216,34 @@ def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
         with pytest.raises(DeadlineExceeded, match=r"batch of version 0 .*1 of 4 groups drawn, 3 being sampled"):
             await scene.service.next_batch(0)
         await scene.service.stop()
+
+    play(scenario)
+
+
+def test_a_queue_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the draw nor the question what the batch lacks gets an answer: the error still comes, and says who is silent."""
+
+    async def silent(*_: Any) -> Any:
+        await asyncio.sleep(60.0)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(correction_service, "_POLL_S", 0.1)
+        monkeypatch.setattr(correction_service, "ANSWER_S", 0.1)
+        scene = Scene()
+        monkeypatch.setattr(scene.queue, "draw", silent)
+        with pytest.raises(DeadlineExceeded, match=r"^groups of version 0 <- trajectory queue: not done in 0 s"):
+            await scene.service.next_batch(0)
+
+    play(scenario)
+
+
+def test_a_learner_that_never_comes_is_named() -> None:
+    async def scenario() -> None:
+        scene = Scene(ahead_s=0.2)
+        tickets = await scene.admit(0, GROUPS)
+        await scene.put(*[answered(ticket) for ticket in tickets])
+        with pytest.raises(DeadlineExceeded, match=r"^forward at version 0 <- learner: not done in 0 s"):
+            await scene.service.next_batch(0)
 
     play(scenario)
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from actors.config import MetricsConfig
 from actors.metric_views import MetricViews, TensorBoardView, json_line, parse_json_line
-from actors.metrics import CATALOGUE, Kind, MetricError, StepMetrics, combine, file_under, is_listed, lookup, markdown, member
+from actors.metrics import CATALOGUE, Kind, MetricError, StepMetrics, is_listed, lookup, markdown, member
 from actors.run_folder import RunFolder
 from correction.errors import ConfigError
 
@@ -66,27 +66,6 @@ def test_a_line_is_strict_json_and_comes_back_as_it_was() -> None:
 
 def test_a_line_of_another_catalogue_is_read_without_what_is_unknown() -> None:
     assert dict(parse_json_line('{"step": 1, "reward/mean": 1, "gone/metric": 2}')) == {"step": 1, "reward/mean": 1}
-
-
-def test_numbers_of_several_sources_are_reduced_as_the_catalogue_says() -> None:
-    """Two workers: tokens/s add up, versions take the least, a maximum stays one, a mean is weighted: (1 * 0.2 + 3 * 0.6) / 4 = 0.5."""
-    parts = [
-        {"throughput/rollout_tokens_per_s": 100.0, "rollout/weight_version": 4.0, "staleness/max": 1, "reward/mean": 0.2},
-        {"throughput/rollout_tokens_per_s": 50.0, "rollout/weight_version": 3.0, "staleness/max": 2, "reward/mean": 0.6, "time/sync_s": 1},
-    ]
-    combined = combine(parts, weights=[1, 3])
-    assert combined == pytest.approx(
-        {"throughput/rollout_tokens_per_s": 150.0, "rollout/weight_version": 3.0, "staleness/max": 2, "reward/mean": 0.5, "time/sync_s": 1}
-    )
-    with pytest.raises(MetricError, match="is a mean and differs"):
-        combine(parts)
-
-
-def test_numbers_of_a_package_are_filed() -> None:
-    values = {"mismatch/k3": 1e-12, "chi2_token": 0.1, "rejected/token/ratio": 0.0}
-    assert file_under("correction/", values) == {
-        "mismatch/k3": 1e-12, "correction/chi2_token": 0.1, "correction/rejected_token_ratio": 0.0,
-    }
 
 
 def test_names_say_what_they_are() -> None:

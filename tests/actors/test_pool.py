@@ -15,13 +15,14 @@ import ray.exceptions
 import actors.pool
 from actors.actor_info import ActorInfo
 from actors.pool import RolloutPool
-from actors.rollout_worker import GroupSummary
+from actors.rollout_worker import GroupSummary, WorkerLoad
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
-from correction.errors import ConfigError, EngineError, EvenkeelError
+from correction.errors import ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt
 
 DEAD = ray.exceptions.ActorDiedError()
+Fault = Exception | Callable[[], Awaitable[object]]
 
 
 def raised(error: Exception) -> ray.exceptions.RayTaskError:
@@ -44,32 +45,43 @@ class Worker:
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
 
     async def generate_group(self, ticket: Ticket) -> GroupSummary:
-        fault = self.scene.faults.get(self.name)
+        await self._play()
+        self.sampled.append(ticket.group_id)
+        await self.scene.queue.put(group(ticket))
+        return GroupSummary(ticket.group_id, 4, 2, (), 0.1)
+
+    async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
+        await asyncio.sleep(0)
+        await self._play()
+        self.answered += len(prompts)
+        return [p.prompt_id for p in prompts]
+
+    async def load(self) -> WorkerLoad:
+        await self._play()
+        return WorkerLoad(1.0, 2.0, 3, 4)
+
+    async def _play(self) -> None:
+        fault: Fault | None = self.scene.faults.get(self.name)
         if isinstance(fault, Exception):
             raise fault
         if fault is not None:
             await fault()
-        self.sampled.append(ticket.group_id)
-        await self.scene.queue.put(group(ticket))
-        return GroupSummary(ticket.group_id, 4, 2, 0, (), 0.1)
-
-    async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
-        await asyncio.sleep(0)
-        fault = self.scene.faults.get(self.name)
-        if isinstance(fault, Exception):
-            raise fault
-        self.answered += len(prompts)
-        return [p.prompt_id for p in prompts]
 
 
 class Sync:
-    """Every engine that joins holds the published version at once, but for those in `behind`."""
+    """Every engine that joins holds the published version at once, but for those in `behind`; a dirty one does when the test says so."""
 
     version = 0
 
     def __init__(self, behind: set[str]) -> None:
         self.behind = behind
         self.left: list[str] = []
+        self.dirty: list[Any] = []
+        """Targets, as often as they were marked."""
+
+    def resync(self, target: Any, reason: str) -> None:
+        self.dirty.append(target)
+        target.version = -1
 
     def join(self, target: Any) -> None:
         target.version = -1 if target.name in self.behind else 0
@@ -86,12 +98,14 @@ class Scene:
         monkeypatch: pytest.MonkeyPatch,
         *,
         workers: int = 1,
-        faults: dict[str, Any] | None = None,
+        faults: dict[str, Fault] | None = None,
         start_faults: dict[str, Exception] | None = None,
         behind: set[str] | None = None,
         places: int = 8,
+        worker_s: float = 5.0,
     ) -> None:
-        self.faults, self.start_faults = faults or {}, start_faults or {}
+        self.faults: dict[str, Fault] = faults or {}
+        self.start_faults = start_faults or {}
         self.workers: dict[str, Worker] = {}
         self.killed: list[str] = []
         self.finished: list[int] = []
@@ -123,6 +137,7 @@ class Scene:
             resource="rollout",
             bind="127.0.0.1",
             start_s=5.0,
+            worker_s=worker_s,
             notice_s=0.2,
             on_joined=lambda info: self.joined.append(info.name),
             on_left=self.left.append,
@@ -166,6 +181,76 @@ def test_groups_of_a_lost_worker_are_sampled_by_its_replacement(monkeypatch: pyt
         await asyncio.sleep(0.05)
         assert scene.killed == ["0"], "an engine whose scheduler died still has a process"
         assert any("rollout worker 0 is gone" in event for event in scene.events)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("kind", ["group", "evaluation"])
+def test_a_dirty_engine_is_synced_again_and_its_worker_stays(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Eight groups (four parts of an evaluation) fail with it at once: one sync, and no work before its receipt."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": raised(EngineDirty("the update to v1 failed"))}, places=8 if kind == "group" else 0)
+        await scene.begin()
+        asking = asyncio.create_task(scene.pool.answer([prompt(i) for i in range(128)], 0.0)) if kind == "evaluation" else None
+        while not scene.sync.dirty:
+            await asyncio.sleep(0.01)
+        del scene.faults["0"]
+        await asyncio.sleep(0.1)
+        worker = scene.workers["0"]
+        assert (worker.sampled, worker.answered) == ([], 0) and scene.pool.counts() == (1, 0), "no work without a receipt"
+        scene.sync.dirty[0].version = 0
+        scene.pool.wake()
+        if asking is not None:
+            await asking
+        else:
+            await scene.until_finished(8)
+        assert len(scene.sync.dirty) == 1 and scene.left == [] and list(scene.workers) == ["0"]
+        assert sorted(worker.sampled) == list(range(8)) or worker.answered == 128
+
+    play(scenario)
+
+
+def test_an_engine_that_stays_dirty_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": raised(EngineDirty("the update to v1 failed"))}, places=1)
+        await scene.begin()
+        for resync in range(1, 4):
+            while len(scene.sync.dirty) < resync:
+                await asyncio.sleep(0.01)
+            scene.sync.dirty[-1].version = 0  # the sync says that all is well
+        await scene.until_finished(1)
+        assert len(scene.sync.dirty) == 3 and scene.left == ["0"] and scene.workers["1"].sampled == [0]
+        assert any("dirty again after 3 full syncs" in event for event in scene.events)
+
+    play(scenario)
+
+
+def test_a_wait_for_the_published_weights_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight groups wait for one worker: one of them says so each time, and at the deadline the error names group, version and workers."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, behind={"0"}, worker_s=0.7)
+        await scene.begin()
+        missing = r"\(1 workers joined, 0 of them with these weights, 0 starting\)"
+        what = r"group \d <- a rollout worker with weights v0: not done in 1 s " + missing
+        with pytest.raises(DeadlineExceeded, match=what):
+            await scene.pool.raise_on_failure()
+        notices = [event for event in scene.events if event.startswith("waiting ")]
+        assert 2 <= len(notices) <= 3 and "1 workers joined, 0 of them" in notices[0], "every 0.2 s in 0.7 s"
+
+    play(scenario)
+
+
+def test_loads_are_asked_for_at_once_and_a_worker_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(actors.pool, "_LOAD_S", 0.3)
+        together = asyncio.Barrier(3)
+        scene = Scene(monkeypatch, workers=4, faults={"2": hang} | dict.fromkeys("013", together.wait))
+        scene.pool.start()
+        while len(scene.joined) < 4:
+            await asyncio.sleep(0.01)
+        assert await scene.pool.loads() == {name: WorkerLoad(1.0, 2.0, 3, 4) for name in ("0", "1", "3")}
 
     play(scenario)
 

@@ -91,6 +91,7 @@ class Scene:
     def __init__(self, sync_s: float = 5.0, transport: str = "object_store", **engines: Engine) -> None:
         self.learner = Learner()
         self.receipts: list[tuple[str, int, float | None]] = []
+        self.dirty: list[tuple[str, str]] = []
         self.failures: list[tuple[str, str]] = []
         self.sync = WeightSync(
             WeightSyncConfig.model_validate({"transport": transport}),
@@ -98,6 +99,7 @@ class Scene:
             probe_ids=[1, 2, 3],
             sync_s=sync_s,
             on_receipt=lambda target, receipt, difference: self.receipts.append((target.name, receipt.version, difference)),
+            on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
             on_failure=lambda target, reason: self.failures.append((target.name, reason)),
         )
         self.targets = {name: SyncTarget(name, FakeActor(engine)) for name, engine in engines.items()}
@@ -144,6 +146,10 @@ def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
         assert scene.targets["w"].version == -1, "dirty: it must not be given work"
         await scene.sync.receipts(1, deadline_s=10.0)
         assert scene.failures == []
+        assert scene.dirty == [
+            ("w", "weight sync v1, attempt 1 of 3: bucket 2 of 3"),
+            ("w", "weight sync v1, attempt 2 of 3: no answer"),
+        ]
 
     play(scenario)
     assert engine.taken == [(0, True), (1, False), (1, True), (1, True)]
@@ -161,6 +167,41 @@ def test_an_engine_that_fails_three_times_is_given_up() -> None:
         assert scene.targets["w"].version == -1 and scene.receipts == []
 
     play(scenario)
+
+
+def test_an_engine_that_says_it_is_dirty_gets_everything_again_with_checksums() -> None:
+    engine = Engine()
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        target = scene.targets["w"]
+        scene.sync.resync(target, "the update to v0 failed")
+        assert target.version == -1
+        await scene.sync.receipts(0, deadline_s=5.0)
+        assert target.is_verified
+
+    play(scenario)
+    assert engine.taken == [(0, True), (0, True)]
+
+
+def test_an_engine_marked_dirty_during_an_update_is_clean_only_after_the_next() -> None:
+    """The update under way is without checksums: what it leaves is not known to be right."""
+    gate = asyncio.Event()
+    engine = Engine(None, gate.wait())
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.join()
+        await scene.publish(1)
+        await asyncio.sleep(0.01)
+        scene.sync.resync(scene.targets["w"], "the update to v1 failed")
+        gate.set()
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert scene.targets["w"].is_verified and [version for _, version, _ in scene.receipts] == [0, 1]
+
+    play(scenario)
+    assert engine.taken == [(0, True), (1, False), (1, True)]
 
 
 def test_wrong_tensors_count_as_a_failure() -> None:
@@ -301,6 +342,7 @@ def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_w
         await scene.sync.receipts(1, deadline_s=5.0)
         await scene.publish(2)
         assert [t.version for t in scene.targets.values()] == [2, 2]
+        assert [name for name, _ in scene.dirty] == ["good", "bad"] and "broadcast of v1 failed" in scene.dirty[0][1]
 
     play(scenario)
     assert good.taken == bad.taken == [(0, True), (1, True)], "whole and verified after the failure"

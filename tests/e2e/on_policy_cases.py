@@ -15,7 +15,7 @@ from correction.batch import PackedBatch
 from learner.learner_rank import LearnerRank
 from rollout.completion import Completion
 from rollout.engine import RolloutEngine
-from tests.conftest import SPECIAL_TOKENS, save_tiny_tokenizer
+from tests.tiny_models import SPECIAL_TOKENS, save_tiny_model, save_tiny_tokenizer
 
 VOCABULARY = 512
 
@@ -29,34 +29,10 @@ class Sampled:
 
 
 def save_model(folder: Path, family: str) -> Path:
-    """Two layers of widths that kernels like less than powers of two, and heads of 24; matrices far from uniform distributions."""
-    import transformers
-
-    kind = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=family != "llama",
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
-        dtype="float32",
-        **({"head_dim": 24} if family == "qwen3" else {}),
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.12).add_(1.0 if parameter.ndim == 1 else 0.0)
+    """Two layers of widths that kernels like less than powers of two, and heads of 24."""
     folder.mkdir()
-    save_tiny_tokenizer(folder)
-    model.save_pretrained(folder)
-    return folder
+    shape = {"hidden_size": 96, "intermediate_size": 96, **({"head_dim": 24} if family == "qwen3" else {})}
+    return save_tiny_model(save_tiny_tokenizer(folder), family, tie=family != "llama", **shape)
 
 
 def random_prompts(count: int, seed: int, longest: int = 500) -> list[tuple[int, ...]]:

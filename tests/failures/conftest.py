@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import save_tiny_qwen3, save_tiny_tokenizer
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     folder.mkdir()
-    save_tiny_tokenizer(folder)
-    save_tiny_qwen3(folder)
-    return folder
+    return save_tiny_model(save_tiny_tokenizer(folder))

@@ -38,8 +38,9 @@ def refused_by_process(*words: str) -> str:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, model: Path) -> Path:
-    """A recipe that would run, with its folder in the test's own."""
+def recipe(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe that would run, with its folder in the test's own, and its reward's module where it is found."""
+    monkeypatch.syspath_prepend(RECIPE.parent)
     path = tmp_path / "recipe.yaml"
     text = RECIPE.read_text().replace("set-by-the-test", str(model))
     path.write_text(text + f"run_dir: {tmp_path / 'run'}\n")

@@ -22,34 +22,15 @@ from learner.config import LearnerConfig
 from learner.convert import HeadShape, bind, family_of, to_hf
 from learner.learner_rank import LearnerRank
 from learner.model import unwrap
+from tests.tiny_models import save_tiny_model
 
 VOCAB = 96
 
 
 def save_model(folder: Path, family: str = "qwen3", *, tie: bool = True, seed: int = 0) -> Path:
-    """A Hugging Face folder of a few ten thousand parameters; matrices of std 0.15, so that distributions are far from uniform."""
-    import transformers
-
-    kind = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[family]
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tie,
-        rms_norm_eps=1e-6,
-        **({"head_dim": 16} if family == "qwen3" else {}),
-    )
-    torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.15).add_(1.0 if parameter.ndim == 1 else 0.0)  # norms and biases get values that matter, too
-    model.save_pretrained(folder)
-    return folder
+    """A Hugging Face folder of a few ten thousand parameters; without a padding token, whose embedding transformers would not train."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+    return save_tiny_model(folder, family, tie=tie, seed=seed, pad_token_id=None, **shape)
 
 
 def hf_model(folder: Path) -> Any:

@@ -23,15 +23,16 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from correction.checksum import tensor_checksum
-from correction.errors import DataError, EngineError, SyncError
+from correction.errors import DataError, EngineDirty, SyncError
+from correction.weight_spec import WeightSpec
 from learner.broadcast import WeightBroadcaster
 from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.sampling import sample_trajectories
 from rollout.trajectory import FinishReason, Prompt, VersionSpan
-from rollout.weight_bucket import WeightSpec
-from tests.conftest import SPECIAL_TOKENS, BackgroundLoop
+from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, k3, largest_difference, perturbed, response_logprobs, tiny_weights
+from tests.tiny_models import SPECIAL_TOKENS
 
 pytestmark = pytest.mark.engine
 
@@ -320,12 +321,12 @@ def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
         await some_tokens(engine)
         with pytest.raises(SyncError, match="the learner went away"):
             await engine.update_weights(version + 1, breaks_off())
-        with pytest.raises(EngineError, match="dirty"):
+        with pytest.raises(EngineDirty, match="dirty"):
             await engine.generate([5, 6], max_tokens=2)
         return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 30)
 
     outcomes = engine_loop.run(run())
-    assert all(isinstance(outcome, EngineError) and "update failed" in str(outcome) for outcome in outcomes)
+    assert all(isinstance(outcome, EngineDirty) and "update failed" in str(outcome) for outcome in outcomes)
     assert not engine.is_healthy and engine.version == version
     engine_loop.run(engine.update_weights(version + 1, weights))
     assert engine.is_healthy and engine.version == version + 1

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from correction.checksum import tensor_checksum
+from correction.weight_spec import WeightSpec
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.weight_bucket import WeightSpec
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights
+from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -21,34 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """8 experts, 2 a token; 512 tokens, head not tied."""
-    folder = tmp_path_factory.mktemp("tiny_moe")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        dtype="float32",
-    )
-    model = Qwen3MoeForCausalLM(config).float()
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("tiny_moe"), "qwen3_moe", tie=False)
 
 
 def test_experts_under_their_own_names(moe_folder: Path, engine_loop: BackgroundLoop) -> None:

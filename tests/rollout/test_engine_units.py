@@ -11,12 +11,13 @@ from pydantic import ValidationError
 
 from correction.checksum import tensor_checksum
 from correction.errors import ConfigError, EngineError, SyncError
+from correction.weight_spec import WeightSpec
 from rollout.capabilities import EngineCapabilities
 from rollout.completion import Completion
 from rollout.engine_config import EngineConfig
 from rollout.sglang_plugin.stand_in_sgl_kernel import murmur_hash32
 from rollout.trajectory import FinishReason, VersionSpan
-from rollout.weight_bucket import UpdateCheck, WeightSpec
+from rollout.weight_bucket import UpdateCheck
 
 
 def test_checksum_is_sha256_of_dtype_shape_and_bytes() -> None:

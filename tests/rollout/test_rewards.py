@@ -255,17 +255,6 @@ def test_the_check_names_the_mistake(path: str, message: str) -> None:
     assert message in str(caught.value) and path in str(caught.value)
 
 
-def test_the_check_says_what_the_reference_answer_is_worth() -> None:
-    async def run() -> Any:
-        pool = RewardPool(user_reward("parts"))
-        check = await pool.check(asked(bonus=0.5))
-        await pool.close()
-        return check
-
-    check = asyncio.run(run())
-    assert (check.reward_of_answer, check.components) == (1.5, ("right", "bonus"))
-
-
 def test_a_reasoning_gym_reward_needs_its_task() -> None:
     with pytest.raises(ConfigError, match=r"needs rollout\.task\.kind = reasoning_gym"):
         RewardPool(reward(kind="reasoning_gym"))

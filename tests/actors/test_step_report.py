@@ -1,0 +1,31 @@
+"""Numbers of a step from what the parts report."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.rollout_worker import WorkerLoad
+from actors.step_report import rollout_metrics
+
+
+def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> None:
+    """A step of 10 s. Worker 0 was there all the time and busy for 8 s of it; worker 1 came 4 s ago and was busy for 1 s; worker 2 left,
+    or does not answer. Waited: 2 + 3 s, lived: 10 + 4 s."""
+    before = {"0": WorkerLoad(50.0, 100.0, 1000, 3), "2": WorkerLoad(90.0, 100.0, 5000, 3)}
+    now = {"0": WorkerLoad(58.0, 110.0, 1600, 3), "1": WorkerLoad(1.0, 4.0, 50, 2)}
+    numbers = rollout_metrics([], now, before, 10.0)
+    assert numbers["wait/rollout_share"] == pytest.approx(5 / 14)
+    assert numbers["wait/rollout_s"] == pytest.approx(10 * 5 / 14)
+    assert numbers["throughput/rollout_tokens_per_s"] == pytest.approx(650 / 10)
+    assert numbers["rollout/requests_in_flight"] == 5
+
+
+def test_a_worker_that_missed_a_step_counts_both_when_it_answers() -> None:
+    """Its last answer is of 20 s ago: waited 15 s of them."""
+    numbers = rollout_metrics([], {"0": WorkerLoad(15.0, 120.0, 10, 0)}, {"0": WorkerLoad(10.0, 100.0, 0, 0)}, 10.0)
+    assert numbers["wait/rollout_share"] == pytest.approx(15 / 20)
+
+
+def test_nothing_is_said_without_a_worker_or_something_to_compare_with() -> None:
+    assert set(rollout_metrics([], {"0": WorkerLoad(1.0, 2.0, 3, 0)}, None, 10.0)) == {"rollout/requests_in_flight"}
+    assert "wait/rollout_share" not in rollout_metrics([], {}, {}, 10.0)
