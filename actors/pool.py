@@ -38,6 +38,8 @@ _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _SCORING_S = 300.0
 _LOAD_S = 5.0
+_HANDFUL = 4
+"""Groups in one call to a worker, at most."""
 
 
 class WorkerState(StrEnum):
@@ -222,8 +224,7 @@ class RolloutPool:
             unfinished: tickets of a restored queue, sampled first.
             on_admitted: told of tickets before they are handed out.
         """
-        for ticket in unfinished:
-            self._spawn(self._sample(ticket))
+        self._hand_out(unfinished)
         held: list[Prompt] = []
         while True:
             call = self._queue.wait_for_places.remote(self._notice_s)  # no place for long is no fault; no answer is one
@@ -236,25 +237,33 @@ class RolloutPool:
             tickets = await wait_for(call, f"admission of {places} groups <- trajectory queue", deadline_s=ANSWER_S)
             held = held[len(tickets) :]
             on_admitted(tickets)
-            for ticket in tickets:
-                self._spawn(self._sample(ticket))
+            self._hand_out(tickets)
 
-    async def _sample(self, ticket: Ticket) -> None:
-        """Have a group sampled, on another worker if the first one fails; the queue takes it once."""
+    def _hand_out(self, tickets: Sequence[Ticket]) -> None:
+        """A call for each handful of groups: one for each group would keep the driver and the workers busy with calls."""
+        size = max(1, min(_HANDFUL, len(tickets) // (8 * max(1, len(self._workers)))))
+        for i in range(0, len(tickets), size):
+            self._spawn(self._sample(tickets[i : i + size]))
+
+    async def _sample(self, tickets: Sequence[Ticket]) -> None:
+        """Have groups sampled, on another worker if the first one fails; the queue takes each once."""
         limit_s = self._config.engine.deadlines.generate_s + _SCORING_S  # the engine's own deadline comes first, unless its process hangs
+        ids = [ticket.group_id for ticket in tickets]
         while True:
-            worker = await self._current_worker(f"group {ticket.group_id}")
-            worker.groups.add(ticket.group_id)
+            worker = await self._current_worker(f"groups {ids}")
+            worker.groups.update(ids)
             try:
-                what = f"group {ticket.group_id} <- rollout worker {worker.name}"
-                self._on_finished(await wait_for(worker.actor.generate_group.remote(ticket), what, deadline_s=limit_s, notice_s=limit_s))
+                what = f"groups {ids} <- rollout worker {worker.name}"
+                call = worker.actor.generate_groups.remote(tickets)
+                for summary in await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s):
+                    self._on_finished(summary)
                 worker.resyncs = 0
                 self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
                 return
             except (EngineError, DeadlineExceeded) as error:
                 self._engine_failed(worker, error)
             finally:
-                worker.groups.discard(ticket.group_id)
+                worker.groups.difference_update(ids)
                 self.wake()
 
     async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:

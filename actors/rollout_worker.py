@@ -94,7 +94,11 @@ class RolloutWorker:
         self._busy = _BusyClock()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
 
-    async def generate_group(self, ticket: Ticket) -> GroupSummary:
+    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary]:
+        """Sample several groups at once; each goes to the queue as soon as it is finished."""
+        return list(await asyncio.gather(*(self._generate_group(ticket) for ticket in tickets)))
+
+    async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         """Sample the G trajectories of a prompt, score them, put the group into the queue."""
         trajectories, generate_s = await self._sample(ticket.prompt, self._config.sampling.samples_per_group)
         began = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +44,10 @@ class Worker:
             raise fault
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
 
-    async def generate_group(self, ticket: Ticket) -> GroupSummary:
+    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary]:
+        return [await self._generate_group(ticket) for ticket in tickets]
+
+    async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         await self._play()
         self.sampled.append(ticket.group_id)
         await self.scene.queue.put(group(ticket))
