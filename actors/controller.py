@@ -31,6 +31,7 @@ from actors.supervision import Stopwatch, wait_for
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
+from correction.sense import needs_topk
 from rollout.tasks import Task
 from rollout.trajectory import Prompt
 
@@ -224,6 +225,7 @@ class Controller:
             bind=bind,
             start_s=deadlines.start_s,
             notice_s=deadlines.notice_s,
+            topk=needs_topk(config.correction),
             on_joined=observer.joined,
             on_left=lambda name: observer.left(f"rollout-{name}"),
             on_finished=observer.group_finished,

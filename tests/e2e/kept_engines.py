@@ -36,6 +36,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, needs_proximal_forward
 from correction.diagnostics import diagnose
+from correction.sense import needs_topk
 from learner.learner_rank import LearnerRank
 from learner.step import StepResult
 from rollout.chat import ChatEncoder, load_tokenizer
@@ -70,6 +71,8 @@ class RunSettings:
     optimizer_steps_per_batch: int = 2
     mu_noise: float = 0.0
     """Standard deviation, nats, of Gaussian noise on the behaviour logprobs of trained tokens; none gets above 0."""
+    topk: int = 0
+    """Most likely tokens to keep at each position though the correction needs none: for replays by one that does."""
     detailed: bool = False
     """With the costlier diagnostics."""
 
@@ -89,6 +92,8 @@ class RunRecord:
     """The groups of each step, as they were sampled."""
     checksum: str = ""
     """Of all weights after the last step."""
+    weights: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
+    """[parameters] float32: all weights after the last step, in a row."""
 
     def series(self, name: str) -> list[float]:
         """One number over the steps; not a number where a step has none."""
@@ -144,11 +149,11 @@ class KeptEngines:
         position = run.settings.seed * 1_000_003  # each seed has questions of its own
         waiting: deque[tuple[list[Group], dict[str, float]]] = deque()
         for _ in range(max_staleness):
-            waiting.append(self._loop.run(self._sample(position, run.version)))
+            waiting.append(self._loop.run(self._sample(position, run)))
             position += self.config.groups_per_step * _DRAWS
         for step in range(steps):
             began = time.monotonic()
-            sampling = self._loop.start(self._sample(position, run.version))
+            sampling = self._loop.start(self._sample(position, run))
             position += self.config.groups_per_step * _DRAWS
             if max_staleness == 0:
                 waiting.append(sampling.result())
@@ -193,16 +198,17 @@ class KeptEngines:
         self._loop.run(self.engine.update_weights(run.version, buckets))
         return time.monotonic() - began
 
-    async def _sample(self, position: int, version: int) -> tuple[list[Group], dict[str, float]]:
+    async def _sample(self, position: int, run: _Run) -> tuple[list[Group], dict[str, float]]:
         """Scored groups for one batch, at the engine's present weights, and what sampling them was like."""
         began = time.monotonic()
+        version, topk = self.engine.version, max(needs_topk(run.record.correction), run.settings.topk)
         wanted = self.config.groups_per_step
         sampled: list[Group] = []
         kept: list[Group] = []
         spare: list[Group] = []
         for draw in range(_DRAWS if self.config.dynamic_sampling else 1):
             places = range(position + draw * wanted, position + draw * wanted + wanted - len(kept))
-            groups = await asyncio.gather(*(self._group(self._task.train_prompt(place), version) for place in places))
+            groups = await asyncio.gather(*(self._group(self._task.train_prompt(place), version, topk) for place in places))
             sampled += groups
             for group in groups:
                 is_useful = len(group.valid) >= 2 and not (self.config.dynamic_sampling and group.is_uniform)
@@ -213,7 +219,7 @@ class KeptEngines:
         kept = (kept + [group for group in spare if len(group.valid) >= 2])[:wanted]
         return kept, {"reward_mean": statistics.fmean(rewards), "sampled_groups": len(sampled), "generate_s": time.monotonic() - began}
 
-    async def _group(self, prompt: Prompt, version: int) -> Group:
+    async def _group(self, prompt: Prompt, version: int, topk: int) -> Group:
         sampling = self.config.rollout.sampling
         trajectories = await sample_trajectories(
             self.engine,
@@ -222,6 +228,7 @@ class KeptEngines:
             samples=sampling.samples_per_group,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
+            topk=topk,
         )
         self._next_group += 1
         group_id = self._next_group
@@ -256,6 +263,8 @@ class _Run:
 
     def finish(self) -> RunRecord:
         checksums = sorted(self.learner.weight_checksums().items())
+        weights = (tensor for bucket in self.learner.weight_buckets() for tensor in bucket.tensors.values())
+        self.record.weights = torch.cat([tensor.flatten().float() for tensor in weights])
         self.record.checksum = hashlib.blake2b(repr(checksums).encode(), digest_size=16).hexdigest()
         return self.record
 
@@ -269,6 +278,8 @@ class _Run:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
         )
+        if needs_topk(self.record.correction) == 0:
+            batch = replace(batch, topk_ids=None, topk_logprobs=None)
         return batch
 
     def _noisy(self, batch: PackedBatch) -> PackedBatch:
@@ -276,7 +287,11 @@ class _Run:
             return batch
         noise = torch.randn(batch.num_tokens, generator=self._noise) * self.settings.mu_noise
         behavior: Tensor = torch.where(batch.loss_mask, (batch.behavior_logprobs + noise).clamp(max=0), batch.behavior_logprobs)
-        return replace(batch, behavior_logprobs=behavior)
+        if batch.topk_ids is None or batch.topk_logprobs is None:
+            return replace(batch, behavior_logprobs=behavior)
+        is_sampled = (batch.topk_ids == batch.token_ids[:, None]) & batch.loss_mask[:, None]
+        listed = torch.where(is_sampled, behavior[:, None], batch.topk_logprobs)
+        return replace(batch, behavior_logprobs=behavior, topk_logprobs=listed)
 
     def _with_forwards(self, batch: PackedBatch) -> PackedBatch:
         kl = self.record.correction.kl
