@@ -69,6 +69,8 @@ class RunSettings:
     learning_rate: float | None = None
     """None: the recipe's."""
     optimizer_steps_per_batch: int = 2
+    tokens_per_microbatch: int | None = None
+    """None: the recipe's. Another number changes nothing but the rounding of sums."""
     mu_noise: float = 0.0
     """Standard deviation, nats, of Gaussian noise on the behaviour logprobs of trained tokens; none gets above 0."""
     topk: int = 0
@@ -183,6 +185,7 @@ class KeptEngines:
                 "optimizer_steps_per_batch": settings.optimizer_steps_per_batch,
                 "seed": self.config.learner.seed + settings.seed,
                 "learning_rate": settings.learning_rate or self.config.learner.learning_rate,
+                "tokens_per_microbatch": settings.tokens_per_microbatch or self.config.learner.tokens_per_microbatch,
             }
         )
         self._learner = LearnerRank(config)

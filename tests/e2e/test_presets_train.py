@@ -8,7 +8,7 @@ The recipe's batch of 64 groups is cut to 16: with the whole batch, 42 presets o
    learning rate and four optimizer steps a batch (so that r is). The groups are the same for all, so a difference between two results
    is the presets' own; the run has staleness 0 to 2, because A-3PO is the bypass up to 1.
 3. What ACTIVE names must have happened in one of the two.
-4. After the two batches of that run that are stale by 2, the weights of any two presets must be further apart than rounding can bring them.
+4. The updates of any two presets in that run are further apart than rounding brings two equal ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from correction.presets import PRESETS
@@ -99,6 +98,7 @@ class Trained:
 
     def __init__(self, kept: KeptEngines, records: Path) -> None:
         self.kept, self._records = kept, records
+        self._stress: dict[str, RunRecord] = {}
 
     def train(self, preset: str) -> RunRecord:
         return self._written(preset, "train", self.kept.run(preset, steps=STEPS))
@@ -109,12 +109,13 @@ class Trained:
         return self.kept.run("tis-token", steps=8, max_staleness=2, topk=20)
 
     def stress(self, preset: str) -> RunRecord:
-        return self._written(preset, "stress", self.kept.replay(preset, self.base, **STRESS))
+        if preset not in self._stress:
+            self._stress[preset] = self._written(preset, "stress", self.kept.replay(preset, self.base, **STRESS))
+        return self._stress[preset]
 
-    def update(self, preset: str) -> Tensor:
-        """[parameters]: what two batches did to the start weights."""
-        late = RunRecord(self.base.correction, self.base.first_version + 4, batches=self.base.batches[4:6])
-        return self.kept.replay(preset, late, **STRESS).weights - self.start
+    def rounded(self, preset: str) -> RunRecord:
+        """The stress run again, in micro-batches of another size."""
+        return self.kept.replay(preset, self.base, tokens_per_microbatch=400, **STRESS)
 
     @cached_property
     def start(self) -> Tensor:
@@ -165,12 +166,20 @@ def test_preset_trains_and_all_its_parts_act(trained: Trained, preset: str) -> N
 
 
 def test_no_two_presets_give_the_same_weights(trained: Trained) -> None:
-    """Distances of updates, relative to their length. A checksum alone would also tell apart what differs by rounding."""
-    updates = {preset: trained.update(preset) for preset in PRESETS}
-    assert torch.equal(updates["mis-full"], trained.update("mis-full")), "a replay must repeat itself, or distances mean nothing"
+    """Distances between updates, relative to their length.
+
+    A checksum alone would also tell apart what differs by rounding: other micro-batches show how far rounding goes, and every pair must
+    be three times as far apart (0.03 at most and 0.2 at least, when this was written).
+    """
+    ends = {preset: trained.stress(preset).weights for preset in PRESETS}
+    rounding = max(distance(trained, ends[name], trained.rounded(name).weights) for name in ("ppo", "mis-full", "pg-is"))
     close = {
-        (one, other): distance
+        (one, other): apart
         for one, other in itertools.combinations(PRESETS, 2)
-        if (distance := float((updates[one] - updates[other]).norm() / updates[one].norm())) < 0.01
+        if (apart := distance(trained, ends[one], ends[other])) < 3 * rounding
     }
-    assert close == {}
+    assert close == {}, f"rounding alone: {rounding}"
+
+
+def distance(trained: Trained, one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / (one - trained.start).norm())
