@@ -34,6 +34,7 @@ from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of, with_both_sides
 from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
+from correction.sense import needs_topk
 from rollout.tasks import Task
 from rollout.trajectory import Prompt
 
@@ -286,6 +287,7 @@ class Controller:
             start_s=deadlines.start_s,
             worker_s=deadlines.start_s + 3 * deadlines.sync_s,  # a new engine, and its three attempts at a sync
             notice_s=deadlines.notice_s,
+            topk=needs_topk(config.correction),
             on_joined=observer.joined,
             on_left=lambda name: observer.left(f"rollout-{name}"),
             on_finished=observer.group_finished,

@@ -78,8 +78,12 @@ class WorkerLoad:
 class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
-    def __init__(self, name: str, config: RolloutConfig, queue: Any, *, bind: str) -> None:
-        self._name, self._config, self._queue, self._bind = name, config, queue, bind
+    def __init__(self, name: str, config: RolloutConfig, queue: Any, *, bind: str, topk: int = 0) -> None:
+        """
+        Args:
+            topk: most likely tokens to keep with each sampled one, for corrections that look at them.
+        """
+        self._name, self._config, self._queue, self._bind, self._topk = name, config, queue, bind, topk
         self._tokens = 0
 
     async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
@@ -91,6 +95,7 @@ class RolloutWorker:
         self._engine = await RolloutEngine.start(
             model, self._config.engine, version=version, name=f"rollout worker {self._name}"
         )
+        self._engine.check_topk(self._topk)
         self._busy = _BusyClock()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
 
@@ -100,7 +105,9 @@ class RolloutWorker:
 
     async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         """Sample the G trajectories of a prompt, score them, put the group into the queue."""
-        trajectories, generate_s = await self._sample(ticket.prompt, self._config.sampling.samples_per_group)
+        trajectories, generate_s = await self._sample(
+            ticket.prompt, self._config.sampling.samples_per_group, self._config.sampling.temperature, topk=self._topk
+        )
         began = time.monotonic()
         scored = await self._rewards.score(trajectories, ticket.prompt)
         group = Group(
@@ -124,17 +131,19 @@ class RolloutWorker:
 
         return list(await asyncio.gather(*(one(p) for p in prompts)))
 
-    async def _sample(self, prompt: Prompt, samples: int, temperature: float | None = None) -> tuple[tuple[Trajectory, ...], float]:
+    async def _sample(
+        self, prompt: Prompt, samples: int, temperature: float, topk: int = 0
+    ) -> tuple[tuple[Trajectory, ...], float]:
         began = time.monotonic()
-        sampling = self._config.sampling
         with self._busy:
             trajectories = await sample_trajectories(
                 self._engine,
                 self._tokenizer,
                 prompt,
                 samples=samples,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature if temperature is None else temperature,
+                max_tokens=self._config.sampling.max_tokens,
+                temperature=temperature,
+                topk=topk,
             )
         tokens = sum(len(t.response_ids) for t in trajectories)
         self._tokens += tokens

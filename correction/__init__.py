@@ -11,6 +11,7 @@ from correction.monitor import Event, Monitor, MonitorConfig
 from correction.padded import from_padded, to_padded
 from correction.presets import PRESETS, Preset, presets_table
 from correction.proximal import ProximalSource
+from correction.sense import needs_topk
 
 __all__ = [
     "DIAGNOSTICS",
@@ -43,6 +44,7 @@ __all__ = [
     "group_advantages",
     "loss_metrics",
     "needs_proximal_forward",
+    "needs_topk",
     "policy_loss",
     "policy_scale",
     "presets_table",

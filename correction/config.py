@@ -18,11 +18,9 @@ from correction.normalize import Population
 from correction.presets import preset_settings
 from correction.proximal import ProximalSource
 from correction.ratios import Ratio
-from correction.rejection import RejectionLevel, Side, Statistic
+from correction.rejection import TOPK_STATISTICS, RejectionLevel, Side, Statistic
 from correction.segments import Level
 from correction.sense import check_sense
-
-TOPK_STATISTICS = (Statistic.TOPK_KL, Statistic.TOPK_TV)
 
 
 def _check_order(place: str, lower: float | None, upper: float | None) -> None:
@@ -308,6 +306,8 @@ class CorrectionConfig(Part):
     """How rewards become advantages."""
     kl: KlConfig = KlConfig()
     """KL penalty."""
+    topk: int = Field(default=20, ge=1)
+    """Most likely tokens of each position that the engine reports, where a part needs a top-K divergence."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Entropy bonus: this times the mean entropy is subtracted from the loss."""
     modulation: ModulationConfig = ModulationConfig()

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.config import TOPK_STATISTICS, CorrectionConfig, CriterionConfig, ImportanceConfig, VetoConfig
+from correction.config import CorrectionConfig, CriterionConfig, ImportanceConfig, VetoConfig
 from correction.errors import DataError
 from correction.importance import WeightMode, bounded_weights, staleness_bound
 from correction.masking import all_finite, masked
 from correction.ratios import Logprobs, Ratio, aggregate_log_ratio, bounded_exp
 from correction.rejection import (
+    TOPK_STATISTICS,
     Side,
     Statistic,
     log_bound,

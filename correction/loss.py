@@ -45,6 +45,7 @@ PARTIALS = (
     "kept_tokens",
     "broken_tokens",
     "clipped_tokens",
+    "bounded_tokens",
     "ratio",
     "drift_k1",
     "drift_k3",
@@ -80,6 +81,8 @@ class TokenLoss:
     """[N] bool: the trust region took the gradient away."""
     log_ratio: Tensor
     """[N] nats, detached: the ratio that it watched."""
+    is_bounded: Tensor | None = None
+    """[N] bool: the coefficient was cut to a bound, where the objective has any."""
     units: Segments | None = None
     """Segments that it sums over, if it works above the token."""
 
@@ -97,13 +100,14 @@ def policy_loss(
     Args:
         target_logprobs: [N] log pi_theta of the sampled tokens, with gradient.
         entropy: [N] nats, with gradient if config.entropy_coefficient > 0; None: not reported.
-        target_topk_logprobs: [N, K] of batch.topk_ids under pi_theta, for top-K divergences alone.
+        target_topk_logprobs: [N, K] of batch.topk_ids under pi_theta, for top-K divergences alone; no gradient goes through.
     Raises: DataError if the logprobs have another shape than the batch, or something that the config needs is missing.
     """
     batch = corrected.batch
     if target_logprobs.shape != batch.behavior_logprobs.shape:
         raise DataError(f"policy_loss: target_logprobs {tuple(target_logprobs.shape)} for {batch.num_tokens} tokens of the batch")
-    scene = training_scene(corrected, target_logprobs.detach(), config, target_topk_logprobs)
+    listed = None if target_topk_logprobs is None else target_topk_logprobs.detach()
+    scene = training_scene(corrected, target_logprobs.detach(), config, listed)
     target = _at_least_float32(target_logprobs)
     late = decide(scene, config, late=True, is_deferred=corrected.is_deferred)
     tokens = token_losses(scene, target, config)
@@ -167,6 +171,8 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
             metrics["penalty_kl"] = value["kl"] / value["tokens"]
     if value["kept_tokens"] > 0:
         metrics["clip_fraction"] = value["clipped_tokens"] / value["kept_tokens"]
+        if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
+            metrics["bounded_fraction"] = value["bounded_tokens"] / value["kept_tokens"]
         metrics["importance_weight_mean"] = value["weight"] / value["kept_tokens"]
         if value["weight_square"] > 0:
             metrics["importance_weight_ess"] = value["weight"] ** 2 / (value["kept_tokens"] * value["weight_square"])
@@ -198,36 +204,38 @@ def token_losses(scene: Scene, target: Tensor, config: CorrectionConfig) -> Toke
     if part.kind == "clip":
         limits = {"clip_low": part.clip_low, "clip_high": part.clip_high, "dual_clip": part.dual_clip}
         loss, is_clipped = clipped_loss(log_ratio, advantages, **limits)  # type: ignore[arg-type]  # dual_clip alone may be None
-        return TokenLoss(loss, is_clipped, log_ratio.detach(), segments)
+        return TokenLoss(loss, is_clipped, log_ratio.detach(), units=segments)
     if part.kind == "geometric_clip":
         segments = scene.levels.at(Level.SEQUENCE)
         loss, is_clipped = geometric_clip_loss(log_ratio, advantages, scene.mask, segments, log_clip=part.log_clip)
-        return TokenLoss(loss, is_clipped, log_ratio.detach(), segments)
+        return TokenLoss(loss, is_clipped, log_ratio.detach(), units=segments)
     if part.kind == "soft_gate":
         loss = soft_gate_loss(log_ratio, advantages, tau_positive=part.tau_positive, tau_negative=part.tau_negative)
         return TokenLoss(loss, nothing, log_ratio.detach())
     constants = part.model_dump(exclude={"kind", "ratio"})
     coefficient = gamma_coefficient(log_ratio.detach(), advantages, **constants)
-    return TokenLoss(score_loss(target, advantages, coefficient), nothing, log_ratio.detach(), segments)
+    return TokenLoss(score_loss(target, advantages, coefficient), nothing, log_ratio.detach(), units=segments)
 
 
 def _score(scene: Scene, target: Tensor, advantages: Tensor, part: ScoreObjective, config: CorrectionConfig) -> TokenLoss:
     coefficient = torch.ones_like(target)
     watched = torch.zeros_like(target)
+    bounded = torch.zeros_like(scene.mask)
     segments = scene.levels.at(part.level)
     if part.ratio is not None:
         watched = scene.logprobs.log_ratio(effective_ratio(part.ratio, config), scene.mask).to(target.dtype)
-        units = bounded_exp(aggregate_log_ratio(watched, scene.mask, segments, level=part.level))
-        if part.lower is not None or part.upper is not None:
-            units = units.clamp(min=part.lower, max=part.upper)
+        raw = bounded_exp(aggregate_log_ratio(watched, scene.mask, segments, level=part.level))
+        units = raw if part.lower is None and part.upper is None else raw.clamp(min=part.lower, max=part.upper)
+        is_cut = units != raw
         if part.only_negative:
-            units = torch.where(unit_advantages(scene, segments) < 0, units, 1)
-        coefficient = segments.spread(units)
+            is_negative = unit_advantages(scene, segments) < 0
+            units, is_cut = torch.where(is_negative, units, 1), is_cut & is_negative
+        coefficient, bounded = segments.spread(units), segments.spread(is_cut)
     blocked = torch.zeros_like(scene.mask)
     if part.gate is not None:
         blocked = ~_gate(scene, advantages, part.gate, config)
     loss = score_loss(target, advantages, torch.where(blocked, 0, coefficient))
-    return TokenLoss(loss, blocked, watched, segments if part.ratio is not None else None)
+    return TokenLoss(loss, blocked, watched, bounded, units=segments if part.ratio is not None else None)
 
 
 def _gate(scene: Scene, advantages: Tensor, gate: ClipGate | DivergenceGate, config: CorrectionConfig) -> Tensor:
@@ -291,6 +299,8 @@ def _token_sums(scene: Scene, keep: Tensor, tokens: TokenLoss, weights: Tensor, 
         "weight": kept_weights.sum(),
         "weight_square": kept_weights.square().sum(),
     }
+    if tokens.is_bounded is not None:
+        sums["bounded_tokens"] = (keep & tokens.is_bounded).sum()
     if entropy is not None:
         sums["entropy"] = torch.where(scene.mask, entropy.detach(), 0).sum(dtype=torch.float64)
     return sums

@@ -39,6 +39,10 @@ class Statistic(enum.StrEnum):
     """(log x)^2 of tokens, the largest dropped until the mean of the rest is under the upper bound (M2PO): needs the whole batch."""
 
 
+TOPK_STATISTICS = (Statistic.TOPK_KL, Statistic.TOPK_TV)
+"""Statistics of more than the sampled token."""
+
+
 class RejectionLevel(enum.StrEnum):
     """What one decision covers, and how the tokens' statistics become one."""
 

@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from correction.config import TOPK_STATISTICS, CorrectionConfig, CriterionConfig, Objective, Part
+from correction.config import CorrectionConfig, CriterionConfig, Objective, Part
 from correction.errors import ConfigError
 from correction.presets import preset_settings
 from correction.rejection import Statistic
+from correction.sense import needs_topk
 
 P = TypeVar("P", bound=Part)
 
@@ -60,19 +61,11 @@ def check_replaceable(before: CorrectionConfig, after: CorrectionConfig) -> None
             "its KL penalty needs a reference model, which the learner loads at the start, and only if the correction that the run "
             "begins with has such a penalty. Choose a preset without one"
         )
-    if _uses_topk(after) and not _uses_topk(before):
+    if needs_topk(after) > needs_topk(before):
         raise ConfigError(
             "it needs the engines' top-K logprobs, which they keep from the start, and only if the correction that the run begins with "
             "needs them. Choose a binary form, such as dppo-binary-tv"
         )
-
-
-def _uses_topk(config: CorrectionConfig) -> bool:
-    gate = config.objective.gate if config.objective.kind == "score" else None
-    statistics = [criterion.statistic for criterion in config.rejection]
-    if gate is not None and gate.kind == "divergence":
-        statistics.append(gate.divergence)
-    return any(statistic in TOPK_STATISTICS for statistic in statistics)
 
 
 def reason_of(error: ValidationError) -> str:

@@ -14,7 +14,7 @@ from correction.importance import WeightMode
 from correction.normalize import Population
 from correction.proximal import ProximalSource
 from correction.ratios import Ratio
-from correction.rejection import Statistic
+from correction.rejection import TOPK_STATISTICS, Statistic
 
 if TYPE_CHECKING:
     from correction.config import CorrectionConfig
@@ -98,6 +98,14 @@ def uses_proximal(config: CorrectionConfig) -> bool:
     veto = config.veto is not None and (config.veto.quantity == "probability" or config.veto.ratio is not Ratio.Q)
     anchored = config.kl.coefficient > 0 and config.kl.anchor == "proximal"
     return veto or anchored or config.modulation.probability_below is not None or any(ratio is not Ratio.Q for ratio in ratios)
+
+
+def needs_topk(config: CorrectionConfig) -> int:
+    """How many tokens' logprobs the engine must report at each position, and the learner look up; 0 where no part needs them."""
+    statistics = [criterion.statistic for criterion in config.rejection]
+    if config.objective.kind == "score" and config.objective.gate is not None and config.objective.gate.kind == "divergence":
+        statistics.append(config.objective.gate.divergence)
+    return config.topk if any(statistic in TOPK_STATISTICS for statistic in statistics) else 0
 
 
 def check_sense(config: CorrectionConfig) -> None:

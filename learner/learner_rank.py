@@ -252,7 +252,7 @@ class LearnerRank:
     def _forward(self, batch: PackedBatch) -> Pass:
         return run_microbatches(
             self._require().model,
-            _uncorrected(batch),
+            _uncorrected(replace(batch, topk_ids=None, topk_logprobs=None)),  # nobody asks for them here
             None,
             config=self.config,
             placement=self.placement,

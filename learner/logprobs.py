@@ -26,29 +26,34 @@ def head_logprobs(
     chunk_tokens: int = 1024,
     fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature)[target] and the entropy of that distribution; both differentiable.
+    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that distribution; both differentiable.
 
     Args:
         hidden: [M, H], the position that predicts each target.
         weight: [V / ranks, H], this rank's rows of the head.
-        targets: [M] int64, ids in the whole vocabulary.
+        targets: [M] or [M, C] int64, ids in the whole vocabulary: one or several looked up at each position.
         vocab_size: real tokens; rows of the head beyond it are padding and take no part.
         group: ranks that hold the other rows; None: this rank holds all.
         fixed_order: compute the logprobs as a sampler of fixed order does; not with other ranks.
-    Returns: [M] float32 logprobs and [M] float32 entropies, in nats.
+    Returns: float32 logprobs in the shape of targets, and [M] float32 entropies, in nats.
     """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     start = rank * weight.shape[0]
     vocab_size = weight.shape[0] * ranks if vocab_size is None else vocab_size
     real_rows = min(max(vocab_size - start, 0), weight.shape[0])
+    columns = targets[:, None] if targets.dim() == 1 else targets
     results: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own lack of types
-        hidden, weight[:real_rows], targets, temperature, start, group if ranks > 1 else None, chunk_tokens, fixed_order
+        hidden, weight[:real_rows], columns, temperature, start, group if ranks > 1 else None, chunk_tokens, fixed_order
     )
-    return results
+    logprobs, entropies = results
+    return logprobs.view(targets.shape), entropies
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """With z the logits over temperature, p = softmax(z), H = -sum p log p:  d logp/dz = onehot - p,  dH/dz = -p (log p + H)."""
+    """With z the logits over temperature, p = softmax(z), H = -sum p log p:  d logp/dz = onehot - p,  dH/dz = -p (log p + H).
+
+    Of several targets with gradients g_c:  sum_c g_c onehot_c - (sum_c g_c) p.
+    """
 
     @staticmethod
     def forward(
@@ -63,7 +68,8 @@ class _HeadLogprobs(torch.autograd.Function):
         fixed_order: bool,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
-        logprobs, entropies, normalizers = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        entropies, normalizers = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         for chunk in _chunks(count, chunk_tokens):
             if fixed_order:
                 values = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature)
@@ -73,12 +79,12 @@ class _HeadLogprobs(torch.autograd.Function):
             largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
             logits -= largest[:, None]
             local, is_local = _local_ids(targets[chunk], start, weight.shape[0])
-            target_logits = torch.where(is_local, logits.gather(-1, local[:, None])[:, 0], 0.0)
+            target_logits = torch.where(is_local, logits.gather(-1, local), 0.0)
             exponentials = logits.exp()
-            sums = torch.stack([exponentials.sum(-1), (exponentials.mul_(logits)).sum(-1), target_logits])
-            total, weighted, target_logits = _all_reduce(sums, group, dist.ReduceOp.SUM)
+            sums = torch.stack([exponentials.sum(-1), (exponentials.mul_(logits)).sum(-1), *target_logits.unbind(-1)])
+            total, weighted, *columns = _all_reduce(sums, group, dist.ReduceOp.SUM)
             log_total = total.log()
-            logprobs[chunk] = target_logits - log_total
+            logprobs[chunk] = torch.stack(columns, -1) - log_total[:, None]
             entropies[chunk] = log_total - weighted / total
             normalizers[chunk] = log_total + largest
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
@@ -96,15 +102,15 @@ class _HeadLogprobs(torch.autograd.Function):
             log_p = _logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
             if entropy_grad is None:
                 grad = log_p.exp_()
-                grad *= 0.0 if logprob_grad is None else -logprob_grad[chunk, None]
+                grad *= 0.0 if logprob_grad is None else -logprob_grad[chunk].sum(-1, keepdim=True)
             else:
                 slope = log_p.add(entropies[chunk, None]).mul_(entropy_grad[chunk, None])
                 if logprob_grad is not None:
-                    slope += logprob_grad[chunk, None]
+                    slope += logprob_grad[chunk].sum(-1, keepdim=True)
                 grad = log_p.exp_().mul_(slope).neg_()
             if logprob_grad is not None:
                 local, is_local = _local_ids(targets[chunk], start, weight.shape[0])
-                grad.scatter_add_(-1, local[:, None], torch.where(is_local, logprob_grad[chunk], 0.0)[:, None])
+                grad.scatter_add_(-1, local, torch.where(is_local, logprob_grad[chunk], 0.0))
             grad = grad.div_(temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=hidden_grad[chunk])
             weight_grad += grad.t() @ hidden[chunk]
@@ -121,12 +127,11 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _fixed_order_values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs, bit for bit those of a sampler of fixed order; entropies, and log sum exp of the logits over temperature; each [m]."""
+    """[m, C] logprobs, bit for bit those of a sampler of fixed order; [m] entropies, and [m] log sum exp of the logits over temperature."""
     logits = head_logits(hidden, weight)
     log_p = log_softmax(logits, temperature)
-    picked = targets[:, None]
-    logprobs = log_p.gather(-1, picked)[:, 0]
-    normalizers = logits.gather(-1, picked)[:, 0] / temperature - logprobs
+    logprobs = log_p.gather(-1, targets)
+    normalizers = logits.gather(-1, targets[:, :1])[:, 0] / temperature - logprobs[:, 0]
     return logprobs, -(log_p.exp() * log_p).sum(-1), normalizers
 
 

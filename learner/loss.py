@@ -27,6 +27,8 @@ class TokenValues:
     """[N] float32, nats, under the batch's temperature."""
     entropies: Tensor
     """[N] float32, nats: entropy of the distribution from which the token was drawn."""
+    topk_logprobs: Tensor | None = None
+    """[N, K] float32: those of batch.topk_ids, where the batch has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,19 @@ def forward_hidden(model: torch.nn.Module, token_ids: Tensor, layout: Layout) ->
 def token_values(
     model: torch.nn.Module, hidden: Tensor, inputs: ModelInputs, batch: PackedBatch, placement: Placement, config: LearnerConfig
 ) -> TokenValues:
-    """Logprobs and entropies of the tokens in the loss mask, from the hidden states of a batch's inputs."""
+    """Logprobs and entropies of the tokens in the loss mask, from the hidden states of a batch's inputs.
+
+    The batch's top-K ids are looked up in the same pass over the vocabulary.
+    """
     policy = unwrap(model)
+    targets = batch.token_ids[inputs.predicted, None]
+    if batch.topk_ids is not None:
+        targets = torch.cat([targets, batch.topk_ids[inputs.predicted]], 1)
     logprobs, entropies = head_logprobs(
         # Megatron's half-precision wrapper widens its output.
         hidden[0].index_select(0, inputs.predicting_row).to(policy.head_weight.dtype),
         policy.head_weight,
-        batch.token_ids[inputs.predicted],
+        targets,
         temperature=batch.temperature,
         vocab_size=policy.real_vocab_size,
         group=placement.tensor_group,
@@ -62,14 +70,18 @@ def token_values(
         fixed_order=config.fixed_order,
     )
     blank = logprobs.new_zeros(batch.num_tokens)
-    return TokenValues(blank.index_copy(0, inputs.predicted, logprobs), blank.index_copy(0, inputs.predicted, entropies))
+    values = TokenValues(blank.index_copy(0, inputs.predicted, logprobs[:, 0]), blank.index_copy(0, inputs.predicted, entropies))
+    if batch.topk_ids is None:
+        return values
+    listed = logprobs.new_zeros(batch.topk_ids.shape).index_copy(0, inputs.predicted, logprobs[:, 1:])
+    return replace(values, topk_logprobs=listed)
 
 
 def correction_objective(config: CorrectionConfig) -> Callable[[CorrectedBatch, TokenValues], Objective]:
     """The objective of reinforcement learning, as the correction settings describe it."""
 
     def objective(corrected: CorrectedBatch, values: TokenValues) -> Objective:
-        result = policy_loss(corrected, values.logprobs, config, values.entropies)
+        result = policy_loss(corrected, values.logprobs, config, values.entropies, target_topk_logprobs=values.topk_logprobs)
         return Objective(result.loss, result.partials)
 
     return objective

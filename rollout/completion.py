@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from correction.errors import EngineError
-from rollout.trajectory import FinishReason, VersionSpan
+from rollout.trajectory import FinishReason, TopLogprobs, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,16 @@ class Completion:
     """Prompt tokens whose keys and values were already there."""
     retractions: int
     """Times that its KV cache was dropped and computed again: by weight updates, or for want of memory."""
+    top_logprobs: TopLogprobs | None = None
+    """Of the most likely tokens, where they were asked for."""
 
     @classmethod
-    def from_sglang(cls, answer: dict[str, Any], engine_name: str) -> Completion:
-        """Raises: EngineError if logprobs or version spans do not cover the tokens one to one, or a logprob is not finite."""
+    def from_sglang(cls, answer: dict[str, Any], engine_name: str, topk: int = 0) -> Completion:
+        """
+        Args:
+            topk: most likely tokens that were asked for at each position.
+        Raises: EngineError if logprobs or version spans do not cover the tokens one to one, or a logprob is not finite.
+        """
         meta = answer["meta_info"]
         token_ids = tuple(answer["output_ids"])
         logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
@@ -55,4 +61,16 @@ class Completion:
             finish_reason=FinishReason((meta.get("finish_reason") or {"type": "abort"})["type"]),
             cached_tokens=int(meta.get("cached_tokens", 0)),
             retractions=int(meta.get("num_retractions", 0)),
+            top_logprobs=_top_logprobs(meta, len(token_ids), topk, engine_name) if topk else None,
         )
+
+
+def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str) -> TopLogprobs:
+    rows = meta.get("output_top_logprobs") or ()
+    found = TopLogprobs.of(topk, ([(entry[0], entry[1]) for entry in row] for row in rows))
+    if len(rows) != tokens or len(found.ids) != tokens * topk or not all(map(math.isfinite, found.logprobs)):
+        raise EngineError(
+            f"{engine_name}: {tokens} tokens came with {len(rows)} rows and {len(found.ids)} entries of the top {topk} logprobs, or one is "
+            "not finite: the weights hold a NaN, or SGLang's answer has another form than in 0.5.21"
+        )
+    return found

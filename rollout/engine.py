@@ -118,6 +118,7 @@ class RolloutEngine:
         max_tokens: int,
         temperature: float = 1.0,
         samples: int = 1,
+        topk: int = 0,
         ignore_stop: bool = False,
         deadline_s: float | None = None,
     ) -> list[Completion]:
@@ -128,6 +129,7 @@ class RolloutEngine:
             temperature: of the behaviour policy; 0 is greedy, and its logprobs are those of temperature 1.
             samples: answers to this prompt. They share its keys and values: the prompt is prefilled once, before them (with 8 samples
                 of 256 prompt tokens on a CPU that halves the time; SGLang's own n > 1 does the same, but can't be aborted).
+            topk: most likely tokens to report at each position, with their logprobs, beside the sampled one; see check_topk.
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
         Returns: one Completion for each sample.
         Raises: DataError for ids or lengths that the engine can't take, EngineDirty, EngineError if it is lost, DeadlineExceeded.
@@ -136,8 +138,17 @@ class RolloutEngine:
         if samples > 1 and self.config.prefix_cache:
             await self._request(prompt_ids, {"max_new_tokens": 0, "temperature": 1.0}, deadline_s, "prefill a shared prompt")
         sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "ignore_eos": ignore_stop}
-        answers = await _all_or_none(self._request(prompt_ids, sampling, deadline_s, "generate") for _ in range(samples))
-        return [Completion.from_sglang(answer, self.name) for answer in answers]
+        options = {"top_logprobs_num": topk} if topk else {}
+        answers = await _all_or_none(self._request(prompt_ids, sampling, deadline_s, "generate", **options) for _ in range(samples))
+        return [Completion.from_sglang(answer, self.name, topk) for answer in answers]
+
+    def check_topk(self, topk: int) -> None:
+        """Raises: ConfigError if the model has fewer tokens than are to be reported at each position."""
+        if topk > self.vocab_size:
+            raise ConfigError(
+                f"correction.topk = {topk}: the model's vocabulary has {self.vocab_size} tokens, so there are no {topk} most likely ones. "
+                "Lower it, or take the binary form of the divergence"
+            )
 
     async def score(self, token_ids: Sequence[int], *, deadline_s: float | None = None) -> list[float]:
         """Logprobs of a fixed sequence at temperature 1, by a prefill from scratch: the probe of a weight sync.

@@ -74,7 +74,7 @@ def pack_groups(
     """One batch of all trainable groups, in the order given.
 
     Rewards for the advantages are the raw ones, less an overlong penalty. A masked overlong trajectory is in the baseline and not in
-    the batch. Prompt tokens have loss_mask False, version -1 and logprob 0; the advantage stands at every token of its sequence.
+    the batch. Prompt tokens have loss_mask False, version -1 and logprobs 0; the advantage stands at every token of its sequence.
     Args:
         learner_version: of the weights from which the update starts.
         advantage: (rewards [S], group_ids [S]) -> [S].
@@ -144,17 +144,42 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
         versions += [NO_VERSION] * prompt + _token_versions(trajectory)
         lengths.append(prompt + response)
     lengths_S = torch.tensor(lengths, dtype=torch.int64)
+    mask = torch.tensor(loss_mask, dtype=torch.bool)
+    topk_ids, topk_logprobs = _top_logprobs([trajectory for _, trajectory in kept], mask)
     return PackedBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)]),
-        loss_mask=torch.tensor(loss_mask, dtype=torch.bool),
+        loss_mask=mask,
         behavior_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         advantages=advantages.repeat_interleave(lengths_S),
         weight_versions=torch.tensor(versions, dtype=torch.int32),
         group_ids=torch.tensor([group.group_id for group, _ in kept], dtype=torch.int64),
         learner_version=learner_version,
         temperature=temperature,
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
     ).validate()
+
+
+def _top_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Ids [N, K] int64 and logprobs [N, K] of the most likely tokens, 0 at prompts; None where none were asked for.
+
+    Raises: DataError if only some trajectories have them, K differs, or they don't fit the response.
+    """
+    found = [trajectory.top_logprobs for trajectory in trajectories if trajectory.top_logprobs is not None]
+    if not found:
+        return None, None
+    sizes = {(top.k, top.positions) for top in found}
+    if len(found) < len(trajectories) or len({k for k, _ in sizes}) > 1 or sum(top.positions for top in found) != int(mask.sum()):
+        raise DataError(
+            f"{len(found)} of {len(trajectories)} trajectories have top-K logprobs, with K of {sorted({k for k, _ in sizes})}: "
+            "they must be there for every response token of all trajectories of a batch, or of none, with one K"
+        )
+    k = found[0].k
+    ids, logprobs = torch.zeros(len(mask), k, dtype=torch.int64), torch.zeros(len(mask), k, dtype=torch.float32)
+    ids[mask] = torch.cat([torch.frombuffer(top.ids, dtype=torch.int32).view(-1, k) for top in found]).long()
+    logprobs[mask] = torch.cat([torch.frombuffer(top.logprobs, dtype=torch.float32).view(-1, k) for top in found])
+    return ids, logprobs
 
 
 def _token_versions(trajectory: Trajectory) -> list[int]:

@@ -23,18 +23,20 @@ async def sample_trajectories(
     samples: int,
     max_tokens: int,
     temperature: float,
+    topk: int = 0,
     deadline_s: float | None = None,
 ) -> tuple[Trajectory, ...]:
     """Sample G answers; rewards are not scored yet.
 
     Args:
         samples: G.
+        topk: most likely tokens to keep with each sampled one.
         deadline_s: for the slowest of them; unset: rollout.engine.deadlines.generate_s.
     Returns: G trajectories in no particular order; those that the engine aborted carry an error and are not valid.
     Raises: as RolloutEngine.generate.
     """
     completions = await engine.generate(
-        prompt.token_ids, max_tokens=max_tokens, temperature=temperature, samples=samples, deadline_s=deadline_s
+        prompt.token_ids, max_tokens=max_tokens, temperature=temperature, samples=samples, topk=topk, deadline_s=deadline_s
     )
     return tuple(to_trajectory(prompt, completion, tokenizer) for completion in completions)
 
@@ -49,6 +51,7 @@ def to_trajectory(prompt: Prompt, completion: Completion, tokenizer: Tokenizer) 
         behavior_logprobs=completion.logprobs,
         version_spans=completion.version_spans,
         finish_reason=completion.finish_reason,
+        top_logprobs=completion.top_logprobs,
         text=tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
         error="the engine aborted the request" if is_aborted else None,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -44,6 +46,28 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The K most likely tokens at each of T positions, row after row; compact, because a trajectory may have K times 10,000 of them."""
+
+    k: int
+    ids: array[int]
+    """[T * K] 32-bit token ids, the most likely first."""
+    logprobs: array[float]
+    """[T * K] float32: their logprobs, under the sampling temperature."""
+
+    @classmethod
+    def of(cls, k: int, rows: Iterable[Iterable[tuple[float, int]]]) -> TopLogprobs:
+        """From (logprob, token id) pairs, row by row."""
+        pairs = [pair for row in rows for pair in row]
+        return cls(k, array("i", (token for _, token in pairs)), array("f", (logprob for logprob, _ in pairs)))
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return len(self.ids) // self.k
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One sampled answer."""
 
@@ -56,6 +80,8 @@ class Trajectory:
     version_spans: tuple[VersionSpan, ...]
     """In order, without gaps, over all response tokens."""
     finish_reason: FinishReason
+    top_logprobs: TopLogprobs | None = None
+    """The behaviour policy's most likely tokens at each response token, where the correction needs them."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from correction import PRESETS, CorrectionConfig
+from correction import PRESETS, CorrectionConfig, needs_topk
 from correction.config import Part
 
 
@@ -67,3 +67,11 @@ def test_torch_and_pydantic_are_enough():
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_top_k_logprobs_are_asked_for_where_a_part_needs_them():
+    assert {name: needs_topk(CorrectionConfig(preset=name)) for name in ("dppo-topk-tv", "dppo-topk-kl", "dppo-binary-tv", "mis-full")} == {
+        "dppo-topk-tv": 20, "dppo-topk-kl": 20, "dppo-binary-tv": 0, "mis-full": 0,
+    }  # fmt: skip
+    criterion = {"statistic": "topk_kl", "ratio": "q", "upper": 0.1}
+    assert needs_topk(CorrectionConfig(preset="ppo", rejection=[criterion], topk=7)) == 7

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from correction import CorrectionConfig, correct, policy_loss
+from correction import CorrectionConfig, correct, loss_metrics, policy_loss
 from correction.objectives import clipped_loss, gamma_coefficient, score_loss, soft_gate_loss
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
@@ -177,3 +177,15 @@ def test_dppo_example_of_the_paper():
     assert moves("ppo") == [False, True]
     assert moves("dppo-binary-tv") == [True, False]
     assert moves("dppo-binary-kl") == [True, False]
+
+
+def test_bounded_coefficients_are_counted():
+    """q of the worked example is above 3 at one token; the product of q is 1.94 for the sequence of negative advantage, and 0.48 and 1.01
+    for the others, which TOPR leaves alone."""
+    batch = worked_example()
+    for preset, share in (("pg-tis", 1 / 9), ("topr", 3 / 9), ("cispo", 0.0)):
+        config = CorrectionConfig(preset=preset)
+        partials = policy_loss(correct(batch, config), flat_log(THETA), config).partials
+        assert loss_metrics(partials, config)["bounded_fraction"] == pytest.approx(share)
+    config = CorrectionConfig(preset="pg-is")
+    assert "bounded_fraction" not in loss_metrics(policy_loss(correct(batch, config), flat_log(THETA), config).partials, config)

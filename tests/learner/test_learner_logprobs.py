@@ -45,6 +45,28 @@ def test_values_and_gradients_equal_log_softmax(temperature: float, chunk: int, 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_several_targets_at_a_position_equal_log_softmax(chunk: int) -> None:
+    """Sampled token and top-K ids in one pass: values, and gradients of a loss that weighs every column, entropy included."""
+    hidden, weight, _ = case()
+    generator = torch.Generator().manual_seed(2)
+    targets = torch.stack([torch.randperm(50, generator=generator)[:6] for _ in hidden])
+    targets[:, 1] = targets[:, 0]  # the sampled token is mostly among the K: its gradients add up
+    factors, entropy_factors = torch.randn(targets.shape, generator=generator), torch.randn(len(targets), generator=generator)
+    results = []
+    for is_ours in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if is_ours:
+            logprobs, entropies = head_logprobs(h, w, targets, temperature=0.7, chunk_tokens=chunk)
+        else:
+            log_p = torch.log_softmax(h @ w.t() / 0.7, -1)
+            logprobs, entropies = log_p.gather(1, targets), -(log_p.exp() * log_p).sum(-1)
+        ((factors * logprobs).sum() + (entropy_factors * entropies).sum()).backward()
+        results.append((logprobs.detach(), entropies.detach(), h.grad, w.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
 def test_float64_gradients_by_finite_differences() -> None:
     """Independent of any formula for the derivative: central differences of the function itself."""
     hidden, weight, targets = case(count=4, width=5, vocab=7)

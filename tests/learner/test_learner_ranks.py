@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from learner_cases import grouped_batch, largest_difference, learner_on, random_batch, run_ranks, save_model, weights
+from learner_cases import VOCAB, grouped_batch, largest_difference, learner_on, random_batch, run_ranks, save_model, weights
 from test_learner_step import TIS, off_policy_batch, poisoned
 
+from correction.batch import PackedBatch
+from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.errors import ConfigError
 from learner.checkpoint import is_complete
@@ -19,6 +22,7 @@ from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "clip_grad": 0.5, "tokens_per_microbatch": 150}
+TOPK = CorrectionConfig(preset="dppo-topk-tv", topk=4, objective={"gate": {"threshold": 0.45}})
 KEPT = TIS.model_copy(update={"denominator": TIS.denominator.model_copy(update={"count": "kept"})})
 
 
@@ -70,6 +74,42 @@ def test_two_ranks_equal_one(tmp_path: Path, split: str) -> None:
     assert both[0]["microbatches"] == ([2, 2, 1, 1] if split == "data_parallel" else one["microbatches"])  # half each; 1 where one is blank
     with learner_on(tmp_path / "saved") as learner:
         assert all(torch.equal(tensor, both[0]["weights"][name]) for name, tensor in weights(learner).items())
+
+
+def topk_batch(learner: LearnerRank) -> PackedBatch:
+    """K = 4 random ids, every other time with the sampled token among them, and random probabilities of up to 1/4 for them."""
+    batch = off_policy_batch(learner)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:4] for _ in range(batch.num_tokens)])
+    ids[::2, 0] = batch.token_ids[::2]
+    logprobs = (torch.rand(ids.shape, generator=generator) / 4).log()
+    return replace(batch, proximal_logprobs=None, topk_ids=ids, topk_logprobs=logprobs)
+
+
+def topk_step(learner: LearnerRank) -> dict[str, Any]:
+    batch = topk_batch(learner)
+    result = learner.step(correct(batch, TOPK), TOPK, step=0)
+    return {"loss": result.loss, "norm": result.grad_norm, "clipped": result.metrics["clip_fraction"], "weights": weights(learner)}
+
+
+def topk_on_a_rank(rank: int, ranks: int, port: int, folder: Path, split: str) -> dict[str, Any]:
+    learner = LearnerRank(LearnerConfig(**{split: ranks}, **SETTINGS), rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    found = topk_step(learner)
+    learner.close()
+    return found
+
+
+def test_top_k_lookup_split_over_the_vocabulary(tmp_path: Path) -> None:
+    """The ids of one token lie on both ranks; which tokens the trust region blocks depends on all of them."""
+    folder = save_model(tmp_path / "m", tie=False)
+    with learner_on(folder, **SETTINGS) as learner:
+        one = topk_step(learner)
+    assert 0.02 < one["clipped"] < 0.9, "the gate must block some tokens and not all"
+    for found in run_ranks(topk_on_a_rank, folder, "tensor_parallel"):
+        for name in ("loss", "norm", "clipped"):
+            assert found[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7)
+        assert largest_difference(found["weights"], one["weights"]) < 1e-4
 
 
 def poisoned_step(rank: int, ranks: int, port: int, folder: Path) -> tuple[int, bool]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,31 @@ def off_policy_batch(learner: LearnerRank, seed: int = 0, **options: float) -> P
     now = learner.logprobs(batch)
     proximal = with_noisy_behavior(batch, now, std=0.25, seed=5).behavior_logprobs
     return replace(with_noisy_behavior(batch, proximal, std=0.6, seed=6), proximal_logprobs=proximal)
+
+
+def test_top_k_ids_are_looked_up_at_their_own_tokens(tmp_path: Path) -> None:
+    """Where behaviour logprobs and table are Hugging Face's own, every divergence is 0 and no token is blocked; with the table's rows
+    moved by one token nearly half of them are: those that move out."""
+    gate = {"kind": "divergence", "divergence": "topk_tv", "threshold": 1e-4}
+    config = CorrectionConfig(preset="dppo-topk-tv", topk=5, objective={"gate": gate})
+    folder = save_model(tmp_path / "m")
+    batch = random_batch(temperature=0.8)
+    ids = torch.stack([torch.randperm(96, generator=torch.Generator().manual_seed(i))[:5] for i in range(batch.num_tokens)])
+    with torch.no_grad():
+        model = hf_model(folder)
+        rows = []
+        for start, end in itertools.pairwise(batch.offsets.tolist()):
+            logits = model(batch.token_ids[None, start:end]).logits[0]
+            rows += [torch.zeros(1, 96), torch.log_softmax(logits[:-1] / 0.8, -1)]
+        log_p = torch.cat(rows)
+        behavior = log_p.gather(1, batch.token_ids[:, None])[:, 0]
+    batch = replace(batch, behavior_logprobs=behavior, topk_ids=ids, topk_logprobs=log_p.gather(1, ids))
+    assert batch.topk_logprobs is not None
+    moved = replace(batch, topk_logprobs=batch.topk_logprobs.roll(1, 0))
+    for table, lowest, highest in ((batch, 0.0, 0.0), (moved, 0.2, 0.8)):
+        with learner_on(folder, learning_rate=1e-3) as learner:
+            blocked = learner.step(correct(table, config), config, step=0).metrics["clip_fraction"]
+        assert lowest <= blocked <= highest
 
 
 def ppo_with_truncated_weights(model: torch.nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from correction.checksum import tensor_checksum
-from correction.errors import DataError, EngineDirty, SyncError
+from correction.errors import ConfigError, DataError, EngineDirty, SyncError
 from correction.weight_spec import WeightSpec
 from learner.broadcast import WeightBroadcaster
 from rollout.completion import Completion
@@ -68,6 +68,59 @@ def test_behavior_logprobs_equal_a_float32_forward(
     assert len(behavior) == 16 * 48
     assert largest_difference(behavior, proximal) < TOLERANCE
     assert k3(behavior, proximal) < 1e-11
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_top_k_logprobs_equal_a_float32_forward(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, temperature: float
+) -> None:
+    """Sixteen requests together, half of them without: ids are those of the K largest logits, logprobs those of log_softmax(logits / T)."""
+    asked, k = prompts(16, 12, seed=11), 5
+
+    async def sample() -> list[list[Completion]]:
+        requests = (
+            engine.generate(p, max_tokens=30, temperature=temperature, topk=k * (i % 2), ignore_stop=True) for i, p in enumerate(asked)
+        )
+        return await asyncio.gather(*requests)
+
+    sampled = [completions[0] for completions in engine_loop.run(sample())]
+    model = hf_model(tiny_model)
+    for prompt, completion in list(zip(asked, sampled, strict=True))[1::2]:
+        top = completion.top_logprobs
+        assert top is not None and top.positions == 30
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1].double()
+        values, ids = torch.log_softmax(logits / temperature, -1).topk(k, -1)
+        assert top.ids.tolist() == ids.flatten().tolist()
+        assert largest_difference(top.logprobs.tolist(), values.flatten().tolist()) < TOLERANCE
+    assert all(completion.top_logprobs is None for completion in sampled[::2])
+
+
+def test_top_k_logprobs_go_on_across_an_update(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    """A retracted request keeps the rows of its tokens, and gets those of the new weights for the rest."""
+    new, prompt = perturbed(tiny_weights(tiny_model), seed=5), prompts(1, 12, seed=12)[0]
+
+    async def run() -> Completion:
+        running = asyncio.ensure_future(engine.generate(prompt, max_tokens=200, topk=3, ignore_stop=True))
+        await some_tokens(engine)
+        await engine.update_weights(engine.version + 1, buckets_of(new, 1))
+        return (await running)[0]
+
+    completion = engine_loop.run(run())
+    top = completion.top_logprobs
+    assert completion.retractions == 1 and top is not None and top.positions == 200
+    for span, weights in zip(completion.version_spans, (None, new), strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([[*prompt, *completion.token_ids]])
+            logits = hf_model(tiny_model, weights)(ids).logits[0, len(prompt) - 1 : -1].double()[span.start : span.end]
+        values = torch.log_softmax(logits, -1).topk(3, -1).values
+        assert largest_difference(top.logprobs[3 * span.start : 3 * span.end].tolist(), values.flatten().tolist()) < TOLERANCE
+
+
+def test_more_top_k_logprobs_than_the_vocabulary_has_are_refused(engine: RolloutEngine) -> None:
+    engine.check_topk(engine.vocab_size)
+    with pytest.raises(ConfigError, match=r"correction.topk = 513: the model's vocabulary has 512"):
+        engine.check_topk(engine.vocab_size + 1)
 
 
 def test_sampler_samples_from_the_distribution_that_it_reports(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from correction.batch import PackedBatch
 from correction.errors import DataError
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
 from rollout.packing import PackingCounts, is_trainable, overlong_penalty, pack_groups
-from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
+from rollout.trajectory import FinishReason, Group, Prompt, TopLogprobs, Trajectory, VersionSpan
 
 PROMPT_IDS = (7, 8, 9)
 MAX_TOKENS = 6
@@ -169,3 +170,32 @@ def test_an_estimator_that_divides_by_zero_is_refused() -> None:
             [group(1, trajectory(1.0), trajectory(1.0))], learner_version=0, overlong=TrainOverlong(), max_tokens=MAX_TOKENS,
             advantage=lambda rewards, ids: (rewards - rewards.mean()) / rewards.std() * math.inf,
         )  # fmt: skip
+
+
+def with_top(one: Trajectory, k: int, first: int) -> Trajectory:
+    """Ids count up from `first`; the logprob of id i is -i / 8, which float32 holds exactly."""
+    rows = [[(-(first + t * k + j) / 8, first + t * k + j) for j in range(k)] for t in range(len(one.response_ids))]
+    return replace(one, top_logprobs=TopLogprobs.of(k, rows))
+
+
+def test_top_k_logprobs_stand_at_their_tokens_also_after_pickling() -> None:
+    pair = group(1, with_top(trajectory(1.0, 2), 2, 30), with_top(trajectory(0.0, 1), 2, 50))
+    batch, _ = pack(pickle.loads(pickle.dumps(pair)))
+    assert batch.topk_ids is not None and batch.topk_logprobs is not None
+    nothing = [[0, 0]] * 3
+    assert batch.topk_ids.tolist() == [*nothing, [30, 31], [32, 33], *nothing, [50, 51]]
+    assert batch.topk_logprobs.tolist() == [*nothing, [-3.75, -3.875], [-4.0, -4.125], *nothing, [-6.25, -6.375]]
+    assert (batch.topk_ids.dtype, batch.topk_logprobs.dtype) == (torch.int64, torch.float32)
+    assert batch.select([1]).topk_ids.tolist() == [*nothing, [50, 51]]
+    assert pack(group(1, trajectory(1.0), trajectory(0.0)))[0].topk_ids is None
+
+
+@pytest.mark.parametrize("other", ["none", "another k", "too short"])
+def test_top_k_logprobs_of_some_tokens_alone_are_refused(other: str) -> None:
+    one, two = with_top(trajectory(1.0, 2), 2, 30), trajectory(0.0, 2)
+    if other != "none":
+        two = with_top(two, 3 if other == "another k" else 2, 50)
+    if other == "too short":
+        two = replace(two, response_ids=(20, 21, 22), behavior_logprobs=(-0.5,) * 3, version_spans=(VersionSpan(4, 0, 3),))
+    with pytest.raises(DataError, match="top-K logprobs"):
+        pack(group(1, one, two))

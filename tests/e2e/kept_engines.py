@@ -1,0 +1,323 @@
+"""One SGLang engine and one learner, kept alive over many short runs with different corrections.
+
+Starting an engine takes longer than a short run; a comparison of forty presets, or of forty seeds, needs one engine for all of them.
+The parts are the product's own: engine, reward processes, packing, correction, Megatron rank, weight transfer. What the service and the
+controller do with actors and queues is a plain loop here, so the order of everything is fixed: with max_staleness D, the batch of step k
+is sampled, while the learner trains, with the weights of version k - D (of the start, for the first ones).
+
+    with KeptEngines.start(recipe(model_folder)) as kept:
+        record = kept.run("mis-full", steps=20, seed=3)
+        record.steps[-1]["k3_kl"], record.checksum
+        other = kept.replay("tis-token", record)            # the same groups, bit for bit: only the correction differs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.config import RunConfig
+from actors.config_tools import load_config
+from actors.init_model import init_model_folder
+from correction.advantages import group_advantages
+from correction.batch import PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import correct, defer, needs_proximal_forward
+from correction.diagnostics import diagnose
+from correction.sense import needs_topk
+from learner.learner_rank import LearnerRank
+from learner.step import StepResult
+from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.engine import RolloutEngine
+from rollout.packing import pack_groups
+from rollout.rewards import RewardPool
+from rollout.sampling import sample_trajectories
+from rollout.tasks import build_task
+from rollout.trajectory import Group, Prompt, Trajectory
+from tests.conftest import BackgroundLoop
+
+RECIPE = Path(__file__).with_name("kept_engines.yaml")
+_DRAWS = 4
+"""Prompts tried for each place in a batch before groups whose rewards are all alike are taken."""
+
+
+def recipe(model: Path, *overrides: str, path: Path = RECIPE) -> RunConfig:
+    """A recipe on a model folder, which is made first if it is not there."""
+    config = load_config(RunConfig, path, [f"model={model}", *overrides])
+    init_model_folder(config, if_missing=True, say=lambda _: None)
+    return config
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run trains, beside its correction."""
+
+    seed: int = 0
+    """Of the questions, the split into minibatches and the noise; sampling in the engine is not repeatable."""
+    learning_rate: float | None = None
+    """None: the recipe's."""
+    optimizer_steps_per_batch: int = 2
+    tokens_per_microbatch: int | None = None
+    """None: the recipe's. Another number changes nothing but the rounding of sums."""
+    mu_noise: float = 0.0
+    """Standard deviation, nats, of Gaussian noise on the behaviour logprobs of trained tokens; none gets above 0."""
+    topk: int = 0
+    """Most likely tokens to keep at each position though the correction needs none: for replays by one that does."""
+    detailed: bool = False
+    """With the costlier diagnostics."""
+
+
+@dataclass
+class RunRecord:
+    """What a run did."""
+
+    correction: CorrectionConfig
+    first_version: int
+    """The learner's version at its first step."""
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """For each step: correction.diagnostics by their names; the loss's numbers as "loss/..."; reward_mean (of all sampled groups),
+    reward_trained_mean, entropy, grad_norm, learning_rate, optimizer_steps, skipped_steps, groups, tokens, and the seconds of
+    generate_s, train_s, sync_s, step_s."""
+    batches: list[list[Group]] = field(default_factory=list)
+    """The groups of each step, as they were sampled."""
+    checksum: str = ""
+    """Of all weights after the last step."""
+    weights: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
+    """[parameters] float32: all weights after the last step, in a row."""
+
+    def series(self, name: str) -> list[float]:
+        """One number over the steps; not a number where a step has none."""
+        return [step.get(name, float("nan")) for step in self.steps]
+
+
+class KeptEngines:
+    """Use `start`, and as a context manager. One run at a time."""
+
+    def __init__(self, config: RunConfig, loop: BackgroundLoop, engine: RolloutEngine, rewards: RewardPool) -> None:
+        self.config, self.engine = config, engine
+        self._loop, self._rewards = loop, rewards
+        self._tokenizer = load_tokenizer(config.model)
+        self._task = build_task(config.rollout.task, ChatEncoder.for_task(self._tokenizer, config.rollout.task))
+        self._learner: LearnerRank | None = None
+        self._next_group = 0
+
+    @classmethod
+    def start(cls, config: RunConfig) -> KeptEngines:
+        """Start the engine and the reward processes (20 to 90 s); the learner of a run starts with the run."""
+        loop = BackgroundLoop()
+
+        async def begin() -> tuple[RolloutEngine, RewardPool]:
+            rewards = RewardPool(config.rollout.reward, config.rollout.task)
+            await rewards.check()
+            return await RolloutEngine.start(config.model, config.rollout.engine, name="kept engine"), rewards
+
+        return cls(config, loop, *loop.run(begin()))
+
+    def __enter__(self) -> KeptEngines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        async def end() -> None:
+            await self.engine.shutdown()
+            await self._rewards.close()
+
+        self._loop.run(end())
+        self._loop.stop()
+        if self._learner is not None:
+            self._learner.close()
+
+    def run(self, correction: CorrectionConfig | str, *, steps: int, max_staleness: int = 1, **settings: Any) -> RunRecord:
+        """Train from the start weights and a fresh optimizer.
+
+        Args:
+            correction: settings, or a preset's name.
+            max_staleness: versions by which a batch trails the learner; 0 samples with the newest weights.
+            settings: of RunSettings.
+        """
+        run = self._begin(correction, self.engine.version + 1, RunSettings(**settings))
+        self._sync(run)
+        position = run.settings.seed * 1_000_003  # each seed has questions of its own
+        waiting: deque[tuple[list[Group], dict[str, float]]] = deque()
+        for _ in range(max_staleness):
+            waiting.append(self._loop.run(self._sample(position, run)))
+            position += self.config.groups_per_step * _DRAWS
+        for step in range(steps):
+            began = time.monotonic()
+            sampling = self._loop.start(self._sample(position, run))
+            position += self.config.groups_per_step * _DRAWS
+            if max_staleness == 0:
+                waiting.append(sampling.result())
+            groups, sampled = waiting.popleft()
+            numbers = run.step(step, groups)
+            if max_staleness > 0:
+                waiting.append(sampling.result())
+            synced = self._sync(run)
+            run.record.steps.append(numbers | sampled | {"sync_s": synced, "step_s": time.monotonic() - began})
+        return run.finish()
+
+    def replay(self, correction: CorrectionConfig | str, of: RunRecord, *, steps: int | None = None, **settings: Any) -> RunRecord:
+        """Train on the groups of another run, weight versions included, without the engine.
+
+        Two replays with equal settings end alike, bit for bit: where they don't, the correction made the difference.
+        """
+        run = self._begin(correction, of.first_version, RunSettings(**settings))
+        for step, groups in enumerate(of.batches[:steps]):
+            began = time.monotonic()
+            run.record.steps.append(run.step(step, groups) | {"step_s": time.monotonic() - began})
+        return run.finish()
+
+    def _begin(self, correction: CorrectionConfig | str, version: int, settings: RunSettings) -> _Run:
+        parts = CorrectionConfig(preset=correction) if isinstance(correction, str) else correction
+        config = self.config.learner.model_copy(
+            update={
+                "optimizer_steps_per_batch": settings.optimizer_steps_per_batch,
+                "seed": self.config.learner.seed + settings.seed,
+                "learning_rate": settings.learning_rate or self.config.learner.learning_rate,
+                "tokens_per_microbatch": settings.tokens_per_microbatch or self.config.learner.tokens_per_microbatch,
+            }
+        )
+        self._learner = LearnerRank(config)
+        self._learner.load(self.config.model)
+        if parts.kl.coefficient > 0 and parts.kl.anchor == "reference":
+            self._learner.load_reference(self.config.model)
+        return _Run(self.config, self._learner, parts, version, settings)
+
+    def _sync(self, run: _Run) -> float:
+        """Send the learner's weights to the engine; returns the seconds that it took."""
+        began = time.monotonic()
+        buckets = [bucket.tensors for bucket in run.learner.weight_buckets()]
+        self._loop.run(self.engine.update_weights(run.version, buckets))
+        return time.monotonic() - began
+
+    async def _sample(self, position: int, run: _Run) -> tuple[list[Group], dict[str, float]]:
+        """Scored groups for one batch, at the engine's present weights, and what sampling them was like."""
+        began = time.monotonic()
+        version, topk = self.engine.version, max(needs_topk(run.record.correction), run.settings.topk)
+        wanted = self.config.groups_per_step
+        sampled: list[Group] = []
+        kept: list[Group] = []
+        spare: list[Group] = []
+        for draw in range(_DRAWS if self.config.dynamic_sampling else 1):
+            places = range(position + draw * wanted, position + draw * wanted + wanted - len(kept))
+            groups = await asyncio.gather(*(self._group(self._task.train_prompt(place), version, topk) for place in places))
+            sampled += groups
+            for group in groups:
+                is_useful = len(group.valid) >= 2 and not (self.config.dynamic_sampling and group.is_uniform)
+                (kept if is_useful else spare).append(group)
+            if len(kept) == wanted:
+                break
+        rewards = [t.reward for group in sampled for t in group.valid if t.reward is not None]
+        kept = (kept + [group for group in spare if len(group.valid) >= 2])[:wanted]
+        return kept, {"reward_mean": statistics.fmean(rewards), "sampled_groups": len(sampled), "generate_s": time.monotonic() - began}
+
+    async def _group(self, prompt: Prompt, version: int, topk: int) -> Group:
+        sampling = self.config.rollout.sampling
+        trajectories = await sample_trajectories(
+            self.engine,
+            self._tokenizer,
+            prompt,
+            samples=sampling.samples_per_group,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            topk=topk,
+        )
+        self._next_group += 1
+        group_id = self._next_group
+        scored: Sequence[Trajectory] = await self._rewards.score(trajectories, prompt)
+        return Group(group_id=group_id, prompt=prompt, trajectories=tuple(scored), admitted_version=version)
+
+
+class _Run:
+    """The learner's side of one run."""
+
+    def __init__(self, config: RunConfig, learner: LearnerRank, correction: CorrectionConfig, version: int, settings: RunSettings) -> None:
+        self.learner, self.version, self.settings = learner, version, settings
+        self.record = RunRecord(correction, version)
+        self._config = config
+        self._noise = torch.Generator().manual_seed(settings.seed)
+        self._needs_forward = needs_proximal_forward(correction, learner.config.total_optimizer_steps_per_batch)
+
+    def step(self, step: int, groups: list[Group]) -> dict[str, float]:
+        """Pack, correct, train, diagnose, as the service and the learner do; the version grows by one."""
+        began = time.monotonic()
+        correction = self.record.correction
+        batch = self._with_forwards(self._noisy(self._pack(groups)))
+        corrected = (correct if self._needs_forward else defer)(batch, correction)
+        result = self.learner.step(corrected, correction, step=step)
+        if corrected.is_deferred:
+            batch = replace(batch, proximal_logprobs=result.target_logprobs)
+            corrected = correct(batch, correction)
+        numbers = diagnose(batch, corrected, result.target_logprobs, config=correction, detailed=self.settings.detailed)
+        self.version += 1
+        self.record.batches.append(groups)
+        return dict(numbers) | _learner_numbers(result) | _batch_numbers(groups) | {"train_s": time.monotonic() - began}
+
+    def finish(self) -> RunRecord:
+        checksums = sorted(self.learner.weight_checksums().items())
+        weights = (tensor for bucket in self.learner.weight_buckets() for tensor in bucket.tensors.values())
+        self.record.weights = torch.cat([tensor.flatten().float() for tensor in weights])
+        self.record.checksum = hashlib.blake2b(repr(checksums).encode(), digest_size=16).hexdigest()
+        return self.record
+
+    def _pack(self, groups: list[Group]) -> PackedBatch:
+        part, sampling = self.record.correction.advantage, self._config.rollout.sampling
+        batch, _ = pack_groups(
+            groups,
+            learner_version=self.version,
+            advantage=partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon),
+            overlong=self._config.rollout.overlong,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+        )
+        if needs_topk(self.record.correction) == 0:
+            batch = replace(batch, topk_ids=None, topk_logprobs=None)
+        return batch
+
+    def _noisy(self, batch: PackedBatch) -> PackedBatch:
+        if self.settings.mu_noise == 0:
+            return batch
+        noise = torch.randn(batch.num_tokens, generator=self._noise) * self.settings.mu_noise
+        behavior: Tensor = torch.where(batch.loss_mask, (batch.behavior_logprobs + noise).clamp(max=0), batch.behavior_logprobs)
+        if batch.topk_ids is None or batch.topk_logprobs is None:
+            return replace(batch, behavior_logprobs=behavior)
+        is_sampled = (batch.topk_ids == batch.token_ids[:, None]) & batch.loss_mask[:, None]
+        listed = torch.where(is_sampled, behavior[:, None], batch.topk_logprobs)
+        return replace(batch, behavior_logprobs=behavior, topk_logprobs=listed)
+
+    def _with_forwards(self, batch: PackedBatch) -> PackedBatch:
+        kl = self.record.correction.kl
+        proximal = self.learner.logprobs(batch) if self._needs_forward else None
+        reference = self.learner.reference_logprobs(batch) if kl.coefficient > 0 and kl.anchor == "reference" else None
+        return replace(batch, proximal_logprobs=proximal, reference_logprobs=reference)
+
+
+def _learner_numbers(result: StepResult) -> dict[str, float]:
+    numbers = {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        "optimizer_steps": result.optimizer_steps,
+        "skipped_steps": result.skipped_steps,
+        "tokens": result.tokens,
+        "trained_tokens": result.trained_tokens,
+    }
+    if result.entropy is not None:
+        numbers["entropy"] = result.entropy
+    return numbers | {f"loss/{name}": value for name, value in result.metrics.items()}
+
+
+def _batch_numbers(groups: list[Group]) -> dict[str, float]:
+    rewards = [t.reward for group in groups for t in group.valid if t.reward is not None]
+    return {"reward_trained_mean": statistics.fmean(rewards), "groups": len(groups)}
