@@ -10,7 +10,6 @@ Diagnostics run in a thread of their own, one batch after the other, so that dra
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -113,7 +112,6 @@ class CorrectionService:
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
         self._last: PreparedBatch | None = None
         self._scatter = ScatterReservoir()
-        gc.freeze()  # a full garbage collection need not walk through all that the imports made
 
     async def learner_reached(self, version: int) -> None:
         """The learner stands at `version` and is idle: forwards for the batch of that version may run."""

@@ -132,7 +132,10 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
         await scene.service.learner_reached(0)
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.service.next_batch(0))
-        await scene.put(*[answered(tickets[i]) for i in order])
+        await scene.put(*[answered(tickets[i]) for i in order[:2]])
+        while not scene.learner.asked:  # the queue gives groups out by the handful
+            await asyncio.sleep(0.01)
+        await scene.put(*[answered(tickets[i]) for i in order[2:]])
         prepared = await waiting
         batch = prepared.corrected.batch
         assert len(scene.learner.asked) == 2

@@ -236,7 +236,7 @@ def test_a_wait_for_the_published_weights_says_so_and_ends(monkeypatch: pytest.M
         scene = Scene(monkeypatch, behind={"0"}, worker_s=0.7)
         await scene.begin()
         missing = r"\(1 workers joined, 0 of them with these weights, 0 starting\)"
-        what = r"group \d <- a rollout worker with weights v0: not done in 1 s " + missing
+        what = r"groups \[\d\] <- a rollout worker with weights v0: not done in 1 s " + missing
         with pytest.raises(DeadlineExceeded, match=what):
             await scene.pool.raise_on_failure()
         notices = [event for event in scene.events if event.startswith("waiting ")]
