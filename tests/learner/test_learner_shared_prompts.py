@@ -133,9 +133,10 @@ def test_tiles_waste_little() -> None:
 
 
 def test_a_long_answer_is_cut_into_tiles_that_meet_no_keys_beyond_their_end() -> None:
-    """300 rows after a prompt of 10: three parts of 100, with 110, 210 and 310 keys."""
+    """300 rows after a prompt of 10: three parts of 100 with 110, 210 and 310 keys; the larger two are similar: one padded call."""
     calls = pack(Layout((10,), (300, 300), (0, 0)), torch.device("cpu"))[1].tile_calls
-    assert [(tuple(call.query_rows.shape), call.key_rows.shape[1]) for call in calls] == [((2, 100), 310), ((2, 100), 210), ((2, 100), 110)]
+    assert [(tuple(call.query_rows.shape), call.key_rows.shape[1]) for call in calls] == [((4, 100), 310), ((2, 100), 110)]
+    assert [call.key_rows.gt(0).sum(1).tolist() for call in calls] == [[309, 309, 209, 209], [109, 109]]  # row 0 is a key, and the padding
 
 
 # The whole step
