@@ -4,15 +4,16 @@
     python benchmarks/early_warning.py --make-rlwatch /tmp/rlwatch      # once: rlwatch 0.5.1 in a virtual environment of its own
     python benchmarks/early_warning.py --rlwatch /tmp/rlwatch           # both
 
-The series are in benchmarks/series (record_collapse.py records them). A run has collapsed if the reward of its own samples has fallen, for good,
-under half of the best that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
+The series are in benchmarks/series (record_collapse.py records them). A run has collapsed if the reward of its own samples has fallen,
+for good, under half of the best that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
 Both systems are scored as they are shipped, and with thresholds that were chosen on the runs of even seeds, by the same rule from as many
-candidates; the scores are of the odd seeds, which nobody has looked at.
+candidates; the scores are of the odd seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import itertools
 import json
@@ -135,7 +136,9 @@ class Score:
     def lead(self) -> tuple[float, float, float]:
         """Lower quartile, median and upper quartile over all collapses; one that wasn't announced counts as 0."""
         leads = [*self.leads, *[0] * (self.collapsed - len(self.leads))]
-        low, middle, high = statistics.quantiles(leads, n=4, method="inclusive") if len(leads) > 1 else (*leads, *leads, *leads)
+        if len(leads) < 2:
+            return (*(leads or [math.nan]),) * 3
+        low, middle, high = statistics.quantiles(leads, n=4, method="inclusive")
         return low, middle, high
 
     @property
@@ -372,6 +375,7 @@ def main() -> None:
         {f"rlwatch, KL {kind}": Rlwatch(arguments.rlwatch, runs, name) for kind, name in RLWATCH_KL.items()} if arguments.rlwatch else {}
     )
     systems |= {name: other.warnings for name, other in others.items()}
+    systems = {name: functools.cache(system) for name, system in systems.items()}
     print(compare(runs, systems))
     held_out = halves(runs)[1]
     for name, system in systems.items():

@@ -41,7 +41,7 @@ from rollout.trajectory import Group  # noqa: E402
 from tests.e2e.kept_engines import KeptEngines, RunSettings, recipe  # noqa: E402
 
 SERIES = ROOT / "benchmarks" / "series"
-STEPS = 120
+STEPS = 100
 RAMP_STEPS = 20
 CORRECTION = CorrectionConfig(preset="decoupled-ppo", kl={"coefficient": 1e-9, "estimator": "k1"})
 """The penalty has no weight: it is there for its number, the KL to the start, which rlwatch reads."""
@@ -107,7 +107,7 @@ class Recorder(KeptEngines):
             sampled = []
             # One batch for the one that is trained, and more of them while the queue grows.
             while len(waiting) < now.max_staleness + 1:
-                groups, _ = self._loop.run(self._sample(position, run.version))
+                groups, _ = self._loop.run(self._sample(position, run))
                 position += self.config.groups_per_step
                 waiting.append(groups)
                 sampled.append(groups)
@@ -179,6 +179,8 @@ def main() -> None:
         for seed, condition, path in missing:
             if time.monotonic() - began > 60 * arguments.minutes:
                 break
+            if path.exists():  # another recorder has been here
+                continue
             started = time.monotonic()
             series = as_series(recorder.record(CONDITIONS[condition], seed=seed, steps=arguments.steps))
             write(path, condition, seed, series)
