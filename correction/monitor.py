@@ -1,13 +1,14 @@
 """Early warning: the diagnostics of a run against the run's own start.
 
 Mismatch is the earliest sign of a collapse, before entropy and gradient norm. Each symptom is followed on a log scale. Its level
-is the median of the last steps against the median of the first ones; its trend is the median of all slopes between two of
-the last steps (Theil-Sen). Both are held against the scatter of the first steps, and must be large in themselves: a tiny change is
-no news however sure. An event says when a symptom's state changes. Nothing is done about it here.
+is the median of the last steps against the median of the first ones; the last two steps alone are held against them as well, for jumps; its
+trend is the median of all slopes between two of the last steps (Theil-Sen). All are held against the scatter of the first steps, and must
+be large in themselves: a tiny change is no news however sure. An event says when a symptom's state changes. Nothing is done about it here.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
-alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 8 runs where a step keeps 0.8 of the one before), no alarms.
-tests/correction/test_monitor.py has these rates, and the delays on series that grow.
+alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 6 runs where a step keeps 0.8 of the one before), and as few
+alarms. tests/correction/test_monitor.py has these rates, and the delays on series that grow; benchmarks/early_warning.py scores the
+monitor on runs that collapsed, and its thresholds are from half of those.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class MonitorConfig(Part):
     """Values after those that say what is usual for this run; there is no event before."""
     level_steps: int = Field(default=8, ge=3)
     """Last values whose median is the level."""
-    jump_steps: int = Field(default=3, ge=1)
+    jump_steps: int = Field(default=2, ge=1)
     """The same for jumps: fewer values tell sooner, and must stand out further."""
     trend_steps: int = Field(default=24, ge=8)
     """Last values whose slopes are the trend."""
@@ -139,7 +140,7 @@ SYMPTOMS = (
         "bad_update_fraction",
         "tokens that the learner finds very unlikely are pushed down further",
         "set correction.preset: dppo-binary-tv, or tighten the lower clip",
-        offset=1e-3,
+        offset=2e-3,
     ),
     Symptom("broken_tokens", "logprobs or advantages are not finite", "look for overflow in engine or learner", offset=1.0, limit=1.0),
 )

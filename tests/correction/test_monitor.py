@@ -61,7 +61,7 @@ def test_growth_is_seen_in_time(rate):
 
 
 def test_a_jump_without_noise_to_the_step():
-    """5x from step 50 on: the median of 3 is there with the second new value, at step 51, and has been for three steps at 53."""
+    """5x from step 50 on: the median of 2 is their mean, at step 50 at sqrt(5) = 2.2x, from step 51 on at 5x, for three steps at 53."""
     assert first_growth(MonitorConfig(patience=3)) == {State.ALARM: (53, pytest.approx(5))}
 
 
