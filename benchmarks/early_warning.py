@@ -7,7 +7,7 @@
 The series are in benchmarks/series (record_collapse.py records them). A run has collapsed if the reward of its own samples has fallen,
 for good, under half of the best that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
 Both systems are scored as they are shipped, and with thresholds that were chosen on the runs of even seeds, by the same rule from as many
-candidates; the scores are of the odd seeds.
+candidates; the scores are of the odd seeds. What our monitor ships with is itself from the even seeds.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ SYMPTOMS = (
         "bad_update_fraction",
         "tokens that the learner finds very unlikely are pushed down further",
         "set correction.preset: dppo-binary-tv, or tighten the lower clip",
-        offset=2e-3,
+        offset=5e-3,
     ),
     Symptom("broken_tokens", "logprobs or advantages are not finite", "look for overflow in engine or learner", offset=1.0, limit=1.0),
 )

@@ -13,8 +13,10 @@ from benchmarks.early_warning import (
     choose,
     collapse_step,
     halves,
+    load_runs,
     monitor_config,
     monitor_warnings,
+    of,
     score,
 )
 from correction.monitor import MonitorConfig
@@ -110,3 +112,50 @@ def test_warnings_are_changes_for_the_worse():
     said = monitor_warnings(run([GOOD] * len(k3), k3_kl=k3))
     assert [(warned.what, warned.is_severe) for warned in said] == [("k3_kl", False), ("k3_kl", True)]
     assert 50 <= said[0].step < 60 and 80 <= said[1].step < 90
+
+
+def test_a_disturbance_grows_from_its_onset_on():
+    """20 steps from 1 version and the plain rate to 8 and four times it: half-way at the tenth, 1 + 7/2 versions rounded down."""
+    from benchmarks.record_collapse import CONDITIONS, Disturbance, at_step, onset_of
+
+    end = CONDITIONS["staleness"]
+    assert at_step(end, 29, onset=30) == Disturbance() and at_step(end, 49, onset=30) == at_step(end, 99, onset=30) == end
+    assert at_step(end, 39, onset=30) == Disturbance(rate_factor=2.5, max_staleness=4)
+    assert sorted(onset_of(seed) for seed in range(20)) == list(range(30, 50))
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The committed runs, and what our monitor says of each."""
+    runs = load_runs()
+    return runs, [monitor_warnings(one) for one in runs]
+
+
+def test_recorded_runs_by_outcome(recorded):
+    """As benchmarks/early_warning.py prints it; a run's condition doesn't decide, its reward does."""
+    runs, _ = recorded
+    collapsed = {}
+    for one in runs:
+        collapsed[one.condition] = collapsed.get(one.condition, 0) + (one.collapse is not None)
+    assert collapsed == {"healthy": 0, "learning_rate": 10, "noise": 10, "staleness": 9}
+    assert all(one.collapse > one.onset for one in runs if one.collapse is not None)
+
+
+def test_the_monitor_on_the_half_that_its_thresholds_are_not_from(recorded):
+    """The figures of docs/correction.md: every collapse is announced, and the undisturbed runs stay quiet."""
+    runs, said = recorded
+    _, held_out = halves(runs)
+    result = score(of(runs, held_out), of(said, held_out))
+    assert (len(result.leads), result.collapsed, result.runs) == (14, 14, 20)
+    assert result.lead == (9.25, 13.5, 17.25)
+    assert (result.false_alarms, result.disturbed) == (4, 1)
+    severe = score(of(runs, held_out), of(said, held_out), only_severe=True)
+    assert (len(severe.leads), severe.lead, severe.false_alarms) == (14, (9, 11.5, 14.5), 2)
+    assert not any(words for one, words in zip(runs, said, strict=True) if one.condition == "healthy")
+
+
+def test_the_thresholds_are_the_best_of_the_other_half(recorded):
+    """All 15 collapses of the even seeds are announced, half of them 17 steps ahead or more, and no run is disturbed."""
+    runs, said = recorded
+    fitted, _ = halves(runs)
+    assert score(of(runs, fitted), of(said, fitted)).merit == (1, 17)
