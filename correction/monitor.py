@@ -1,13 +1,14 @@
 """Early warning: the diagnostics of a run against the run's own start.
 
 Mismatch is the earliest sign of a collapse, before entropy and gradient norm. Each symptom is followed on a log scale. Its level
-is the median of the last steps against the median of the first ones; its trend is the median of all slopes between two of
-the last steps (Theil-Sen). Both are held against the scatter of the first steps, and must be large in themselves: a tiny change is
-no news however sure. An event says when a symptom's state changes. Nothing is done about it here.
+is the median of the last steps against the median of the first ones; the last two steps alone are held against them as well, for jumps; its
+trend is the median of all slopes between two of the last steps (Theil-Sen). All are held against the scatter of the first steps, and must
+be large in themselves: a tiny change is no news however sure. An event says when a symptom's state changes. Nothing is done about it here.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
-alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 8 runs where a step keeps 0.8 of the one before), no alarms.
-tests/correction/test_monitor.py has these rates, and the delays on series that grow.
+alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 6 runs where a step keeps 0.8 of the one before), and as few
+alarms. tests/correction/test_monitor.py has these rates, and the delays on series that grow; benchmarks/early_warning.py scores the
+monitor on runs that collapsed, and its thresholds are from half of those.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class MonitorConfig(Part):
     """Values after those that say what is usual for this run; there is no event before."""
     level_steps: int = Field(default=8, ge=3)
     """Last values whose median is the level."""
+    jump_steps: int = Field(default=2, ge=1)
+    """The same for jumps: fewer values tell sooner, and must stand out further."""
     trend_steps: int = Field(default=24, ge=8)
     """Last values whose slopes are the trend."""
     watch_growth: float = Field(default=2.0, gt=1)
@@ -137,7 +140,7 @@ SYMPTOMS = (
         "bad_update_fraction",
         "tokens that the learner finds very unlikely are pushed down further",
         "set correction.preset: dppo-binary-tv, or tighten the lower clip",
-        offset=1e-3,
+        offset=5e-3,
     ),
     Symptom("broken_tokens", "logprobs or advantages are not finite", "look for overflow in engine or learner", offset=1.0, limit=1.0),
 )
@@ -283,13 +286,22 @@ class Monitor:
         part = self._config
         if not series.is_ready(part):
             return State.OK
-        error = _MEDIAN_LOSS * series.scatter() * series.memory() * math.sqrt(1 / part.level_steps + 1 / part.baseline_steps)
-        shift = series.shift(part.level_steps)
-        if shift >= math.log(part.alarm_growth) and shift >= part.alarm_deviations * error:
+        if self._is_up(series, part.alarm_growth, part.alarm_deviations):
             return State.ALARM
-        if shift >= math.log(part.watch_growth) and shift >= part.watch_deviations * error:
+        if self._is_up(series, part.watch_growth, part.watch_deviations):
             return State.WATCH
+        shift, error = self._shift(series, part.level_steps)
         return State.WATCH if shift >= 2 * error and self._rises(series) else State.OK
+
+    def _is_up(self, series: _Series, growth: float, deviations: float) -> bool:
+        """The level of many last steps, or of the few that show a jump, is above the start's by this much and for sure."""
+        shifts = (self._shift(series, steps) for steps in (self._config.level_steps, self._config.jump_steps))
+        return any(shift >= math.log(growth) and shift >= deviations * error for shift, error in shifts)
+
+    def _shift(self, series: _Series, steps: int) -> tuple[float, float]:
+        """Level of the last steps above that of the start, and its standard error."""
+        error = _MEDIAN_LOSS * series.scatter() * series.memory() * math.sqrt(1 / steps + 1 / self._config.baseline_steps)
+        return series.shift(steps), error
 
     def _rises(self, series: _Series) -> bool:
         """The trend alone is worth watching."""
@@ -350,7 +362,7 @@ class Monitor:
         series = self._series.get(name)
         if series is None or not series.is_ready(self._config):
             return math.nan
-        return math.exp(series.shift(self._config.level_steps))
+        return math.exp(max(series.shift(self._config.level_steps), series.shift(self._config.jump_steps)))
 
 
 _CLUES = ("mismatch_k3_kl", "stale_k3_kl", *(f"bucket_rho_std_{k}" for k in range(len(BUCKET_EDGES) + 1)))

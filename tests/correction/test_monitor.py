@@ -61,14 +61,25 @@ def test_growth_is_seen_in_time(rate):
 
 
 def test_a_jump_without_noise_to_the_step():
-    """5x from step 50 on: the median of 8 moves with the 5th new value (of an even number: the mean of the middle two), then patience."""
-    monitor = Monitor(MonitorConfig(patience=3))
-    found = {}
+    """5x from step 50 on: the median of 2 is their mean, at step 50 at sqrt(5) = 2.2x, from step 51 on at 5x, for three steps at 53."""
+    assert first_growth(MonitorConfig(patience=3)) == {State.ALARM: (53, pytest.approx(5))}
+
+
+def test_the_level_of_many_steps_is_slower():
+    """The median of 8 moves with the 5th new value. At step 53 four of eight are new, the mean of the middle two is at sqrt(5) = 2.2x;
+
+    from step 54 on the median is at 5x, and has been for three steps at 56.
+    """
+    assert first_growth(MonitorConfig(patience=3, jump_steps=8)) == {State.ALARM: (56, pytest.approx(5))}
+
+
+def first_growth(config):
+    """{state: (step, growth)} of a series that jumps to 5x at step 50."""
+    monitor, found = Monitor(config), {}
     for step in range(80):
         for event in monitor.update(step, {"k3_kl": K3 * (5 if step >= 50 else 1)}):
             found[event.state] = step, event.growth
-    # Step 53: four of eight are new, the median is at sqrt(5) = 2.2x. From step 54 on it is at 5x, and has been for three steps at 56.
-    assert found == {State.ALARM: (56, pytest.approx(5))}
+    return found
 
 
 def test_small_changes_are_no_news_however_sure():

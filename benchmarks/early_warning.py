@@ -1,0 +1,388 @@
+"""Who warns earlier of a collapse: our monitor, or the detectors of rlwatch, on recorded runs of a nano model.
+
+    python benchmarks/early_warning.py                                  # ours alone
+    python benchmarks/early_warning.py --make-rlwatch /tmp/rlwatch      # once: rlwatch 0.5.1 in a virtual environment of its own
+    python benchmarks/early_warning.py --rlwatch /tmp/rlwatch           # both
+
+The series are in benchmarks/series (record_collapse.py records them). A run has collapsed if the reward of its own samples has fallen,
+for good, under half of the best that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
+Both systems are scored as they are shipped, and with thresholds that were chosen on the runs of even seeds, by the same rule from as many
+candidates; the scores are of the odd seeds. What our monitor ships with is itself from the even seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from correction.monitor import Monitor, MonitorConfig, State  # noqa: E402
+
+SERIES = ROOT / "benchmarks" / "series"
+RLWATCH = "rlwatch==0.5.1"
+SMOOTHING = 5
+"""Steps of the centred mean of the outcome."""
+COLLAPSED_SHARE = 0.5
+"""Of the best outcome so far, under which a run counts as lost."""
+LASTING = 10
+"""Steps, up to the end of the record, that a run must have stayed lost."""
+
+
+# -- runs and their outcome ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A recorded run."""
+
+    condition: str
+    seed: int
+    series: dict[str, list[float | None]]
+    """By name, one value for each step; None where a step had none."""
+    onset: int | None = None
+    """Step at which its disturbance began."""
+
+    @property
+    def outcome(self) -> list[float]:
+        """Mean reward of what the weights of each step sample (with staleness they are trained some steps later)."""
+        return [value or 0.0 for value in self.series["sampled_reward"]]
+
+    @property
+    def steps(self) -> int:
+        return len(self.series["sampled_reward"])
+
+    @property
+    def collapse(self) -> int | None:
+        return collapse_step(self.outcome)
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """What a monitor is given at a step."""
+        return {name: value for name, values in self.series.items() if (value := values[step]) is not None}
+
+
+def load_runs(folder: Path = SERIES) -> list[Run]:
+    """All recorded runs, by condition and seed."""
+    runs = []
+    for path in sorted(folder.glob("*.json.gz")):
+        record = json.loads(gzip.decompress(path.read_bytes()))
+        runs.append(Run(record["condition"], record["seed"], record["series"], record["settings"]["onset"]))
+    return runs
+
+
+def collapse_step(outcome: Sequence[float]) -> int | None:
+    """First step from which on the smoothed outcome stays under half of its best until then; None for a run that didn't collapse."""
+    half = SMOOTHING // 2
+    smooth = [statistics.fmean(outcome[max(0, k - half) : k + half + 1]) for k in range(len(outcome))]
+    best = list(itertools.accumulate(smooth, max))
+    is_lost = [value < COLLAPSED_SHARE * top for value, top in zip(smooth, best, strict=True)]
+    lost = len(list(itertools.takewhile(bool, reversed(is_lost))))
+    return len(outcome) - lost if lost >= LASTING else None
+
+
+# -- scores --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A system has spoken."""
+
+    step: int
+    what: str
+    """Symptom or detector."""
+    is_severe: bool
+    """An alarm of ours, a critical alert of rlwatch's."""
+
+
+@dataclass(slots=True)
+class Score:
+    """How a system did on a set of runs."""
+
+    runs: int = 0
+    collapsed: int = 0
+    leads: list[int] = field(default_factory=list)
+    """Of each collapse that was announced: steps from the first warning since the onset to it, >= 1."""
+    healthy_steps: int = 0
+    """All of a run that didn't collapse, and those before the onset of one that did."""
+    false_alarms: int = 0
+    """Warnings in healthy steps."""
+    disturbed: int = 0
+    """Runs that had one."""
+
+    @property
+    def detection(self) -> float:
+        """Share of the collapses that were announced."""
+        return len(self.leads) / self.collapsed if self.collapsed else math.nan
+
+    @property
+    def false_alarm_rate(self) -> float:
+        """For 100 healthy steps."""
+        return 100 * self.false_alarms / self.healthy_steps if self.healthy_steps else math.nan
+
+    @property
+    def lead(self) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile over all collapses; one that wasn't announced counts as 0."""
+        leads = [*self.leads, *[0] * (self.collapsed - len(self.leads))]
+        if len(leads) < 2:
+            return (*(leads or [math.nan]),) * 3
+        low, middle, high = statistics.quantiles(leads, n=4, method="inclusive")
+        return low, middle, high
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        """What thresholds are chosen by: share of collapses announced less share of runs with a false alarm, then the median lead."""
+        return self.detection - self.disturbed / self.runs, self.lead[1]
+
+
+def score(runs: Sequence[Run], warnings: Sequence[Sequence[Warned]], *, only_severe: bool = False) -> Score:
+    """Compare what a system said of each run with what became of it.
+
+    Args:
+        warnings: for each run.
+        only_severe: alarms alone.
+    """
+    result = Score(runs=len(runs))
+    for run, said in zip(runs, warnings, strict=True):
+        steps = [warned.step for warned in said if warned.is_severe or not only_severe]
+        healthy = run.steps if run.collapse is None or run.onset is None else min(run.onset, run.collapse)
+        false = sum(step < healthy for step in steps)
+        result.healthy_steps += healthy
+        result.false_alarms += false
+        result.disturbed += false > 0
+        if run.collapse is not None:
+            result.collapsed += 1
+            in_time = [step for step in steps if healthy <= step < run.collapse]
+            result.leads += [run.collapse - min(in_time)] if in_time else []
+    return result
+
+
+# -- the two systems -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A candidate for thresholds: factors on a system's own; 1 and 1 is as shipped."""
+
+    threshold: float = 1.0
+    """On every threshold: above 1 is less easily alarmed."""
+    time: float = 1.0
+    """On every window, baseline, warm-up and patience, in steps."""
+
+    def __str__(self) -> str:
+        return f"thresholds x {self.threshold:g}, windows x {self.time:g}"
+
+
+THRESHOLDS = (0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)
+TIMES = (0.25, 0.5, 1.0)
+CANDIDATES = tuple(Setting(threshold, time) for threshold in THRESHOLDS for time in TIMES)
+
+System = Callable[[Setting], list[list[Warned]]]
+"""What a system with these thresholds says of each run."""
+
+
+def monitor_config(setting: Setting) -> MonitorConfig:
+    """Ours, scaled: growths on the log scale, deviations, and all counts of steps, down to the smallest that are allowed."""
+    plain = MonitorConfig()
+    return MonitorConfig(
+        skip_steps=plain.skip_steps,
+        baseline_steps=max(round(plain.baseline_steps * setting.time), 8),
+        level_steps=max(round(plain.level_steps * setting.time), 3),
+        trend_steps=max(round(plain.trend_steps * setting.time), 8),
+        watch_growth=plain.watch_growth**setting.threshold,
+        alarm_growth=plain.alarm_growth**setting.threshold,
+        watch_deviations=plain.watch_deviations * setting.threshold,
+        alarm_deviations=plain.alarm_deviations * setting.threshold,
+        patience=plain.patience,
+    )
+
+
+def monitor_warnings(run: Run, config: MonitorConfig | None = None) -> list[Warned]:
+    """Every event of our monitor that is a change for the worse."""
+    monitor, said = Monitor(config), []
+    before: dict[str, State] = {}
+    for step in range(run.steps):
+        for event in monitor.update(step, run.numbers(step)):
+            if event.state.rank > before.get(event.name, State.OK).rank:
+                said.append(Warned(step, event.name, event.state is State.ALARM))
+            before[event.name] = event.state
+    return said
+
+
+RLWATCH_READS = {
+    "entropy": "entropy",
+    "reward_mean": "reward_mean",
+    "reward_std": "reward_std",
+    "advantage_std": "advantage_std",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+}
+"""rlwatch's argument -> our series. Single rewards are left out, as its integrations of trainers do: those of a task with right and
+wrong answers are always bimodal."""
+RLWATCH_KL = {"to the start": "reference_kl", "of the update": "target_k3_kl"}
+"""What trainers log as KL, and rlwatch then reads: to the reference model, or from the sampling policy to the trained one."""
+
+
+def rlwatch_changes(setting: Setting) -> dict[str, dict[str, float]]:
+    """rlwatch's configuration, scaled like ours; entropy counts from below, and its threshold has a factor of its own."""
+    t, s = setting.threshold, setting.time
+
+    def steps(count: int) -> int:
+        return max(round(count * s), 3)
+
+    return {
+        "entropy_collapse": {"threshold": 1.0 / t, "consecutive_steps": steps(50), "warmup_steps": steps(20)},
+        "kl_explosion": {"sigma_multiplier": 3.0 * t, "rolling_window": steps(100), "warmup_steps": steps(20)},
+        "reward_hacking": {"variance_multiplier": 3.0 * t, "baseline_window": max(steps(100), 20), "warmup_steps": steps(50)},
+        "advantage_variance": {"std_multiplier": 3.0 * t, "rolling_window": steps(100), "warmup_steps": steps(20)},
+        "gradient_norm_spike": {"sigma_multiplier": 3.0 * t, "rolling_window": steps(100), "warmup_steps": steps(20)},
+        "reward_mean_drift": {"consecutive_steps": steps(50), "min_drift_magnitude": 0.1 * t, "warmup_steps": steps(50)},
+    }
+
+
+class Rlwatch:
+    """rlwatch in a process of its own."""
+
+    def __init__(self, folder: Path, runs: Sequence[Run], kl: str) -> None:
+        reads = {**RLWATCH_READS, "kl_divergence": kl}
+        steps = [
+            [{name: v for name, ours in reads.items() if (v := run.series[ours][step]) is not None} for step in range(len(run.series[kl]))]
+            for run in runs
+        ]
+        command = [str(folder / "bin" / "python"), str(ROOT / "benchmarks" / "rlwatch_worker.py")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._tell(steps)
+
+    def warnings(self, setting: Setting) -> list[list[Warned]]:
+        self._tell(rlwatch_changes(setting) if setting != Setting() else {})
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("rlwatch's process ended; is its environment complete? Make it anew with --make-rlwatch")
+        return [[Warned(step, what, severity == "critical") for step, what, severity in said] for said in json.loads(line)]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _tell(self, value: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+
+def make_rlwatch(folder: Path) -> None:
+    """rlwatch in a virtual environment of its own."""
+    venv.create(folder, with_pip=True)
+    subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", RLWATCH], check=True)
+
+
+# -- the comparison ------------------------------------------------------------------------------------------------------
+
+
+def halves(runs: Sequence[Run]) -> tuple[list[int], list[int]]:
+    """Indices of the runs that thresholds are chosen on (even seeds), and of those that are scored."""
+    return [k for k, run in enumerate(runs) if run.seed % 2 == 0], [k for k, run in enumerate(runs) if run.seed % 2 == 1]
+
+
+def of(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    return [values[k] for k in indices]
+
+
+def choose(runs: Sequence[Run], system: System, indices: Sequence[int], *, only_severe: bool) -> Setting:
+    """The candidate of the greatest merit on some of the runs; among equals the one next to the shipped thresholds."""
+
+    def rank(setting: Setting) -> tuple[float, ...]:
+        result = score(of(runs, indices), of(system(setting), indices), only_severe=only_severe)
+        return (*result.merit, -abs(math.log(setting.threshold)) - abs(math.log(setting.time)))
+
+    return max(CANDIDATES, key=rank)
+
+
+def row(name: str, runs: Sequence[Run], warnings: Sequence[Sequence[Warned]], indices: Sequence[int], *, only_severe: bool) -> str:
+    result = score(of(runs, indices), of(warnings, indices), only_severe=only_severe)
+    low, middle, high = result.lead
+    return (
+        f"| {name} | {len(result.leads)} of {result.collapsed} | {middle:g} ({low:g} to {high:g}) | {result.false_alarm_rate:.2f} | "
+        f"{result.disturbed} of {result.runs} |"
+    )
+
+
+HEAD = """| system | collapses announced | lead, steps: median (quartiles) | false alarms in 100 healthy steps | runs with one |
+| --- | --- | --- | --- | --- |"""
+
+
+def compare(runs: Sequence[Run], systems: Mapping[str, System]) -> str:
+    """The table: each system as shipped and with chosen thresholds, at both of its levels, on the half that was not looked at."""
+    fitted, held_out = halves(runs)
+    lines = [HEAD]
+    for (name, system), only_severe in itertools.product(systems.items(), (False, True)):
+        level = f"{name}, {'severe' if only_severe else 'any level'}"
+        setting = choose(runs, system, fitted, only_severe=only_severe)
+        lines.append(row(f"{level}, as shipped", runs, system(Setting()), held_out, only_severe=only_severe))
+        lines.append(row(f"{level}, {setting}", runs, system(setting), held_out, only_severe=only_severe))
+    return "\n".join(lines)
+
+
+def census(runs: Sequence[Run]) -> str:
+    """How many runs of each condition collapsed, and when."""
+    lines = ["| condition | runs | collapsed | steps from onset to collapse |", "| --- | --- | --- | --- |"]
+    for condition in dict.fromkeys(run.condition for run in runs):
+        mine = [run for run in runs if run.condition == condition]
+        after = sorted(run.collapse - (run.onset or 0) for run in mine if run.collapse is not None)
+        lines.append(f"| {condition} | {len(mine)} | {len(after)} | {f'{after[0]} to {after[-1]}' if after else ''} |")
+    return "\n".join(lines)
+
+
+def first_words(runs: Sequence[Run], warnings: Sequence[Sequence[Warned]]) -> str:
+    """What each system said first of a collapse, by condition: how often."""
+    counts: dict[str, dict[str, int]] = {}
+    for run, said in zip(runs, warnings, strict=True):
+        in_time = [w for w in said if run.collapse is not None and (run.onset or 0) <= w.step < run.collapse]
+        what = in_time[0].what if in_time else "nothing"
+        if run.collapse is not None:
+            mine = counts.setdefault(run.condition, {})
+            mine[what] = mine.get(what, 0) + 1
+    return "; ".join(f"{condition}: " + ", ".join(f"{what} {n}" for what, n in found.items()) for condition, found in counts.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--series", type=Path, default=SERIES)
+    parser.add_argument("--rlwatch", type=Path, help="folder of the virtual environment that has rlwatch")
+    parser.add_argument("--make-rlwatch", type=Path, metavar="FOLDER", help="make that environment, and stop")
+    arguments = parser.parse_args()
+    if arguments.make_rlwatch:
+        make_rlwatch(arguments.make_rlwatch)
+        return
+    runs = load_runs(arguments.series)
+    print(census(runs) + "\n")
+    systems: dict[str, System] = {"evenkeel": lambda setting: [monitor_warnings(run, monitor_config(setting)) for run in runs]}
+    others = (
+        {f"rlwatch, KL {kind}": Rlwatch(arguments.rlwatch, runs, name) for kind, name in RLWATCH_KL.items()} if arguments.rlwatch else {}
+    )
+    systems |= {name: other.warnings for name, other in others.items()}
+    systems = {name: functools.cache(system) for name, system in systems.items()}
+    print(compare(runs, systems))
+    held_out = halves(runs)[1]
+    for name, system in systems.items():
+        print(f"\n{name}, as shipped, said first: {first_words(of(runs, held_out), of(system(Setting()), held_out))}")
+    for other in others.values():
+        other.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The scoring of warnings, on series made by hand whose scores can be counted; and our monitor on the recorded runs."""
+
+import math
+
+import pytest
+
+from benchmarks.early_warning import (
+    CANDIDATES,
+    Run,
+    Score,
+    Setting,
+    Warned,
+    choose,
+    collapse_step,
+    halves,
+    load_runs,
+    monitor_config,
+    monitor_warnings,
+    of,
+    score,
+)
+from correction.monitor import MonitorConfig
+
+GOOD, BAD = 0.6, 0.0
+
+
+def outcome(*stretches):
+    """(reward, steps) one after another."""
+    return [reward for reward, steps in stretches for _ in range(steps)]
+
+
+def run(rewards, *, onset=None, seed=1, **series):
+    return Run("made up", seed, {"sampled_reward": rewards, **series}, onset)
+
+
+def test_a_collapse_is_the_step_from_which_the_reward_stays_lost():
+    """From 0.6 to 0 at step 50: the mean of steps 48 to 52 is 0.24, the first under 0.3; that of 47 to 51 is 0.36.
+
+    To 0.2 it takes one step more: 0.36 at step 50, 0.28 at 51.
+    """
+    assert collapse_step(outcome((GOOD, 50), (BAD, 30))) == 50
+    assert collapse_step(outcome((0.2, 20), (GOOD, 30), (0.2, 30))) == 51, "half of the best, not of the start"
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        outcome((GOOD, 80)),
+        outcome((GOOD, 30), (BAD, 20), (GOOD, 30)),  # it comes back
+        outcome((GOOD, 50), (0.35, 30)),  # worse, but not lost
+        outcome((GOOD, 72), (BAD, 8)),  # too short to tell
+        outcome((BAD, 80)),  # it never was anything
+    ],
+)
+def test_what_is_no_collapse(rewards):
+    assert collapse_step(rewards) is None
+
+
+def test_detection_lead_and_false_alarms_by_hand():
+    """Three collapses at step 50, disturbed from step 30 on, and a run that stays well: 3 * 30 + 80 = 170 healthy steps."""
+    lost = outcome((GOOD, 50), (BAD, 30))
+    runs = [run(lost, onset=30), run(lost, onset=30), run(lost, onset=30), run(outcome((GOOD, 80)))]
+    said = [
+        [Warned(10, "a", False), Warned(38, "a", False), Warned(45, "b", True)],  # a false alarm, then 12 steps ahead; 5 for an alarm
+        [Warned(50, "a", True)],  # too late
+        [Warned(30, "a", False)],  # at once: 20 steps
+        [Warned(70, "a", True), Warned(71, "b", True)],
+    ]
+    result = score(runs, said)
+    assert (result.collapsed, sorted(result.leads)) == (3, [12, 20])
+    assert result.detection == pytest.approx(2 / 3)
+    assert result.lead == (6, 12, 16)  # of 0, 12, 20
+    assert (result.false_alarms, result.disturbed, result.healthy_steps) == (3, 2, 170)
+    assert result.false_alarm_rate == pytest.approx(300 / 170)
+    assert result.merit == pytest.approx((2 / 3 - 2 / 4, 12))
+    severe = score(runs, said, only_severe=True)
+    assert (severe.leads, severe.false_alarms, severe.disturbed) == ([5], 2, 1)
+
+
+def test_a_collapse_before_its_onset_is_not_announced():
+    result = score([run(outcome((GOOD, 20), (BAD, 60)), onset=40)], [[Warned(5, "a", False)]])
+    assert (result.leads, result.false_alarms, result.healthy_steps) == ([], 1, 20)
+
+
+def test_nothing_to_score():
+    assert math.isnan(Score().detection) and math.isnan(Score().false_alarm_rate)
+
+
+def test_thresholds_are_chosen_on_one_half_alone():
+    """A system that is right below a threshold of 1 on even seeds, above it on odd ones: the even ones decide."""
+    lost = outcome((GOOD, 50), (BAD, 30))
+    runs = [run(lost, onset=30, seed=seed) for seed in range(8)]
+    fitted, held_out = halves(runs)
+    assert [runs[k].seed for k in fitted] == [0, 2, 4, 6] and [runs[k].seed for k in held_out] == [1, 3, 5, 7]
+
+    def system(setting):
+        is_low = setting.threshold < 1
+        return [[Warned(40, "a", False)] if is_low == (one.seed % 2 == 0) else [] for one in runs]
+
+    chosen = choose(runs, system, fitted, only_severe=False)
+    assert chosen == Setting(max(c.threshold for c in CANDIDATES if c.threshold < 1)), "the nearest of equals to what is shipped"
+    assert choose(runs, system, held_out, only_severe=False) == Setting()
+
+
+def test_a_setting_of_ones_is_the_monitor_as_shipped():
+    assert Setting() in CANDIDATES and monitor_config(Setting()) == MonitorConfig()
+
+
+def test_warnings_are_changes_for_the_worse():
+    """Up to 3x, up to 12x, down to 3x, down to 1x: a watch, an alarm, and no words on the way back."""
+    k3 = [1e-3 * factor for factor in outcome((1, 50), (3, 30), (12, 30), (3, 30), (1, 30))]
+    said = monitor_warnings(run([GOOD] * len(k3), k3_kl=k3))
+    assert [(warned.what, warned.is_severe) for warned in said] == [("k3_kl", False), ("k3_kl", True)]
+    assert 50 <= said[0].step < 60 and 80 <= said[1].step < 90
+
+
+def test_a_disturbance_grows_from_its_onset_on():
+    """20 steps from 1 version and the plain rate to 8 and four times it: half-way at the tenth, 1 + 7/2 versions rounded down."""
+    from benchmarks.record_collapse import CONDITIONS, Disturbance, at_step, onset_of
+
+    end = CONDITIONS["staleness"]
+    assert at_step(end, 29, onset=30) == Disturbance() and at_step(end, 49, onset=30) == at_step(end, 99, onset=30) == end
+    assert at_step(end, 39, onset=30) == Disturbance(rate_factor=2.5, max_staleness=4)
+    assert sorted(onset_of(seed) for seed in range(20)) == list(range(30, 50))
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The committed runs, and what our monitor says of each."""
+    runs = load_runs()
+    return runs, [monitor_warnings(one) for one in runs]
+
+
+def test_recorded_runs_by_outcome(recorded):
+    """As benchmarks/early_warning.py prints it; a run's condition doesn't decide, its reward does."""
+    runs, _ = recorded
+    collapsed = {}
+    for one in runs:
+        collapsed[one.condition] = collapsed.get(one.condition, 0) + (one.collapse is not None)
+    assert collapsed == {"healthy": 0, "learning_rate": 10, "noise": 10, "staleness": 9}
+    assert all(one.collapse > one.onset for one in runs if one.collapse is not None)
+
+
+def test_the_monitor_on_the_half_that_its_thresholds_are_not_from(recorded):
+    """The figures of docs/correction.md: every collapse is announced, and the undisturbed runs stay quiet."""
+    runs, said = recorded
+    _, held_out = halves(runs)
+    result = score(of(runs, held_out), of(said, held_out))
+    assert (len(result.leads), result.collapsed, result.runs) == (14, 14, 20)
+    assert result.lead == (9.25, 13.5, 17.25)
+    assert (result.false_alarms, result.disturbed) == (4, 1)
+    severe = score(of(runs, held_out), of(said, held_out), only_severe=True)
+    assert (len(severe.leads), severe.lead, severe.false_alarms) == (14, (9, 11.5, 14.5), 2)
+    assert not any(words for one, words in zip(runs, said, strict=True) if one.condition == "healthy")
+
+
+def test_the_thresholds_are_the_best_of_the_other_half(recorded):
+    """All 15 collapses of the even seeds are announced, half of them 17 steps ahead or more, and no run is disturbed."""
+    runs, said = recorded
+    fitted, _ = halves(runs)
+    assert score(of(runs, fitted), of(said, fitted)).merit == (1, 17)
