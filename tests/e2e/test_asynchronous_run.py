@@ -28,6 +28,7 @@ OVERRIDES = [
     f"max_staleness={MAX_STALENESS}",
     "learner.optimizer_steps_per_batch=2",
     "correction.preset=decoupled-ppo",
+    "rollout.sampling.max_tokens=96",  # sampling has to take longer than training, or nothing is in flight at an update
 ]
 
 
