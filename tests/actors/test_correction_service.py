@@ -320,7 +320,7 @@ def test_a_batch_is_let_go_once_it_is_diagnosed() -> None:
 
 def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     """k3 = exp(g) - 1 - g of a gap g: from 5e-5 at 0.01 to 5.2e-3 at 0.1, 103 times as much, after a start of eight steps."""
-    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, trend_steps=8, patience=1)
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
 
     async def scenario() -> None:
         scene = Scene(steps=1, monitor=thresholds, detailed=True)
@@ -340,7 +340,7 @@ def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_resumed_service_warns_where_the_first_would_have() -> None:
     """Step 12 needs the nine steps before the checkpoint: a monitor that began anew would still be learning what is usual."""
-    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, trend_steps=8, patience=1)
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
 
     async def scenario() -> None:
         first = Scene(steps=1, monitor=thresholds)
@@ -385,7 +385,7 @@ def test_a_switch_takes_the_next_batch_that_is_begun() -> None:
 
 def test_a_switch_begins_what_it_changes_anew() -> None:
     """Rejection's usual level is that of the bounds; the gap from behaviour to proximal has the same under any bounds."""
-    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, trend_steps=8, patience=1)
+    thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
 
     async def scenario() -> None:
         scene = Scene(steps=1, preset="mis-token", monitor=thresholds)
