@@ -179,20 +179,22 @@ class EngineProcess:
         self.declare_lost(f"the {role} process (pid {pid}) ended")
 
     def _processes(self) -> list[psutil.Process]:
-        """The living processes of this engine, also of one that failed to start and never told its process ids.
-
-        A new child is known by our mark in its environment, until SGLang renames it, which overwrites that memory; then by its new name.
-        """
+        """The living processes of this engine, also of one that failed to start and never told its process ids."""
         found = []
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if child.pid in self.pids.values() or (
-                    child.create_time() >= self._started_at and "resource_tracker" not in _command(child) and self._has_mark(child)
-                ):
+                if self._is_known(child) if self.pids else self._has_mark(child):
                     found.append(child)
         return found
 
+    def _is_known(self, child: psutil.Process) -> bool:
+        """One of the processes that the engine told of, or a child of theirs; another engine's, started later, is not."""
+        return not {child.pid, *(parent.pid for parent in child.parents())}.isdisjoint(self.pids.values())
+
     def _has_mark(self, child: psutil.Process) -> bool:
+        """A new child is known by our mark in its environment, until SGLang renames it and overwrites that; then by its new name."""
+        if child.create_time() < self._started_at or "resource_tracker" in _command(child):
+            return False
         return _command(child).startswith("sglang::") or self._engine_id in child.environ().get(VARIABLE, "")
 
     def _end_processes(self) -> None:
