@@ -29,6 +29,7 @@ from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group, Prompt
 
 _JOIN_S = 0.05
+"""Seconds that a drawn group waits for others to come along."""
 ANSWER_S = 60.0
 """Within it the queue's actor answers a call, counted from the end of the wait that the call asks for."""
 

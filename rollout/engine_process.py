@@ -86,15 +86,14 @@ class EngineProcess:
         Raises: EngineError with the dead process's name, DeadlineExceeded with engine and phase.
         """
         task = asyncio.ensure_future(awaitable)
-        # A future for each caller: asyncio.wait on the one `_lost` would, with a thousand requests, search a thousand callbacks at each.
+        # A future for each caller: on the one `_lost`, each end of a wait would search through the callbacks of all that still wait.
         released: asyncio.Future[None] = self._loop.create_future()
         self._waiting.add(released)
         task.add_done_callback(lambda _: _succeed(released, None))
         if self._lost.done():
             _succeed(released, None)
         try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(released, deadline_s)
+            await asyncio.wait({released}, timeout=deadline_s)
             if task.done():
                 return task.result()
             if self._lost.done():
