@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
+from correction.batch import CorrectedBatch, PackedBatch
+from correction.config import CorrectionConfig
 from learner.config import LearnerConfig
 from learner.convert import HeadShape, bind, family_of, to_hf
 from learner.learner_rank import LearnerRank
@@ -25,6 +26,7 @@ from learner.model import unwrap
 from tests.tiny_models import save_tiny_model
 
 VOCAB = 96
+TIS = CorrectionConfig(preset="tis-token")
 
 
 def save_model(folder: Path, family: str = "qwen3", *, tie: bool = True, seed: int = 0) -> Path:
@@ -175,3 +177,17 @@ def _run_rank(queue: Any, work: Callable[..., Any], rank: int, ranks: int, port:
     stream = io.BytesIO()
     torch.save(answer, stream)  # as bytes: a tensor in a queue is a handle that dies with its process
     queue.put(stream.getvalue())
+
+
+def off_policy_batch(learner: LearnerRank, seed: int = 0, **options: float) -> PackedBatch:
+    """mu and pi_prox each some way from the current policy, so that ratios are clipped and weights truncated."""
+    batch = random_batch(seed, **options)  # type: ignore[arg-type]
+    now = learner.logprobs(batch)
+    proximal = with_noisy_behavior(batch, now, std=0.25, seed=5).behavior_logprobs
+    return replace(with_noisy_behavior(batch, proximal, std=0.6, seed=6), proximal_logprobs=proximal)
+
+
+def poisoned(corrected: CorrectedBatch, value: float) -> CorrectedBatch:
+    weights = corrected.importance_weights.clone()
+    weights[corrected.keep_mask.nonzero()[3]] = value
+    return replace(corrected, importance_weights=weights)

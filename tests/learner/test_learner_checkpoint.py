@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import learner_on, random_batch, save_model
 
 from correction.errors import DataError
 from learner.learner_rank import LearnerRank
+from tests.learner.learner_cases import learner_on, random_batch, save_model
 
 SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_steps": 12, "weight_decay": 0.1}
 

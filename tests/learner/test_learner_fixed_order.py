@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import gradients, hf_model, hf_values, largest_difference, learner_on, random_batch, run_ranks, save_model
 
 from correction.config import CorrectionConfig
 from correction.correct import defer
@@ -17,6 +16,7 @@ from learner.config import LearnerConfig
 from learner.fixed_order import FixedOrderAttention
 from learner.learner_rank import LearnerRank
 from learner.model import unwrap
+from tests.learner.learner_cases import gradients, hf_model, hf_values, largest_difference, learner_on, random_batch, run_ranks, save_model
 
 FAMILIES = [("qwen3", True), ("qwen2", True), ("llama", False)]
 SETTINGS = {"tokens_per_microbatch": 4096, "logprob_chunk_tokens": 1000}

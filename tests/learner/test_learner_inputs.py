@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learner_cases import random_batch
 
 from correction.batch import PackedBatch
 from correction.errors import DataError
 from learner.inputs import Layout, ModelInputs
+from tests.learner.learner_cases import random_batch
 
 
 def test_by_hand() -> None:

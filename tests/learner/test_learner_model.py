@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 from safetensors.torch import load_file, save_file
 
 from correction.checksum import tensor_checksum
@@ -25,6 +24,7 @@ from learner.attention import pack
 from learner.inputs import Layout
 from learner.loss import forward_hidden
 from learner.model import unwrap
+from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False)]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from learner_cases import learner_on
 
 from correction.errors import DataError
 from learner.nano import NanoModelConfig, build_nano_model
 from learner.warmup import Demonstration, WarmupConfig, pack_demonstrations, warm_up
+from tests.learner.learner_cases import learner_on
 
 QUESTIONS = [f"State the final answer to the following arithmetic problem: {a} + {b} =" for a in range(10, 40) for b in range(5, 25)]
 SMALL = NanoModelConfig(layers=1, hidden_size=32, heads=2, key_value_heads=1, head_dim=16, intermediate_size=64, max_vocab_size=400)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import VOCAB, grouped_batch, largest_difference, learner_on, random_batch, run_ranks, save_model, weights
-from test_learner_step import TIS, off_policy_batch, poisoned
 
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
@@ -20,6 +18,19 @@ from correction.errors import ConfigError
 from learner.checkpoint import is_complete
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
+from tests.learner.learner_cases import (
+    TIS,
+    VOCAB,
+    grouped_batch,
+    largest_difference,
+    learner_on,
+    off_policy_batch,
+    poisoned,
+    random_batch,
+    run_ranks,
+    save_model,
+    weights,
+)
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "clip_grad": 0.5, "tokens_per_microbatch": 150}
 TOPK = CorrectionConfig(preset="dppo-topk-tv", topk=4, objective={"gate": {"threshold": 0.45}})

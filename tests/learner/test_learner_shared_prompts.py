@@ -20,7 +20,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import (
+
+from correction.batch import PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import correct, defer
+from learner.attention import can_share_prompts, pack, packed_attention
+from learner.balance import Family, plan, sequence_cost
+from learner.inputs import Layout, ModelInputs, find_families
+from learner.learner_rank import LearnerRank
+from learner.model import unwrap
+from tests.learner.learner_cases import (
     gradients,
     grouped_batch,
     hf_model,
@@ -31,15 +40,6 @@ from learner_cases import (
     save_model,
     with_noisy_behavior,
 )
-
-from correction.batch import PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer
-from learner.attention import can_share_prompts, pack, packed_attention
-from learner.balance import Family, plan, sequence_cost
-from learner.inputs import Layout, ModelInputs, find_families
-from learner.learner_rank import LearnerRank
-from learner.model import unwrap
 
 TIS = CorrectionConfig(preset="tis-token")
 ISSUE_SHAPE = [([68] * 8, [32] * 8)] * 16

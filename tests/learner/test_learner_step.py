@@ -15,35 +15,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import (
+from torch import Tensor
+
+from correction.batch import PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import correct, defer, for_step
+from correction.errors import ConfigError, DataError
+from learner import balance
+from tests.learner.learner_cases import (
+    TIS,
     gradients,
     hf_model,
     hf_values,
     largest_difference,
     learner_on,
+    off_policy_batch,
+    poisoned,
     random_batch,
     save_model,
     weights,
     with_noisy_behavior,
 )
-from torch import Tensor
-
-from correction.batch import CorrectedBatch, PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer, for_step
-from correction.errors import ConfigError, DataError
-from learner import balance
-from learner.learner_rank import LearnerRank
-
-TIS = CorrectionConfig(preset="tis-token")
-
-
-def off_policy_batch(learner: LearnerRank, seed: int = 0, **options: float) -> PackedBatch:
-    """mu and pi_prox each some way from the current policy, so that ratios are clipped and weights truncated."""
-    batch = random_batch(seed, **options)  # type: ignore[arg-type]
-    now = learner.logprobs(batch)
-    proximal = with_noisy_behavior(batch, now, std=0.25, seed=5).behavior_logprobs
-    return replace(with_noisy_behavior(batch, proximal, std=0.6, seed=6), proximal_logprobs=proximal)
 
 
 def test_top_k_ids_are_looked_up_at_their_own_tokens(tmp_path: Path) -> None:
@@ -255,12 +247,6 @@ def test_unequal_groups_are_never_split() -> None:
 
 
 # The guard
-
-
-def poisoned(corrected: CorrectedBatch, value: float) -> CorrectedBatch:
-    weights = corrected.importance_weights.clone()
-    weights[corrected.keep_mask.nonzero()[3]] = value
-    return replace(corrected, importance_weights=weights)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
