@@ -1,0 +1,115 @@
+"""The other side of benchmarks/peers.py: TRL's GRPOTrainer, run by the Python of an environment that has trl.
+
+Reads one JSON object (see `peers.trl_settings`), trains, and appends one line of JSON a step to its `metrics` file: seconds of the step,
+of its generation and of the rest, CPU seconds of the process so far, mean reward. The trained model is saved in `output`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+def exact_match(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    return [float(completion[0]["content"].strip() == right.strip()) for completion, right in zip(completions, answer, strict=True)]
+
+
+class TimedTrainer(GRPOTrainer):
+    """Knows how long it has generated."""
+
+    generate_s = 0.0
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            self.generate_s += time.perf_counter() - began
+
+
+class StepLines(TrainerCallback):
+    """One line for each step; the reward is what the trainer logs itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trainer: TimedTrainer
+        self.began = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "reward" not in logs:
+            return
+        now = time.perf_counter()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        line = {
+            "step_s": now - self.began,
+            "generate_s": self.trainer.generate_s,
+            "reward": float(logs["reward"]),
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "answer_tokens": float(logs["completions/mean_length"]),
+        }
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.began, self.trainer.generate_s = now, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.began = time.perf_counter()
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(settings["threads"])
+    rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
+    rows = rows[: settings["steps"] * settings["groups"]]
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows])
+    batch = settings["groups"] * settings["samples"]
+    config = GRPOConfig(
+        output_dir=settings["output"],
+        max_steps=settings["steps"],
+        per_device_train_batch_size=settings["microbatch"],
+        gradient_accumulation_steps=batch // settings["microbatch"],
+        num_generations=settings["samples"],
+        max_completion_length=settings["max_tokens"],
+        temperature=1.0,
+        shuffle_dataset=False,
+        beta=0.0,
+        loss_type="dapo",
+        learning_rate=settings["learning_rate"],
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.99,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        seed=settings["seed"],
+    )
+    lines = StepLines(Path(settings["metrics"]))
+    trainer = TimedTrainer(
+        model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        reward_funcs=exact_match,
+        args=config,
+        train_dataset=data,
+        callbacks=[lines],
+    )
+    lines.trainer = trainer
+    trainer.train()
+    trainer.save_model(settings["output"])
+
+
+if __name__ == "__main__":
+    main()
