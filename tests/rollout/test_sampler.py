@@ -24,7 +24,7 @@ PROBABILITIES = torch.tensor([0.3, 0.0, 0.05, 0.25, 1e-3, 0.199, 0.0, 0.2])
 
 
 @pytest.fixture
-def draw(shared_engine: RolloutEngine):  # noqa: ANN201 - SGLang's modules can be imported once an engine was started here
+def draw(shared_engine: RolloutEngine):
     from rollout.sglang_plugin.sampler import draw
 
     return draw
