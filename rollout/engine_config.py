@@ -17,7 +17,7 @@ RESERVED_ARGUMENTS = {
     "context_length": "rollout.engine.context_length",
     "attention_backend": "rollout.engine.attention_backend",
     "disable_radix_cache": "rollout.engine.prefix_cache",
-    "random_seed": "seed, of the run",
+    "random_seed": "seed, at the top of the recipe (each request has a seed of its own)",
     "log_level": "rollout.engine.log_level",
     "skip_tokenizer_init": "nothing: evenkeel works on token ids",
     "weight_version": "nothing: evenkeel numbers the versions",
