@@ -165,7 +165,8 @@ class RunConfig(_Section):
     true_on_policy_on_difference: Literal["stop", "correct"] = "stop"
     """At the first token whose bits differ: end the run with its name, or warn and go on with the correction as configured."""
     seed: int = 0
-    """Order of prompts, initial states; sampling in the engines is not seeded by it."""
+    """Of the samples: a token is drawn by this seed, its prompt's id, the sample's number in its group, and its position. Questions are
+    ordered by rollout.task.seed, minibatches split by learner.seed."""
     rollout: RolloutConfig
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)

@@ -287,6 +287,7 @@ class Controller:
             start_s=deadlines.start_s,
             worker_s=deadlines.start_s + 3 * deadlines.sync_s,  # a new engine, and its three attempts at a sync
             notice_s=deadlines.notice_s,
+            seed=config.seed,
             topk=needs_topk(config.correction),
             on_joined=observer.joined,
             on_left=lambda name: observer.left(f"rollout-{name}"),

@@ -13,7 +13,6 @@ from actors.config_tools import load_config
 from actors.evaluation import Evaluation, evaluate
 from actors.session import check_model_folder, model_context
 from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
 from rollout.sampling import sample_trajectories
@@ -49,7 +48,7 @@ def evaluate_folder(
     temperature = settings.temperature if temperature is None else temperature
     with Progress(transient=True) as progress:
         bar = progress.add_task("starting the engine", total=len(prompts))
-        asker = _Asker(config.rollout, model, encoder, lambda: progress.update(bar, advance=1, description="answering"))
+        asker = _Asker(config, model, encoder, lambda: progress.update(bar, advance=1, description="answering"))
         result = asyncio.run(asker.evaluate(prompts, temperature=temperature, correct_at=settings.correct_at))
     how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how}), {result.failed} answers could not be scored")
@@ -73,8 +72,8 @@ def _configuration(model: Path, task: str, overrides: Sequence[str], problems: i
 class _Asker:
     """Answers prompts with an engine of its own; what `evaluate` needs of a rollout pool."""
 
-    def __init__(self, config: RolloutConfig, model: Path, encoder: ChatEncoder, on_answer: Callable[[], None]) -> None:
-        self._config, self._model, self._encoder, self._on_answer = config, model, encoder, on_answer
+    def __init__(self, config: RunConfig, model: Path, encoder: ChatEncoder, on_answer: Callable[[], None]) -> None:
+        self._config, self._seed, self._model, self._encoder, self._on_answer = config.rollout, config.seed, model, encoder, on_answer
 
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, correct_at: float) -> Evaluation:
         self._rewards = RewardPool(self._config.reward, self._config.task)
@@ -97,6 +96,7 @@ class _Asker:
             samples=1,
             max_tokens=self._config.sampling.max_tokens,
             temperature=temperature,
+            seed=self._seed,
         )
         scored = await self._rewards.score(sampled, prompt)
         self._on_answer()

@@ -80,6 +80,7 @@ class RolloutPool:
         start_s: float,
         worker_s: float,
         notice_s: float,
+        seed: int = 0,
         topk: int = 0,
         on_joined: Callable[[ActorInfo], None],
         on_left: Callable[[str], None],
@@ -91,9 +92,10 @@ class RolloutPool:
             start_s: a worker's engine has to be up by then.
             worker_s: a group or an evaluation may wait so long for a worker with the published weights.
             notice_s: between notices of what is waited for.
+            seed: of the run's samples.
         """
         self._config, self._model, self._queue, self._sample_prompt = config, model, queue, sample_prompt
-        self._resource, self._bind = resource, bind
+        self._resource, self._bind, self._seed = resource, bind, seed
         self._start_s, self._worker_s, self._notice_s, self._topk = start_s, worker_s, notice_s, topk
         self._on_joined, self._on_left, self._on_finished, self._on_event = on_joined, on_left, on_finished, on_event
         self._sync: WeightSync | None = None
@@ -153,7 +155,7 @@ class RolloutPool:
                 max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
             )
-            .remote(name, self._config, self._queue, bind=self._bind, topk=self._topk)
+            .remote(name, self._config, self._queue, bind=self._bind, seed=self._seed, topk=self._topk)
         )
         worker = WorkerHandle(name, actor, SyncTarget(name, actor))
         self._workers[name] = worker

@@ -78,12 +78,13 @@ class WorkerLoad:
 class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
-    def __init__(self, name: str, config: RolloutConfig, queue: Any, *, bind: str, topk: int = 0) -> None:
+    def __init__(self, name: str, config: RolloutConfig, queue: Any, *, bind: str, seed: int = 0, topk: int = 0) -> None:
         """
         Args:
+            seed: of the run's samples.
             topk: most likely tokens to keep with each sampled one, for corrections that look at them.
         """
-        self._name, self._config, self._queue, self._bind, self._topk = name, config, queue, bind, topk
+        self._name, self._config, self._queue, self._bind, self._seed, self._topk = name, config, queue, bind, seed, topk
         self._tokens = 0
 
     async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
@@ -143,6 +144,7 @@ class RolloutWorker:
                 samples=samples,
                 max_tokens=self._config.sampling.max_tokens,
                 temperature=temperature,
+                seed=self._seed,
                 topk=topk,
             )
         tokens = sum(len(t.response_ids) for t in trajectories)

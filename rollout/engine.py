@@ -118,6 +118,7 @@ class RolloutEngine:
         max_tokens: int,
         temperature: float = 1.0,
         samples: int = 1,
+        seeds: Sequence[int] | None = None,
         topk: int = 0,
         ignore_stop: bool = False,
         deadline_s: float | None = None,
@@ -129,6 +130,8 @@ class RolloutEngine:
             temperature: of the behaviour policy; 0 is greedy, and its logprobs are those of temperature 1.
             samples: answers to this prompt. They share its keys and values: the prompt is prefilled once, before them (with 8 samples
                 of 256 prompt tokens on a CPU that halves the time; SGLang's own n > 1 does the same, but can't be aborted).
+            seeds: one for each sample, in [0, 2^63): its tokens then depend on the weights, the prompt and the seed alone, as far as the
+                logits do (with fixed_order to the last bit). Unset: random ones.
             topk: most likely tokens to report at each position, with their logprobs, beside the sampled one; see check_topk.
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
         Returns: one Completion for each sample.
@@ -139,7 +142,8 @@ class RolloutEngine:
             await self._request(prompt_ids, {"max_new_tokens": 0, "temperature": 1.0}, deadline_s, "prefill a shared prompt")
         sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "ignore_eos": ignore_stop}
         options = {"top_logprobs_num": topk} if topk else {}
-        answers = await _all_or_none(self._request(prompt_ids, sampling, deadline_s, "generate", **options) for _ in range(samples))
+        samplings = [sampling | ({"sampling_seed": seeds[i]} if seeds else {}) for i in range(samples)]
+        answers = await _all_or_none(self._request(prompt_ids, one, deadline_s, "generate", **options) for one in samplings)
         return [Completion.from_sglang(answer, self.name, topk) for answer in answers]
 
     def check_topk(self, topk: int) -> None:

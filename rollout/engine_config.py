@@ -17,7 +17,7 @@ RESERVED_ARGUMENTS = {
     "context_length": "rollout.engine.context_length",
     "attention_backend": "rollout.engine.attention_backend",
     "disable_radix_cache": "rollout.engine.prefix_cache",
-    "random_seed": "rollout.engine.seed",
+    "random_seed": "seed, at the top of the recipe (each request has a seed of its own)",
     "log_level": "rollout.engine.log_level",
     "skip_tokenizer_init": "nothing: evenkeel works on token ids",
     "weight_version": "nothing: evenkeel numbers the versions",
@@ -75,8 +75,6 @@ class EngineConfig(BaseModel):
     """torch.distributed backend of the broadcast transport; auto is nccl on cuda, gloo on a CPU."""
     weight_group_timeout_s: float = Field(default=60.0, gt=0)
     """A collective of the broadcast transport fails after this; less than deadlines.update_s, after which the engine counts as lost."""
-    seed: int | None = None
-    """Of the engine's sampling; unset: drawn by SGLang. Batches form by arrival, so a seed does not make runs repeatable."""
     log_level: Literal["debug", "info", "warning", "error"] = "error"
     """Of SGLang's own log lines; its warnings are mostly about models and kernels that are not there."""
     deadlines: EngineDeadlines = EngineDeadlines()
@@ -147,6 +145,4 @@ class EngineConfig(BaseModel):
                 "mem_fraction_static": self.memory_fraction,
             }
             arguments |= {name: value for name, value in optional.items() if value is not None}
-        if self.seed is not None:
-            arguments["random_seed"] = self.seed
         return arguments | self.engine_args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Protocol
 
 from rollout.completion import Completion
@@ -23,6 +24,7 @@ async def sample_trajectories(
     samples: int,
     max_tokens: int,
     temperature: float,
+    seed: int,
     topk: int = 0,
     deadline_s: float | None = None,
 ) -> tuple[Trajectory, ...]:
@@ -30,15 +32,28 @@ async def sample_trajectories(
 
     Args:
         samples: G.
+        seed: of the run, see sample_seed.
         topk: most likely tokens to keep with each sampled one.
         deadline_s: for the slowest of them; unset: rollout.engine.deadlines.generate_s.
-    Returns: G trajectories in no particular order; those that the engine aborted carry an error and are not valid.
+    Returns: G trajectories in the order of their seeds; those that the engine aborted carry an error and are not valid.
     Raises: as RolloutEngine.generate.
     """
     completions = await engine.generate(
-        prompt.token_ids, max_tokens=max_tokens, temperature=temperature, samples=samples, topk=topk, deadline_s=deadline_s
+        prompt.token_ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        samples=samples,
+        seeds=[sample_seed(seed, prompt.prompt_id, index) for index in range(samples)],
+        topk=topk,
+        deadline_s=deadline_s,
     )
     return tuple(to_trajectory(prompt, completion, tokenizer) for completion in completions)
+
+
+def sample_seed(run_seed: int, prompt_id: str, index: int) -> int:
+    """Of the index-th sample of a prompt, in [0, 2^63). A prompt's id holds its epoch, so that it is sampled afresh when it comes again."""
+    digest = hashlib.blake2b(f"{run_seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def to_trajectory(prompt: Prompt, completion: Completion, tokenizer: Tokenizer) -> Trajectory:

@@ -1,16 +1,23 @@
-"""Behaviour logprobs as the learner computes them: log_softmax(logits / temperature) in float32, over the whole vocabulary.
+"""Behaviour logprobs as the learner computes them, and tokens that depend on these and on the request's own seed alone.
 
-SGLang's own sampler returns log(softmax(x)), which differs in the last bits and is minus infinity below the smallest float32;
-its switch SGLANG_RETURN_ORIGINAL_LOGPROB leaves the temperature out. Hence a sampler of ours, in SGLang's registry of samplers.
+Logprobs are log_softmax(logits / temperature) in float32, over the whole vocabulary. SGLang's own sampler returns log(softmax(x)), which
+differs in the last bits and is minus infinity below the smallest float32; its switch SGLANG_RETURN_ORIGINAL_LOGPROB leaves the temperature
+out. Hence a sampler of ours, in SGLang's registry of samplers.
+
+The random number of a token is a hash of its request's `sampling_seed` and its position, so that neither batch-mates nor retraction change
+what is drawn. SGLang puts seeds into a batch in its deterministic inference only, and there draws by `multinomial_with_seed`:
+a number for each entry of the vocabulary, which on a CPU takes 7 to 20 times as long as the one number a token needs here.
 """
-
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
+from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
 BACKEND = "pytorch"
@@ -18,12 +25,39 @@ BACKEND = "pytorch"
 
 
 def register() -> None:
-    register_sampler_backend(BACKEND, LogSoftmaxSampler)
+    register_sampler_backend(BACKEND, SeededSampler)
+    batch = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+    HookRegistry.register(f"{batch}.adjusted_from_schedule_batch", _give_seeds, HookType.AFTER)  # SGLang's own placeholder for overrides
 
 
+def _give_seeds(_result: None, info: Any, batch: Any, *_: Any, **__: Any) -> None:
+    """Each request's seed into the batch, where SGLang filters and merges it; a request without one gets a random one at each prefill."""
+    seeds = torch.randint(2**63 - 1, (len(batch.reqs),))
+    for row, request in enumerate(batch.reqs):
+        if request.sampling_params.sampling_seed is not None:
+            seeds[row] = request.sampling_params.sampling_seed
+    info.sampling_seed = seeds.to(info.device)
 
-class LogSoftmaxSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
-    """Samples from exp(logprobs) of the very logprobs that it reports. Greedy batches and sampling masks stay SGLang's."""
+
+def draw(probabilities: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """One token a row, by inversion: the first whose cumulative probability exceeds a uniform number of the seed and position.
+
+    Args:
+        probabilities: [B, V] float32, of any sum.
+        seeds: [B] int64. positions: [B], of the last token that is known.
+    Returns: [B] int64. A row's token depends on that row alone: sums along a row go from left to right, in float64.
+    """
+    hashed = murmur_hash32(seeds.to(torch.uint64), positions, positions.new_zeros(1))         # [B, 1] uint32
+    uniform = (hashed.double() + 0.5) / 2**32
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+
+
+class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
+    """Samples from exp(logprobs) of the very logprobs that it reports, never from a part of the vocabulary: no request asks for that.
+
+    Batches of greedy requests alone, and sampling masks, stay SGLang's.
+    """
 
     def forward(
         self,
@@ -36,14 +70,14 @@ class LogSoftmaxSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
     ) -> Tensor:
         """Token ids [B] int32 for logits_output.next_token_logits [B, vocabulary]; logprobs are written to logits_output."""
         if sampling_info.is_all_greedy or sampling_info.sampling_mask_batch_indices is not None:
-            return self._stock(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
+            unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
+            return self._stock(logits_output, unseeded, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         logprobs = torch.log_softmax(logits.float() / sampling_info.temperatures, dim=-1)
-        samples_whole_vocabulary = not (
-            sampling_info.need_top_p_sampling or sampling_info.need_top_k_sampling or sampling_info.need_min_p_sampling
-        )
-        token_ids: Tensor
-        token_ids, _ = self._sample_from_probs(logprobs.exp(), sampling_info, positions, samples_whole_vocabulary)
+        token_ids = draw(logprobs.exp(), sampling_info.sampling_seed, positions)
+        if sampling_info.is_any_greedy:
+            token_ids = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), token_ids)
+        token_ids = token_ids.to(torch.int32)
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(logprobs, top_logprobs_nums, token_ids_logprobs, token_ids)
             result.write_output_to(logits_output)

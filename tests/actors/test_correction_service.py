@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -185,6 +186,38 @@ def test_one_optimizer_step_needs_no_forward() -> None:
         prepared = await scene.service.next_batch(0)
         assert scene.learner.asked == [] and prepared.corrected.is_deferred
         await scene.service.stop()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: int) -> None:
+    """The first ones of the stream that are worth training, in their order, whichever is finished or discarded first."""
+    uniform, order = {1, 2, 4, 5, 6, 9, 13}, random.Random(seed)
+
+    async def sample(scene: Scene) -> None:
+        under_way: list[Ticket] = []
+        while True:
+            places = await scene.queue.wait_for_places(0.0)
+            admitted = scene.queue._queue.admitted
+            under_way += await scene.admit(admitted, admitted + places)
+            if under_way:
+                ticket = under_way.pop(order.randrange(len(under_way)))
+                await scene.queue.put(answered(ticket, rewards=(1.0, 1.0) if ticket.group_id in uniform else (0.0, 1.0)))
+            await asyncio.sleep(0.02 * order.random())
+
+    async def scenario() -> None:
+        scene = Scene(steps=1, max_staleness=0, dynamic_sampling=True)
+        sampling = asyncio.create_task(sample(scene))
+        batches = []
+        for version in range(3):
+            prepared = await scene.service.next_batch(version)
+            batches.append([g.group_id for g in prepared.groups])
+            await scene.queue.publish(version + 1)
+            await scene.queue.settle(batches[-1])
+        sampling.cancel()
+        await scene.service.stop()
+        assert batches == [[0, 3, 7, 8], [10, 11, 12, 14], [15, 16, 17, 18]]
 
     play(scenario)
 

@@ -7,6 +7,11 @@ def vowels(completion: str) -> dict[str, float]:
     return {"vowels": sum(c in "aeiou" for c in letters) / 32, "ended": 0.1 * (len(completion) < 32)}
 
 
+def begins_with_vowel(completion: str) -> float:
+    """Right or wrong: of groups of four answers many are all alike, and dynamic sampling replaces them."""
+    return float(completion[:1] in tuple("aeiou"))
+
+
 def raises(completion: str) -> float:
     """For the test of a reward that can't work."""
     return 1 / 0

@@ -65,7 +65,7 @@ class RunSettings:
     """How a run trains, beside its correction."""
 
     seed: int = 0
-    """Of the questions, the split into minibatches and the noise; sampling in the engine is not repeatable."""
+    """Of the questions, the split into minibatches and the noise. Samples go by the questions; they repeat as far as the logits do."""
     learning_rate: float | None = None
     """None: the recipe's."""
     optimizer_steps_per_batch: int = 2
@@ -231,6 +231,7 @@ class KeptEngines:
             samples=sampling.samples_per_group,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
+            seed=0,
             topk=topk,
         )
         self._next_group += 1

@@ -5,12 +5,14 @@
 2. A retracting update in flight: the tokens of both versions equal their own weights' logprobs.
 3. SGLang's scores of given tokens are those bits, too.
 4. Training steps: the logprobs that each step trains with are those that were sampled with.
-5. With the mode off the same comparison finds differences.
+5. Seeded answers repeat, whatever runs beside them.
+6. With the mode off the same comparison finds differences.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -143,6 +145,39 @@ def test_an_update_in_flight_under_retract(
         agreement = compare(replace(batch, learner_version=held), logprobs)
         assert agreement.tokens > 200
         assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
+
+
+def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
+    exact_engine: RolloutEngine, engine_loop: BackgroundLoop, folder: Path
+) -> None:
+    """One request at a time, all together at random times, and across a retraction: the same tokens and logprobs, to the last bit."""
+    asked, weights = random_prompts(8, seed=11, longest=150), load_file(folder / "model.safetensors")
+
+    async def answer(prompt: tuple[int, ...], seed: int, delay_s: float = 0.0) -> list[Completion]:
+        await asyncio.sleep(delay_s)
+        return await exact_engine.generate(prompt, max_tokens=60, temperature=1.3, samples=3, seeds=[seed, seed + 1, seed + 2])
+
+    async def alone() -> list[list[Completion]]:
+        return [await answer(prompt, seed=100 * i) for i, prompt in enumerate(asked)]
+
+    async def together(order: random.Random) -> list[list[Completion]]:
+        return await asyncio.gather(*(answer(prompt, 100 * i, delay_s=order.random()) for i, prompt in enumerate(asked)))
+
+    async def across_a_retraction() -> list[list[Completion]]:
+        running = [asyncio.ensure_future(answer(prompt, seed=100 * i)) for i, prompt in enumerate(asked)]
+        await exact_engine.generate([5], max_tokens=20, ignore_stop=True)
+        await exact_engine.update_weights(exact_engine.version + 1, weights, mode="retract")
+        return [await request for request in running]
+
+    def contents(groups: list[list[Completion]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        return [(one.token_ids, one.logprobs) for group in groups for one in group]
+
+    expected = contents(engine_loop.run(alone()))
+    retracted = engine_loop.run(across_a_retraction())
+    assert sum(one.retractions > 0 for group in retracted for one in group) > 12
+    assert len({tokens for tokens, _ in expected}) == 24, "other seeds, other answers"
+    assert contents(retracted) == expected
+    assert contents(engine_loop.run(together(random.Random(0)))) == expected
 
 
 def train(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, steps: int) -> list[int]:

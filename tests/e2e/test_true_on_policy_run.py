@@ -1,28 +1,55 @@
-"""`true_on_policy: true` through the command line: every batch is compared, a difference ends the run with its name, or is corrected."""
+"""`true_on_policy: true` through the command line: every batch is compared, a difference ends the run with its name, or is corrected; and
+synchronous runs repeat from their seed, however many requests run together, and across kill -9 and resume.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
+from actors.run_folder import RunFolder
+from correction.checksum import tensor_checksum
 from tests.e2e.launch import RECIPE, ROOT, Run, evenkeel
 
 pytestmark = pytest.mark.engine
 
+SYNCHRONOUS = [
+    "true_on_policy=true",
+    "max_staleness=0",
+    "dynamic_sampling=true",                        # which groups fill a batch must not depend on which are finished first
+    "rollout.reward.path=e2e_reward:begins_with_vowel",
+    "evaluation.temperature=1.0",
+    "metrics.trajectories_per_step=4",
+    "checkpoint.every_steps=5",
+]
+
 
 def run_to_its_end(run_dir: Path, *words: str, timeout_s: float = 400.0) -> Run:
-    run = Run(run_dir, *words, f"run_dir={run_dir}")
+    run = Run(run_dir, *words)
     try:
         run.wait(timeout_s)
     finally:
         run.close()
+    assert run.process.returncode == 0, run.output()[-4000:]
     return run
 
 
+def synchronous(run_dir: Path, model: Path, *words: str) -> list[str]:
+    return [str(RECIPE), f"model={model}", f"run_dir={run_dir}", *SYNCHRONOUS, *words]
+
+
+@pytest.fixture(scope="module")
+def five_steps(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run_dir = tmp_path_factory.mktemp("exact") / "run"
+    return run_to_its_end(run_dir, *synchronous(run_dir, small_model, "steps=5", "rollout.engine.max_running_requests=64"))
+
+
 def assert_all_equal(run: Run, steps: int) -> None:
-    assert run.process.returncode == 0, run.output()[-4000:]
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     for line in lines:
@@ -34,10 +61,59 @@ def assert_all_equal(run: Run, steps: int) -> None:
     assert any("sync/probe_max_abs_difference" in line for line in lines)  # a line has what was received by then
 
 
-def test_five_steps(small_model: Path, tmp_path: Path) -> None:
-    overrides = ["true_on_policy=true", "max_staleness=0", "steps=5", "checkpoint.every_steps=0"]
-    run = run_to_its_end(tmp_path / "run", str(RECIPE), f"model={small_model}", *overrides)
-    assert_all_equal(run, 5)
+def what_happened(run: Run) -> dict[str, Any]:
+    """All of a run that the clock has no part in: weights, questions, answers, rewards, updates."""
+    folder = RunFolder.view(run.run_dir)
+    weights = load_file(folder.latest_checkpoint().hf / "model.safetensors")
+    numbers = ("learner/loss", "learner/grad_norm", "reward/mean", "staleness/tokens/0", "groups/discarded_total")
+    return {
+        "weights": {name: tensor_checksum(tensor) for name, tensor in weights.items()},
+        "steps": [[line[name] for name in numbers] for line in run.metrics()],
+        "prompts": sorted((entry["step"], entry["prompt_id"], entry["outcome"]) for entry in run.ledger()),
+        "answers": [path.read_text() for kind in ("step", "held_out") for path in folder.trajectory_files(kind)],
+    }
+
+
+def assert_same(run: Run, reference: Run) -> None:
+    found, expected = what_happened(run), what_happened(reference)
+    assert len(expected["answers"]) == len(expected["steps"]) + 2
+    for name in ("prompts", "answers", "steps", "weights"):         # in the order in which one thing leads to the other
+        assert found[name] == expected[name], name
+
+
+def test_five_steps(five_steps: Run) -> None:
+    assert_all_equal(five_steps, 5)
+
+
+def test_the_number_of_requests_in_flight_changes_nothing(five_steps: Run, small_model: Path, tmp_path: Path) -> None:
+    run = run_to_its_end(
+        tmp_path / "run", *synchronous(tmp_path / "run", small_model, "steps=5", "rollout.engine.max_running_requests=5")
+    )
+    assert any(entry["outcome"] != "trained" for entry in run.ledger()), "groups were to be replaced"
+    assert_same(run, five_steps)
+
+
+@pytest.fixture
+def killed(small_model: Path, tmp_path: Path) -> Iterator[Run]:
+    """A run of ten steps that lost its driver after the checkpoint of step 5."""
+    run_dir = tmp_path / "killed"
+    run = Run(run_dir, *synchronous(run_dir, small_model, "steps=10", "rollout.engine.max_running_requests=8"))
+    try:
+        run.wait_until(lambda: run_dir.exists() and bool(RunFolder.view(run_dir).checkpoints()), "a checkpoint")
+        run.kill()
+        yield run
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+def test_ten_steps_are_five_and_kill_and_resume_and_five(killed: Run, small_model: Path, tmp_path: Path) -> None:
+    resumed = run_to_its_end(killed.run_dir, "--resume", str(killed.run_dir))
+    assert "going on from step 5" in resumed.events()
+    whole = run_to_its_end(
+        tmp_path / "whole", *synchronous(tmp_path / "whole", small_model, "steps=10", "rollout.engine.max_running_requests=64")
+    )
+    assert_same(resumed, whole)
 
 
 @pytest.mark.slow
@@ -46,9 +122,8 @@ def test_fifty_steps_of_the_nano_recipe(tmp_path: Path) -> None:
     model = tmp_path / "model"
     made = evenkeel("init-model", str(recipe), f"model={model}", timeout_s=600.0)
     assert made.returncode == 0, made.stdout + made.stderr
-    run = run_to_its_end(
-        tmp_path / "run", str(recipe), f"model={model}", "steps=50", "learner.decay_steps=112", "evaluation.every_steps=0", timeout_s=1500.0
-    )
+    overrides = [f"model={model}", f"run_dir={tmp_path / 'run'}", "steps=50", "learner.decay_steps=112", "evaluation.every_steps=0"]
+    run = run_to_its_end(tmp_path / "run", str(recipe), *overrides, timeout_s=1500.0)
     assert_all_equal(run, 50)
 
 

@@ -172,7 +172,7 @@ def test_trajectories_of_a_prompt(engine: RolloutEngine, engine_loop: Background
     question = [{"role": "user", "content": "3 + 4 ="}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     prompt = Prompt("train/0/0", "3 + 4 =", tuple(tokenizer(text)["input_ids"]), "7")
-    trajectories = engine_loop.run(sample_trajectories(engine, tokenizer, prompt, samples=3, max_tokens=20, temperature=1.0))
+    trajectories = engine_loop.run(sample_trajectories(engine, tokenizer, prompt, samples=3, max_tokens=20, temperature=1.0, seed=0))
     assert len(trajectories) == 3
     for trajectory in trajectories:
         assert trajectory.prompt_ids == prompt.token_ids
