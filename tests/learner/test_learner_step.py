@@ -117,6 +117,27 @@ def test_three_steps_equal_adamw(tmp_path: Path) -> None:
     assert largest_difference(ours, {name: parameter.detach() for name, parameter in reference.named_parameters()}) < 1e-5
 
 
+def test_recomputed_activations_change_memory_and_nothing_else(tmp_path: Path) -> None:
+    """Loss and gradients bit for bit; what is kept for the backward pass is less than a third, head included."""
+    folder, found, kept = save_model(tmp_path / "m"), [], []
+    for recompute in (False, True):
+        with learner_on(folder, recompute_activations=recompute) as learner:
+            storages: dict[int, int] = {}
+
+            def keep(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            batch = off_policy_batch(learner)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                result = learner.step(correct(batch, TIS), TIS, step=0)
+            found.append((result.loss, result.grad_norm, gradients(learner)))
+            kept.append(sum(storages.values()))
+    assert found[0][:2] == found[1][:2]
+    assert all(torch.equal(gradient, found[1][2][name]) for name, gradient in found[0][2].items())
+    assert kept[1] < kept[0] / 3
+
+
 def test_one_microbatch_equals_many(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     found, results = [], []
