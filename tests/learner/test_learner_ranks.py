@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,60 +69,107 @@ def elements(learner: LearnerRank) -> tuple[int, int]:
     return sum(parameter.numel() for parameter in learner._policy.parameters()), averages
 
 
-def steps_on_a_rank(rank: int, ranks: int, port: int, folder: Path, split: dict[str, int]) -> dict[str, Any]:
+def two_more_norms(learner: LearnerRank) -> list[float]:
+    return [learner.step(correct(off_policy_batch(learner, seed=seed), TIS), TIS, step=seed).grad_norm for seed in (4, 5)]
+
+
+def all_on_a_rank(rank: int, ranks: int, port: int, folder: Path, split: dict[str, Any]) -> dict[str, Any]:
+    """Some steps from the folder; then some from the one rank's checkpoint, which is saved again by these ranks."""
     learner = LearnerRank(LearnerConfig(**split, **SETTINGS), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     found = three_steps(learner)
     learner.save_hf(folder.parent / "saved")
-    held = elements(learner)
+    found["held"] = elements(learner)
+    learner.load(folder)
+    learner.restore(folder.parent / "one")
+    learner.save(folder.parent / "other")
+    found["norms"] = two_more_norms(learner)
     learner.close()
-    return found | {"held": held}
+    return found
 
 
-SEQUENCE_PARALLEL = {"tensor_parallel": 2, "sequence_parallel": True}
-DISTRIBUTED_OPTIMIZER = {"data_parallel": 2, "distributed_optimizer": True}
-STEPPED: list[tuple[dict[str, int], bool]] = [
+SEQUENCE_PARALLEL: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
+DISTRIBUTED_OPTIMIZER: dict[str, Any] = {"data_parallel": 2, "distributed_optimizer": True}
+PIPELINE: dict[str, Any] = {"pipeline_parallel": 2}
+LAYOUTS: list[tuple[dict[str, Any], bool]] = [(DISTRIBUTED_OPTIMIZER, True), (SEQUENCE_PARALLEL, False), (PIPELINE, True)]
+SLOW_LAYOUTS: list[tuple[dict[str, Any], bool]] = [
     ({"data_parallel": 2}, True),
-    (DISTRIBUTED_OPTIMIZER, True),
-    ({"tensor_parallel": 2}, False),
-    (SEQUENCE_PARALLEL, True),
-    ({"pipeline_parallel": 2}, True),
-    ({"pipeline_parallel": 2}, False),
-]
-STEPPED_BY_FOUR: list[tuple[dict[str, int], bool]] = [
+    ({"tensor_parallel": 2}, True),
+    (PIPELINE, False),
     ({"data_parallel": 2, "tensor_parallel": 2}, True),
-    (DISTRIBUTED_OPTIMIZER | {"pipeline_parallel": 2}, True),
-    (SEQUENCE_PARALLEL | {"pipeline_parallel": 2}, True),
+    (DISTRIBUTED_OPTIMIZER | PIPELINE, True),
+    (SEQUENCE_PARALLEL | PIPELINE, True),
+    (DISTRIBUTED_OPTIMIZER | PIPELINE | {"dtype": "bfloat16"}, True),
 ]
 
 
-@pytest.mark.parametrize(("split", "tie"), [*STEPPED, *(pytest.param(*one, marks=pytest.mark.slow) for one in STEPPED_BY_FOUR)], ids=str)
-def test_several_ranks_equal_one(tmp_path: Path, split: dict[str, int], tie: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What one rank found, and what several did."""
+
+    folder: Path
+    split: dict[str, Any]
+    one: dict[str, Any]
+    every: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW_LAYOUTS)], ids=str)
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    """Of a model whose vocabulary of 97 has to be padded for two tensor-parallel ranks."""
+    (split, tie), place = request.param, tmp_path_factory.mktemp("ranks")
+    folder = save_model(place / "m", tie=tie, vocab_size=VOCAB + 1)
+    with learner_on(folder, dtype=split.get("dtype", "float32"), **SETTINGS) as learner:
+        one = three_steps(learner)
+        one["held"] = elements(learner)
+        learner.save(place / "one")
+        one["norms"] = two_more_norms(learner)
+    return Compared(place, split, one, run_ranks(all_on_a_rank, folder, split, ranks=LearnerConfig(**split).world_size))
+
+
+def test_several_ranks_equal_one(compared: Compared) -> None:
     """Losses, norms and metrics to 1e-5 relative; every rank has the complete result.
 
     Logprobs of later steps and weights are held to 1e-4: Adam's first updates divide rounding noise by itself where a gradient is tiny.
-    A tied embedding has two copies in a pipeline; a row count is odd and has to be filled up for sequence parallelism.
+    Micro-batches of an odd number of rows are filled up for sequence parallelism; a tied embedding has two copies in a pipeline.
     """
-    folder = save_model(tmp_path / "m", tie=tie)
-    with learner_on(folder, **SETTINGS) as learner:
-        one = three_steps(learner)
-        weights_of_one, averages_of_one = elements(learner)
-    every = run_ranks(steps_on_a_rank, folder, split, ranks=LearnerConfig(**split).world_size)
+    one, split, every = compared.one, compared.split, compared.every
+    is_half = "dtype" in split  # of which only the bits are compared between ranks
     for found in every:
         for ours, theirs in zip(found["numbers"], one["numbers"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+            assert is_half or ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
         for ours, theirs in zip(found["logprobs"], one["logprobs"], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-        assert largest_difference(found["weights"], one["weights"]) < 1e-4
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0.2 if is_half else 1e-4)
+        assert is_half or largest_difference(found["weights"], one["weights"]) < 1e-4
         assert found["numbers"] == every[0]["numbers"]
         assert all(torch.equal(found["weights"][name], every[0]["weights"][name]) for name in one["weights"])
         halves = [2, 2, 1, 1]  # 1 where one rank's is blank
         assert found["microbatches"] == (halves if "data_parallel" in split else one["microbatches"])
-        held, averages = found["held"]
-        assert (held == weights_of_one) if split.keys() <= {"data_parallel", "distributed_optimizer"} else (held < 0.8 * weights_of_one)
-        assert averages == 2 * held or ("distributed_optimizer" in split and averages < 0.6 * averages_of_one)
-    with learner_on(tmp_path / "saved") as learner:
+    with learner_on(compared.folder / "saved", dtype=split.get("dtype", "float32")) as learner:
         assert all(torch.equal(tensor, every[0]["weights"][name]) for name, tensor in weights(learner).items())
+
+
+def test_no_rank_holds_all(compared: Compared) -> None:
+    """Parts of the model do not add up to more than it, but for norms on tensor-parallel ranks and a tied embedding's copy."""
+    (model, averages), split = compared.one["held"], compared.split
+    parts = split.get("tensor_parallel", 1) * split.get("pipeline_parallel", 1)
+    for found in compared.every:
+        assert found["held"][0] < 1.3 * model / parts
+    shared = parts * (2 if "distributed_optimizer" in split else 1)
+    assert max(found["held"][1] for found in compared.every) < 1.3 * averages / shared
+
+
+def test_a_checkpoint_goes_over_to_another_layout_and_back(compared: Compared) -> None:
+    """Saved by one rank, by several and by one again, every tensor is the same; and several ranks go on as one does."""
+    place, half = compared.folder, {"dtype": compared.split["dtype"]} if "dtype" in compared.split else {}
+    for found in compared.every:
+        assert found["norms"] == pytest.approx(compared.one["norms"], rel=0.05 if half else 1e-5)
+    with learner_on(place / "m", **half, **SETTINGS) as learner:
+        learner.restore(place / "other")
+        learner.save(place / "back")
+        assert two_more_norms(learner) == compared.one["norms"]
+    one, back = (load_file(place / name / "rank-0.safetensors") for name in ("one", "back"))
+    assert {name.split("/")[0] for name in one} == {"weight", "exp_avg", "exp_avg_sq", "step", *(["master"] if half else [])}
+    assert one.keys() == back.keys() and all(torch.equal(one[name], back[name]) for name in one)
 
 
 def topk_batch(learner: LearnerRank) -> PackedBatch:
@@ -184,7 +231,7 @@ def steps_with_number(learner: LearnerRank, first: int, last: int) -> dict[str, 
     return {"norms": norms, "checksums": learner.weight_checksums(), "random": [torch.rand(3).tolist(), random.random()]}
 
 
-def ten_steps_then_killed(rank: int, ranks: int, port: int, folder: Path, split: dict[str, int]) -> None:
+def ten_steps_then_killed(rank: int, ranks: int, port: int, folder: Path, split: dict[str, Any]) -> None:
     """A save is begun after five steps, and written beside the others. A second one is in the middle of its writing when SIGKILL comes."""
     learner = LearnerRank(LearnerConfig(**split, **RESUMED, seed=rank + 1), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
@@ -205,7 +252,7 @@ def ten_steps_then_killed(rank: int, ranks: int, port: int, folder: Path, split:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def five_more_steps(rank: int, ranks: int, port: int, folder: Path, split: dict[str, int]) -> dict[str, Any]:
+def five_more_steps(rank: int, ranks: int, port: int, folder: Path, split: dict[str, Any]) -> dict[str, Any]:
     learner = LearnerRank(LearnerConfig(**split, **RESUMED), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     learner.restore(folder.parent / "five")
@@ -215,8 +262,8 @@ def five_more_steps(rank: int, ranks: int, port: int, folder: Path, split: dict[
     return found
 
 
-@pytest.mark.parametrize("split", [DISTRIBUTED_OPTIMIZER, SEQUENCE_PARALLEL], ids=str)
-def test_ten_steps_are_five_a_kill_and_five(tmp_path: Path, split: dict[str, int]) -> None:
+@pytest.mark.parametrize("split", [DISTRIBUTED_OPTIMIZER, pytest.param(SEQUENCE_PARALLEL, marks=pytest.mark.slow)], ids=str)
+def test_ten_steps_are_five_a_kill_and_five(tmp_path: Path, split: dict[str, Any]) -> None:
     """Bit for bit, the generators of every rank included; and the kill in the middle of a save leaves the earlier checkpoint loadable."""
     folder = save_model(tmp_path / "m")
     run_ranks_until_killed(ten_steps_then_killed, folder, split)
@@ -226,43 +273,6 @@ def test_ten_steps_are_five_a_kill_and_five(tmp_path: Path, split: dict[str, int
     assert both == [torch.load(tmp_path / f"found-{rank}.pt") for rank in range(2)]
     assert both[0]["random"] != both[1]["random"]
     assert is_complete(tmp_path / "ten") and not list((tmp_path / "ten").glob(".*"))
-
-
-def save_again(rank: int, ranks: int, port: int, folder: Path, source: Path, target: Path, split: dict[str, int]) -> list[float]:
-    learner = LearnerRank(LearnerConfig(**split, **RESUMED), rank, ranks, "127.0.0.1", port)
-    learner.load(folder)
-    learner.restore(source)
-    learner.save(target)
-    norms: list[float] = steps_with_number(learner, 3, 5)["norms"]
-    learner.close()
-    return norms
-
-
-PIPELINE_AND_TENSOR = pytest.param({"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    "split", [{"tensor_parallel": 2}, {"data_parallel": 2}, DISTRIBUTED_OPTIMIZER, {"pipeline_parallel": 2}, PIPELINE_AND_TENSOR], ids=str
-)
-def test_a_checkpoint_goes_over_to_another_layout_and_back(tmp_path: Path, split: dict[str, int]) -> None:
-    """Saved by one rank, by several and by one again, every tensor is the same; a vocabulary of 97 is padded in between.
-
-    In each layout training goes on alike.
-    """
-    folder = save_model(tmp_path / "m", tie=False, vocab_size=VOCAB + 1)
-    with learner_on(folder, **RESUMED) as learner:
-        steps_with_number(learner, 0, 3)
-        learner.save(tmp_path / "one")
-        norms = steps_with_number(learner, 3, 5)["norms"]
-    for found in run_ranks(save_again, folder, tmp_path / "one", tmp_path / "other", split, ranks=LearnerConfig(**split).world_size):
-        assert found == pytest.approx(norms, rel=1e-5)
-    with learner_on(folder, **RESUMED) as learner:
-        learner.restore(tmp_path / "other")
-        learner.save(tmp_path / "back")
-        assert steps_with_number(learner, 3, 5)["norms"] == norms
-    one, back = (load_file(tmp_path / name / "rank-0.safetensors") for name in ("one", "back"))
-    assert {name.split("/")[0] for name in one} == {"weight", "exp_avg", "exp_avg_sq", "step"}
-    assert one.keys() == back.keys() and all(torch.equal(one[name], back[name]) for name in one)
 
 
 def test_a_wrong_number_of_ranks_is_refused() -> None:
