@@ -150,11 +150,18 @@ class LearnerRankActor:
         self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s)
 
     def broadcast(self, bucket_bytes: int) -> None:
-        """Send the weights through the group; raises SyncError when it failed, the learner goes on."""
-        if self._broadcaster is None:
+        """Send the weights through the group; raises SyncError when it failed, the learner goes on. Every rank takes part in gathering."""
+        if self._broadcaster is None and self._rank == 0:
             raise SyncError("the learner is in no weight group; open_broadcast comes first")
+        failure: SyncError | None = None
         for bucket in self._learner.weight_buckets(bucket_bytes):
-            self._broadcaster.send(bucket.tensors)
+            if self._broadcaster is not None and failure is None:
+                try:
+                    self._broadcaster.send(bucket.tensors)
+                except SyncError as error:
+                    failure = error  # the other ranks gather to the end
+        if failure is not None:
+            raise failure
 
     def weight_specs(self, bucket_bytes: int) -> list[list[WeightSpec]]:
         """Names, dtypes and shapes, bucket by bucket, in the order in which `broadcast` sends them."""
@@ -233,6 +240,16 @@ class LearnerGroup:
         calls = [r.weights.remote(bucket_bytes, list(probe_ids), with_checksums) for r in self._ranks]
         snapshots: list[WeightSnapshot] = await self._all(calls, "copy of the weights")
         return snapshots[0]
+
+    async def weight_specs(self, bucket_bytes: int, *, deadline_s: float) -> list[list[WeightSpec]]:
+        """What `broadcast` sends, bucket by bucket."""
+        calls = [r.weight_specs.remote(bucket_bytes) for r in self._ranks]
+        specs: list[list[list[WeightSpec]]] = await self._all(calls, "weight specs", deadline_s)
+        return specs[0]
+
+    async def broadcast(self, bucket_bytes: int, *, deadline_s: float) -> None:
+        """Send the weights through the group that rank 0 is in. Raises: SyncError when it failed."""
+        await self._all([r.broadcast.remote(bucket_bytes) for r in self._ranks], "broadcast of the weights", deadline_s)
 
     async def begin_save(self, folder: Path, hf_folder: Path, *, deadline_s: float) -> None:
         """Copy all that a checkpoint holds; the ranks write it beside their next steps."""

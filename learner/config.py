@@ -38,6 +38,8 @@ class LearnerConfig(BaseModel):
     """Where a rank computes; auto takes a GPU when torch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+    float32_head: bool = False
+    """Multiply with the vocabulary's matrix in float32 though weights are bfloat16; holds a float32 copy of that matrix during a pass."""
     fixed_order: bool = False
     """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the engines'."""
     threads: int = Field(default=1, ge=1)
