@@ -81,7 +81,7 @@ class CheckpointConfig(_Section):
     every_steps: int = Field(default=25, ge=0)
     """Save after every so many steps; 0: at the end and at Ctrl-C only."""
     keep: PositiveInt = 2
-    """Checkpoints to keep; older ones are removed after a newer one is complete."""
+    """Newest checkpoints to keep; the one with the best held-out accuracy stays too, if its step was evaluated (evaluation.every_steps)."""
 
 
 class DeadlinesConfig(_Section):

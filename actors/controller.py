@@ -72,6 +72,7 @@ class Controller:
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
         self._evaluation: asyncio.Task[Evaluation] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._watch = Stopwatch()
 
     async def run(self) -> RunSummary:
@@ -103,6 +104,7 @@ class Controller:
             feeding.cancel()
         if self._step > self._last_saved:
             await self._save()
+        await self._saved()
         after = None if self._ends_early else await self._evaluate_now("after training")
         await self._observer.flush()
         self._observer.keep_scatter(await self._ask(self._service.scatter))
@@ -117,6 +119,8 @@ class Controller:
     async def _train(self) -> None:
         config = self._config
         while self._step < config.steps and not self._ends_early:
+            if self._saving is not None and self._saving.done():
+                await self._saved()
             batch = await self._next_batch()
             result = await self._learn(batch)
             self._compare_bits(batch, result)
@@ -236,26 +240,42 @@ class Controller:
         )
 
     async def _save(self) -> None:
-        """A checkpoint of everything; the learner is idle, and nothing of the queue is between two places."""
+        """Take all that a checkpoint of everything holds, and have it written beside the next steps.
+
+        The learner is idle, and nothing of the queue is between two places.
+        """
+        await self._saved()
         began = time.monotonic()
         deadline_s = self._config.deadlines.checkpoint_s
         await self._observer.flush()  # a resume goes on after this step: its line and counts have to be there by then
         await self._answer_alarms()  # and what its diagnostics have set off
-        with self._folder.checkpoint(self._step) as checkpoint:
+        with contextlib.ExitStack() as stack:
+            checkpoint = stack.enter_context(self._folder.checkpoint(self._step))
             # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be on a file system that both see.
-            await self._learner.save((checkpoint.state / "learner").resolve(), checkpoint.hf.resolve(), deadline_s=deadline_s)
-            if not (checkpoint.hf / "config.json").is_file():
-                raise DataError(
-                    f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
-                )
+            await self._learner.begin_save((checkpoint.state / "learner").resolve(), checkpoint.hf.resolve(), deadline_s=deadline_s)
             queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
             elapsed_s = time.monotonic() - self._began
             monitor = await self._ask(self._service.monitor_state)
             totals = self._observer.totals()
             TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, self._alarms.replacement).save(checkpoint.state)
-        self._folder.prune_checkpoints(self._config.checkpoint.keep)
+            self._saving = asyncio.create_task(self._finish_save(checkpoint, stack.pop_all(), began))
         self._last_saved = self._step
-        self._observer.saved(self._folder.path / "checkpoints" / f"step_{self._step:06d}", time.monotonic() - began)
+
+    async def _finish_save(self, checkpoint: Checkpoint, folder: contextlib.ExitStack, began: float) -> None:
+        with folder:
+            await self._learner.saved(deadline_s=self._config.deadlines.checkpoint_s)
+            if not (checkpoint.hf / "config.json").is_file():
+                raise DataError(
+                    f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
+                )
+        self._folder.prune_checkpoints(self._config.checkpoint.keep)
+        self._observer.saved(self._folder.path / "checkpoints" / f"step_{checkpoint.step:06d}", time.monotonic() - began)
+
+    async def _saved(self) -> None:
+        """Wait for the checkpoint under way, if there is one. Raises: what went wrong with it."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -372,8 +392,9 @@ class Controller:
 
     async def _end(self) -> None:
         """Stop what was started, whatever state it is in."""
-        if self._evaluation is not None:
-            self._evaluation.cancel()
+        for beside in (self._evaluation, self._saving):
+            if beside is not None:
+                beside.cancel()
         endings: dict[str, Callable[[], Any]] = {
             "_service": lambda: self._service.stop.remote(),
             "_sync": lambda: self._sync.close(),

@@ -19,7 +19,7 @@ from actors.exporter import MetricsEndpoint
 from actors.supervision import wait_for
 from actors.weight_buckets import pack
 from correction.config import CorrectionConfig
-from correction.errors import SyncError
+from correction.errors import DeadlineExceeded, SyncError
 from learner.config import LearnerConfig
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
@@ -30,6 +30,10 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from correction.weight_spec import WeightSpec
     from learner.broadcast import WeightBroadcaster
     from learner.step import StepResult
+
+
+_SAVED_POLL_S = 0.2
+"""Between two questions whether a checkpoint is written; a rank answers between its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +133,11 @@ class LearnerRankActor:
         )
         return [float(value) for value in self._learner.logprobs(batch)[1:]]
 
-    def save(self, folder: Path, hf_folder: Path | None) -> None:
-        self._learner.save(folder)
-        if hf_folder is not None:
-            self._learner.save_hf(hf_folder)
+    def begin_save(self, folder: Path, hf_folder: Path) -> None:
+        self._learner.begin_save(folder, hf_folder)
+
+    def is_saved(self) -> bool:
+        return self._learner.is_saved()
 
     def restore(self, folder: Path, version: int) -> None:
         self._learner.restore(folder)
@@ -145,11 +150,18 @@ class LearnerRankActor:
         self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s)
 
     def broadcast(self, bucket_bytes: int) -> None:
-        """Send the weights through the group; raises SyncError when it failed, the learner goes on."""
-        if self._broadcaster is None:
+        """Send the weights through the group; raises SyncError when it failed, the learner goes on. Every rank takes part in gathering."""
+        if self._broadcaster is None and self._rank == 0:
             raise SyncError("the learner is in no weight group; open_broadcast comes first")
+        failure: SyncError | None = None
         for bucket in self._learner.weight_buckets(bucket_bytes):
-            self._broadcaster.send(bucket.tensors)
+            if self._broadcaster is not None and failure is None:
+                try:
+                    self._broadcaster.send(bucket.tensors)
+                except SyncError as error:
+                    failure = error  # the other ranks gather to the end
+        if failure is not None:
+            raise failure
 
     def weight_specs(self, bucket_bytes: int) -> list[list[WeightSpec]]:
         """Names, dtypes and shapes, bucket by bucket, in the order in which `broadcast` sends them."""
@@ -229,8 +241,27 @@ class LearnerGroup:
         snapshots: list[WeightSnapshot] = await self._all(calls, "copy of the weights")
         return snapshots[0]
 
-    async def save(self, folder: Path, hf_folder: Path | None, *, deadline_s: float) -> None:
-        await self._all([r.save.remote(folder, hf_folder) for r in self._ranks], f"checkpoint {folder.name}", deadline_s)
+    async def weight_specs(self, bucket_bytes: int, *, deadline_s: float) -> list[list[WeightSpec]]:
+        """What `broadcast` sends, bucket by bucket."""
+        calls = [r.weight_specs.remote(bucket_bytes) for r in self._ranks]
+        specs: list[list[list[WeightSpec]]] = await self._all(calls, "weight specs", deadline_s)
+        return specs[0]
+
+    async def broadcast(self, bucket_bytes: int, *, deadline_s: float) -> None:
+        """Send the weights through the group that rank 0 is in. Raises: SyncError when it failed."""
+        await self._all([r.broadcast.remote(bucket_bytes) for r in self._ranks], "broadcast of the weights", deadline_s)
+
+    async def begin_save(self, folder: Path, hf_folder: Path, *, deadline_s: float) -> None:
+        """Copy all that a checkpoint holds; the ranks write it beside their next steps."""
+        await self._all([r.begin_save.remote(folder, hf_folder) for r in self._ranks], "copy for a checkpoint", deadline_s)
+
+    async def saved(self, *, deadline_s: float) -> None:
+        """Wait until every rank has written what it copied. Raises: DataError if one could not; DeadlineExceeded."""
+        ends = time.monotonic() + deadline_s
+        while not all(await self._all([r.is_saved.remote() for r in self._ranks], "end of a checkpoint", deadline_s)):
+            if time.monotonic() > ends:
+                raise DeadlineExceeded(f"checkpoint <- learner: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)")
+            await asyncio.sleep(_SAVED_POLL_S)
 
     async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
         await self._all([r.restore.remote(folder, version) for r in self._ranks], f"restoring {folder}", deadline_s)

@@ -137,7 +137,7 @@ _TIME = [
     ),
     _gauge(
         "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
-        "Writing a checkpoint and its Hugging Face folder; absent on other steps.",
+        "Writing a checkpoint and its Hugging Face folder, beside training; absent on other steps.",
     ),
     _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Diagnostics of the batch, off the learner's path."),
     _gauge(

@@ -293,9 +293,16 @@ class RunFolder:
             raise DataError(f"{self.path}: no complete checkpoint in checkpoints/, so there is nothing to resume from. Start a new run.")
         return checkpoints[-1]
 
+    def best_checkpoint(self) -> Checkpoint | None:
+        """The one whose weights had the highest held-out accuracy, the latest of equals; None if no checkpoint's step was evaluated."""
+        accuracies = {metrics.step: metrics["held_out/accuracy"] for metrics in self.read_evaluations() if "held_out/accuracy" in metrics}
+        evaluated = [checkpoint for checkpoint in self.checkpoints() if checkpoint.step in accuracies]
+        return max(evaluated, key=lambda checkpoint: (accuracies[checkpoint.step], checkpoint.step), default=None)
+
     def prune_checkpoints(self, keep: int) -> list[Checkpoint]:
-        """Remove all but the newest `keep` >= 1 complete checkpoints. Returns: those removed."""
-        removed = self.checkpoints()[: -max(keep, 1)]
+        """Remove all complete checkpoints but the newest `keep` >= 1 and the best one. Returns: those removed."""
+        best = self.best_checkpoint()
+        removed = [checkpoint for checkpoint in self.checkpoints()[: -max(keep, 1)] if checkpoint != best]
         for checkpoint in removed:
             shutil.rmtree(checkpoint.path)
         return removed

@@ -172,6 +172,9 @@ def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *
     checkpoints = folder.checkpoints()
     if checkpoints:
         lines.append(f"model:       {checkpoints[-1].hf}")
+        best = folder.best_checkpoint()
+        if best is not None and best != checkpoints[-1]:
+            lines.append(f"best model:  {best.hf}")
     if report is not None:
         lines.append(f"report:      {report}")
     if summary.stopped_early and checkpoints and summary.steps < steps:

@@ -202,15 +202,13 @@ class _BroadcastGroup:
     async def send(self, snapshot: WeightSnapshot, targets: Sequence[SyncTarget], probe_ids: Sequence[int]) -> list[SyncReceipt]:
         """Broadcast the learner's weights to the targets; builds the group anew when they are others than last time."""
         await self._ensure_group(targets)
-        rank_zero = self._learner.rank_zero
-        buckets = await wait_for(rank_zero.weight_specs.remote(self._bucket_bytes), "weight specs <- learner", deadline_s=self._sync_s)
+        buckets = await self._learner.weight_specs(self._bucket_bytes, deadline_s=self._sync_s)
         receiving = [t.actor.receive_weights.remote(snapshot.version, buckets, self._name, list(probe_ids), False) for t in targets]
-        sending = rank_zero.broadcast.remote(self._bucket_bytes)
         what = f"broadcast of v{snapshot.version}"
         waits = [
             wait_for(r, f"{what} -> rollout worker {t.name}", deadline_s=self._sync_s) for r, t in zip(receiving, targets, strict=True)
         ]
-        _, *receipts = await asyncio.gather(wait_for(sending, f"{what} <- learner", deadline_s=self._sync_s), *waits)
+        _, *receipts = await asyncio.gather(self._learner.broadcast(self._bucket_bytes, deadline_s=self._sync_s), *waits)
         return receipts
 
     @property

@@ -1,11 +1,22 @@
-"""A checkpoint of the learner: a folder that is either complete or not there.
+"""A checkpoint of the learner: a folder that is complete or counts for nothing, and that any layout of ranks can go on from.
 
-    <folder>/manifest.json      sizes it was made with; written last
-    <folder>/model-<t>.pt       weights, optimizer and schedule of tensor rank t (equal on all data ranks: one of them writes)
-    <folder>/random-<r>.pt      random generators of rank r
+    <folder>/manifest.json           the model's sizes, the layout of the ranks that wrote it, the learning-rate schedule
+    <folder>/rank-<r>.safetensors    rank r's part of weights, master weights and Adam's averages
+    <folder>/random-<r>.safetensors  random generators of rank r
 
-It is written beside its place, flushed to disk, and renamed: a kill at any moment leaves earlier checkpoints as they were. With the same
-sizes a run continues bit for bit on a CPU. data_parallel may differ (the generators then start anew); tensor_parallel may not.
+Each rank copies what it has and goes on training, while a thread writes the copy beside its place, flushes it to disk and renames it. The
+folder is complete when the manifest and every rank's file are there: a kill at any moment leaves earlier checkpoints as they were.
+
+A tensor's name is kind/part/start/parameter: the tensor-parallel part that it belongs to, the first of its elements in that part laid flat
+(the distributed optimizer cuts anywhere), and the first Hugging Face tensor of the parameter. With the same layout a run continues bit for
+bit on a CPU. With another one the parts are joined and cut anew by the rules of convert.py, which only move elements; the random generators
+then start anew.
+
+Why not megatron-core's dist_checkpointing (torch_dist): it was tried on a CPU with gloo, version 0.16.1. Without the distributed optimizer
+it is exact and reshards. But loading unpickles the folder's .metadata without restriction, so that a checkpoint from elsewhere runs what
+it likes; a vocabulary that is padded for other ranks doesn't fit; and with the distributed optimizer over torch's AdamW the default format
+can't be saved (`ShardedTensor.flattened_range is not supported`), fully_reshardable can't be loaded (`KeyError: 'step'`), and
+dp_reshardable doesn't reshard (`Global shape mismatch`), unless private functions are replaced.
 """
 
 from __future__ import annotations
@@ -14,138 +25,238 @@ import json
 import os
 import random
 import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from correction.errors import DataError
+from learner import convert
 from learner.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model import unwrap
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
 
-FORMAT = 1
+FORMAT = 2
 """Number of this layout; another one is refused."""
 MANIFEST = "manifest.json"
+RANK, RANDOM = "rank", "random"
+"""Files that every rank writes."""
+WEIGHT = "weight"
+"""Kind of tensor; the others are the optimizer's."""
 
 
-def save(folder: str | os.PathLike[str], model: DistributedDataParallel, optimizer: GuardedOptimizer, placement: Placement) -> None:
-    """Write a checkpoint; all ranks call.
+def save(
+    folder: str | os.PathLike[str],
+    model: DistributedDataParallel,
+    optimizer: GuardedOptimizer,
+    hf_config: Any,
+    placement: Placement,
+    *,
+    afterwards: Callable[[], None] | None = None,
+) -> Future[None]:
+    """Begin a checkpoint; all ranks call. What is written is what is there now: training may go on at once.
 
-    Raises: DataError if the folder exists.
+    Args:
+        afterwards: what this rank's thread is to write next.
+    Returns: done when this rank's files are on disk, or failed with the reason why they aren't.
+    Raises: DataError if the folder is a complete checkpoint.
     """
     target = Path(folder)
-    if target.exists():
+    if is_complete(target):
         raise DataError(f"{target}: exists already; a checkpoint is never written over another one")
-    partial = target.with_name(f".{target.name}.partial")
+    placement.barrier()  # no rank begins before all have looked
     if placement.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-        partial.mkdir(parents=True)
+        shutil.rmtree(target, ignore_errors=True)  # of a save that was killed
+        target.mkdir(parents=True)
     placement.barrier()
-    if placement.data_rank == 0:
-        _write(partial / _model_file(placement), {"weights": _weights(model), **optimizer.state_dict()})
-    _write(partial / _random_file(placement), _random_state())
-    placement.barrier()
-    if placement.rank == 0:
-        _publish(partial, target, placement)
-    placement.barrier()
+    held = {name: _copy(tensor) for name, tensor in _held_tensors(model, optimizer, hf_config, placement)}
+    generators = {name: _copy(state) for name, state in _random_state().items()}
+    manifest = {
+        "format": FORMAT,
+        "model": _model_shape(hf_config),
+        "layout": placement.layout,
+        "ranks": placement.world_size,
+        "schedule": optimizer.schedule_state(),
+    }
+
+    def write() -> None:
+        _write(target / _file(RANK, placement.rank), lambda path: save_file(held, path))
+        _write(target / _file(RANDOM, placement.rank), lambda path: save_file(generators, path))
+        if placement.rank == 0:
+            _write(target / MANIFEST, lambda path: path.write_text(json.dumps(manifest)))
+        if afterwards:
+            afterwards()
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    try:
+        return executor.submit(write)
+    finally:
+        executor.shutdown(wait=False)
 
 
-def restore(folder: str | os.PathLike[str], model: DistributedDataParallel, optimizer: GuardedOptimizer, placement: Placement) -> None:
-    """Fill model, optimizer and generators from a checkpoint.
+def restore(
+    folder: str | os.PathLike[str], model: DistributedDataParallel, optimizer: GuardedOptimizer, hf_config: Any, placement: Placement
+) -> None:
+    """Fill model, optimizer and generators from a checkpoint, one parameter at a time.
 
-    Raises: DataError if it is incomplete, of another format or split, or of a model of other shapes.
+    Raises: DataError if it is incomplete, of another format, or of a model of other shapes.
     """
     source = Path(folder)
-    manifest = _manifest(source)
-    if manifest["tensor_parallel"] != placement.tensor_parallel:
-        raise DataError(
-            f"{source}: saved with tensor_parallel {manifest['tensor_parallel']}, but the learner has {placement.tensor_parallel}; "
-            "resume with the same, or start from the Hugging Face folder beside it"
-        )
-    state = torch.load(source / _model_file(placement), map_location=placement.device, weights_only=True)
-    _load_weights(model, state["weights"], source)
-    optimizer.load_state_dict({"optimizer": state["optimizer"], "schedule": state["schedule"]})
-    if manifest["data_parallel"] == placement.data_parallel:
-        _set_random_state(torch.load(source / _random_file(placement), weights_only=True))
+    manifest = _manifest(source, hf_config)
+    saved = _Saved(source, manifest["ranks"], hf_config, placement)
+    with torch.no_grad():
+        for rule, parameter in _bound(model, hf_config):
+            states = saved.read(rule, parameter)
+            parameter.copy_(states.pop(WEIGHT))
+            optimizer.set_state(parameter, states)
+    optimizer.load_schedule_state(manifest["schedule"])
+    if manifest["layout"] == placement.layout:
+        _set_random_state(load_file(source / _file(RANDOM, placement.rank)))
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
     """Whether the folder is a checkpoint that `restore` takes."""
-    return (Path(folder) / MANIFEST).is_file()
+    manifest = Path(folder) / MANIFEST
+    if not manifest.is_file():
+        return False
+    ranks = range(json.loads(manifest.read_text()).get("ranks", 0))
+    return all((Path(folder) / _file(kind, rank)).is_file() for kind in (RANK, RANDOM) for rank in ranks)
 
 
-def _manifest(source: Path) -> dict[str, Any]:
+# What a rank holds
+
+
+def _bound(model: DistributedDataParallel, hf_config: Any) -> list[tuple[convert.Rule, torch.nn.Parameter]]:
+    return convert.bind(unwrap(model), convert.family_of(hf_config))
+
+
+def _held_tensors(
+    model: DistributedDataParallel, optimizer: GuardedOptimizer, hf_config: Any, placement: Placement
+) -> Iterator[tuple[str, Tensor]]:
+    """What this rank writes: each element is written by one rank."""
+    for rule, parameter in _bound(model, hf_config):
+        is_split = rule.layout is not convert.Layout.REPLICATED
+        if getattr(parameter, "shared", False) or (placement.tensor_rank > 0 and not is_split):
+            continue  # the last stage's copy of a tied embedding; what tensor-parallel ranks have alike
+        start, states = optimizer.state_of(parameter)
+        if placement.data_rank == 0:
+            yield _name(WEIGHT, placement.tensor_rank, 0, rule), parameter
+        if placement.data_rank == 0 or optimizer.is_distributed:
+            for kind, tensor in states.items():
+                yield _name(kind, placement.tensor_rank, start, rule), tensor
+
+
+def _name(kind: str, part: int, start: int, rule: convert.Rule) -> str:
+    return f"{kind}/{part}/{start}/{rule.hf[0]}"
+
+
+class _Saved:
+    """The parameters of a checkpoint, read from its ranks' files as they are asked for, in this rank's cut."""
+
+    def __init__(self, folder: Path, files: int, hf_config: Any, placement: Placement):
+        self._placement, self._heads, self._vocab_size = placement, convert.HeadShape.of(hf_config), hf_config.vocab_size
+        self._files: list[Any] = [safe_open(folder / _file(RANK, rank), "pt") for rank in range(files)]
+        self._pieces: dict[tuple[str, str], dict[int, list[tuple[int, int, str]]]] = defaultdict(lambda: defaultdict(list))
+        """[parameter, kind][part] -> its pieces: start, number of the file, name in it."""
+        for number, file in enumerate(self._files):
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                kind, part, start, parameter = name.split("/", 3)
+                self._pieces[parameter, kind][int(part)].append((int(start), number, name))
+
+    def read(self, rule: convert.Rule, parameter: Tensor) -> dict[str, Tensor]:
+        """Everything that was saved of a parameter, by kind, in the shape that this rank has of it."""
+        kinds = [kind for name, kind in self._pieces if name == rule.hf[0]]
+        return {kind: self._in_this_cut(rule, self._pieces[rule.hf[0], kind], parameter) for kind in kinds}
+
+    def _in_this_cut(self, rule: convert.Rule, parts: dict[int, list[tuple[int, int, str]]], parameter: Tensor) -> Tensor:
+        is_split = rule.layout is not convert.Layout.REPLICATED
+        part = self._placement.tensor_rank if is_split else 0
+        if len(parts) == (self._placement.tensor_parallel if is_split else 1):
+            return self._joined(rule, parts[part], part)
+        every = [self._joined(rule, parts[i], i) for i in range(len(parts))]
+        if every[0].dim() == 0:
+            return every[0]
+        whole = convert.to_hf(rule, every, self._heads, self._vocab_size)
+        return convert.to_megatron(rule, whole, self._heads, parameter.shape[0], self._placement)
+
+    def _joined(self, rule: convert.Rule, pieces: list[tuple[int, int, str]], part: int) -> Tensor:
+        """A part laid together, in the shape of its weight; a number as it is."""
+        tensors: list[Tensor] = [self._files[number].get_tensor(name) for _, number, name in sorted(pieces)]
+        if tensors[0].dim() == 0:
+            return tensors[0]
+        ((_, number, name),) = self._pieces[rule.hf[0], WEIGHT][part]
+        shape: list[int] = self._files[number].get_slice(name).get_shape()
+        return torch.cat([tensor.flatten() for tensor in tensors]).view(shape)
+
+
+def _model_shape(hf_config: Any) -> dict[str, Any]:
+    """What decides which parameters there are, and how large."""
+    names = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts")
+    return {name: getattr(hf_config, name, None) for name in names} | asdict(convert.HeadShape.of(hf_config))
+
+
+def _manifest(source: Path, hf_config: Any) -> dict[str, Any]:
     if not is_complete(source):
-        raise DataError(f"{source}: no {MANIFEST}; not a complete checkpoint of the learner")
+        raise DataError(f"{source}: not a complete checkpoint of the learner: {MANIFEST} or the file of a rank is missing")
     manifest: dict[str, Any] = json.loads((source / MANIFEST).read_text())
     if manifest.get("format") != FORMAT:
         raise DataError(f"{source}: checkpoint format {manifest.get('format')}, but this version reads {FORMAT}")
+    for name, value in _model_shape(hf_config).items():
+        if manifest["model"].get(name) != value:
+            raise DataError(f"{source}: of another model than the one loaded: {name} is {manifest['model'].get(name)} there, {value} here")
     return manifest
 
 
-def _weights(model: DistributedDataParallel) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in unwrap(model).named_parameters()}
+# Random generators
 
 
-@torch.no_grad()
-def _load_weights(model: DistributedDataParallel, saved: dict[str, Tensor], source: Path) -> None:
-    own = _weights(model)
-    if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in saved.items()}:
-        differing = sorted(
-            name for name in own.keys() | saved.keys() if getattr(own.get(name), "shape", 0) != getattr(saved.get(name), "shape", 0)
-        )
-        raise DataError(f"{source}: of another model than the one loaded; {len(differing)} tensors differ, the first is {differing[0]}")
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states(), "python": random.getstate()}
+def _random_state() -> dict[str, Tensor]:
+    version, numbers, gauss = random.getstate()
+    gauss_numbers = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+    states = {"torch": torch.get_rng_state(), "python": torch.tensor([version, *numbers]), "gauss": gauss_numbers}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+        states["cuda"] = torch.cuda.get_rng_state()
+    states |= {f"megatron/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    return states
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def _set_random_state(states: dict[str, Tensor]) -> None:
+    version, *numbers = states["python"].tolist()
+    random.setstate((version, tuple(numbers), next(iter(states["gauss"].tolist()), None)))
+    torch.set_rng_state(states["torch"])
+    prefix = "megatron/"
+    get_cuda_rng_tracker().set_states({name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)})
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
-def _model_file(placement: Placement) -> str:
-    return f"model-{placement.tensor_rank}.pt"
+# Files
 
 
-def _random_file(placement: Placement) -> str:
-    return f"random-{placement.rank}.pt"
+def _file(kind: str, rank: int) -> str:
+    return f"{kind}-{rank}.safetensors"
 
 
-def _write(path: Path, content: Any) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _write(path: Path, fill: Callable[[Path], Any]) -> None:
+    """A file that is whole or not there, and stays through a power cut."""
+    partial = path.with_name(f".{path.name}.partial")
+    fill(partial)
+    with partial.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _publish(partial: Path, target: Path, placement: Placement) -> None:
-    """Manifest last, then the rename, each made durable before the next."""
-    manifest = {"format": FORMAT, "data_parallel": placement.data_parallel, "tensor_parallel": placement.tensor_parallel}
-    with (partial / MANIFEST).open("w") as file:
-        json.dump(manifest, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(partial)
-    partial.rename(target)
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    partial.rename(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch
+
+
+_NOT_BUILT = {
+    "context_parallel": "a sequence's keys are all on one rank: rows of packed sequences and of shared prompts can't be spread over ranks. "
+    "Leave it out; for long sequences use tensor_parallel with sequence_parallel: true, and recompute_activations: true",
+    "virtual_pipeline": "Megatron's interleaved schedule wants a number of micro-batches that is a multiple of the stages, and packing by "
+    "tokens gives any number. Leave it out; more micro-batches (a smaller tokens_per_microbatch) fill a pipeline, too",
+}
+"""What Megatron has and the learner does not, with the reason; 1 is allowed."""
 
 
 class LearnerConfig(BaseModel):
@@ -17,12 +26,20 @@ class LearnerConfig(BaseModel):
 
     data_parallel: int = Field(default=1, ge=1)
     """Copies of the model that share a batch; each rank takes whole sequences of about equal cost."""
+    distributed_optimizer: bool = False
+    """Data-parallel ranks share Adam's averages and the master weights instead of each keeping all: with R of them 1/R of the memory."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks over which one copy's matrices are split."""
+    sequence_parallel: bool = False
+    """Between the matrices, tensor-parallel ranks share the rows of a pass as well; saves the memory of their activations."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Stages, of equally many layers, that one copy is cut into; micro-batches pass through them (1F1B)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a rank computes; auto takes a GPU when torch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+    float32_head: bool = False
+    """Multiply with the vocabulary's matrix in float32 though weights are bfloat16; holds a float32 copy of that matrix during a pass."""
     fixed_order: bool = False
     """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the engines'."""
     threads: int = Field(default=1, ge=1)
@@ -55,12 +72,28 @@ class LearnerConfig(BaseModel):
     """Times that a batch is gone through; 2 epochs of 4 minibatches are 8 optimizer steps."""
     tokens_per_microbatch: int = Field(default=2048, ge=1)
     """Positions computed in one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own."""
+    recompute_activations: bool = False
+    """Keep only each layer's input for the backward pass and compute the layer again: a third more work, far less memory."""
     shared_prompts: bool = True
     """Compute the prompt of a group once for all its answers; not on GPUs in half precision, nor in fixed order."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a collective among ranks that a rank does not join fails."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_name(cls, settings: Any) -> Any:
+        for name, reason in _NOT_BUILT.items():
+            if isinstance(settings, dict) and settings.get(name) not in (None, 1):
+                raise ValueError(f"{name} = {settings[name]}: {reason}")
+        return {name: value for name, value in settings.items() if name not in _NOT_BUILT} if isinstance(settings, dict) else settings
+
+    @model_validator(mode="after")
+    def _check_sequence_parallel(self) -> Self:
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel = true with tensor_parallel = 1: there are no ranks to share rows; set it to false")
+        return self
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -84,7 +117,7 @@ class LearnerConfig(BaseModel):
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return self.data_parallel * self.tensor_parallel
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
     @property
     def total_optimizer_steps_per_batch(self) -> int:

@@ -6,7 +6,7 @@ A new dense family is a new table; a new way in which Megatron stores a matrix i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -193,6 +193,8 @@ def bind(model: torch.nn.Module, family: Family) -> list[tuple[Rule, torch.nn.Pa
         if pattern not in rules:
             raise DataError(f"learner/convert.py: no rule for Megatron's parameter {name}")
         rule = rules[pattern]
+        if pattern == "output_layer.weight" and model.share_embeddings_and_output_weights:  # the last pipeline stage's copy
+            rule = replace(rule, hf=rules["embedding.word_embeddings.weight"].hf)
         if layer is not None:
             number = numbers[layer]
             rule = Rule(name, tuple(hf.format(layer=number) for hf in rule.hf), rule.layout)
@@ -220,11 +222,13 @@ def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], 
 
 @torch.no_grad()
 def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """HF names and whole tensors, one parameter at a time. Every tensor-parallel rank must go through it; the tensors may share
-    memory with the model's.
+    """HF names and whole tensors of this rank's stage, one parameter at a time. Every tensor-parallel rank must go through it; the tensors
+    may share memory with the model's.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
     for rule, parameter in bind(model, family):
+        if getattr(parameter, "shared", False):  # the last stage's copy of a tied embedding
+            continue
         parts = [parameter.detach()]
         if placement.tensor_parallel > 1 and rule.layout is not Layout.REPLICATED:
             parts = [torch.empty_like(parameter) for _ in range(placement.tensor_parallel)]

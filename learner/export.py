@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from correction.checksum import tensor_checksum
 from learner import hf_folder
+from learner.parallel import Placement
 
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""
@@ -30,6 +32,24 @@ class WeightBucket:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
+    """From the weights of each pipeline stage those of the model, on every rank, with one tensor on its way at a time."""
+    if placement.pipeline_parallel == 1:
+        yield from weights
+        return
+    for stage in range(placement.pipeline_parallel):
+        is_mine, has_more = stage == placement.pipeline_rank, True
+        while has_more:
+            own = next(weights, None) if is_mine else None
+            head = placement.from_stage(stage, own and (own[0], own[1].shape, own[1].dtype))
+            has_more = head is not None
+            if head is not None:
+                name, shape, dtype = head
+                tensor = torch.empty(shape, dtype=dtype, device=placement.device) if own is None else own[1].contiguous()
+                dist.broadcast(tensor, group=placement.pipeline_group, group_src=stage)
+                yield name, tensor
 
 
 def weight_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device | str = "cpu") -> Iterator[WeightBucket]:

@@ -60,16 +60,9 @@ class HFWeights:
         self._unread.discard(name)
         return tensor
 
-    def check_all_read(self, *, ignore: tuple[str, ...] = ()) -> None:
-        """Refuse tensors that nobody asked for: the folder holds more than its config.json describes.
-
-        Args:
-            ignore: endings of names that may stay unread.
-        Raises: DataError naming the first.
-        """
-        unread = sorted(name for name in self._unread if not name.endswith(ignore))
-        if unread:
-            raise DataError(f"{self.folder}: {len(unread)} tensors have no place in the model, the first is {unread[0]}")
+    def unread(self, *, ignore: tuple[str, ...] = ()) -> set[str]:
+        """Tensors that nobody has asked for so far, but for those whose names end in `ignore`."""
+        return {name for name in self._unread if not name.endswith(ignore)}
 
 
 def copy_side_files(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -46,15 +46,23 @@ class ModelInputs:
     """[M] int64: the row after which each of them comes. The last row of a shared prompt comes before the first token of every answer."""
 
     @classmethod
-    def of(cls, batch: PackedBatch, *, share_prompts: bool = True) -> ModelInputs:
-        """Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts."""
+    def of(cls, batch: PackedBatch, *, share_prompts: bool = True, row_multiple: int = 1) -> ModelInputs:
+        """What is read of a batch.
+
+        Args:
+            row_multiple: R is to be a multiple of it; a sequence that predicts nothing fills it up.
+        Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts.
+        """
         # Longest first, so that beginnings of equal length are neighbours: attention takes them in one call.
         families = sorted((f for f in find_families(batch, share_prompts=share_prompts) if f.tokens > 0), key=lambda f: -f.shared)
         continuing = [
             (t, i, rows) for t, family in enumerate(families) for i, rows in zip(family.members, family.rows, strict=True) if rows
         ]
+        filling = -sum(family.tokens for family in families) % row_multiple
         layout = Layout(
-            tuple(family.shared for family in families), tuple(rows for _, _, rows in continuing), tuple(t for t, _, _ in continuing)
+            tuple(family.shared for family in families) + (filling,) * (filling > 0),
+            tuple(rows for _, _, rows in continuing),
+            tuple(t for t, _, _ in continuing),
         )
         starts = batch.offsets.tolist()
         row_of = [-1] * batch.num_tokens
@@ -63,13 +71,14 @@ class ModelInputs:
             for i in family.members:
                 row_of[starts[i] : starts[i] + family.shared] = range(row, row + family.shared)
             row += family.shared
+        row += filling
         for t, i, rows in continuing:
             start = starts[i] + families[t].shared
             row_of[start : start + rows] = range(row, row + rows)
             row += rows
         rows_of_tokens = torch.tensor(row_of, dtype=torch.int64)
         is_read = rows_of_tokens >= 0
-        token_ids = torch.empty(row, dtype=torch.int64)
+        token_ids = torch.zeros(row, dtype=torch.int64)
         token_ids[rows_of_tokens[is_read]] = batch.token_ids[is_read]  # members write the same tokens into the rows that they share
         predicted = batch.loss_mask.nonzero()[:, 0]
         return cls(token_ids, layout, predicted, rows_of_tokens[predicted - 1])

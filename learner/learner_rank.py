@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
@@ -57,6 +61,7 @@ class LearnerRank:
         self.placement = parallel.join(config, rank, world_size, master_addr, master_port)
         self._loaded: _Loaded | None = None
         self._reference: list[Tensor] | None = None
+        self._saving: Future[None] | None = None
 
     # Weights in
 
@@ -66,7 +71,7 @@ class LearnerRank:
         Raises: DataError naming file, tensor or option if the folder can't be trained.
         """
         hf_config, policy = self._read(folder)
-        wrapped = model.wrap(policy)
+        wrapped = model.wrap(policy, self.config)
         attach_schedule(wrapped)
         self._loaded = _Loaded(Path(folder), hf_config, wrapped, GuardedOptimizer(wrapped, self.config))
         self._reference = None
@@ -185,7 +190,7 @@ class LearnerRank:
     # Weights out
 
     def weight_buckets(self, bucket_bytes: int = 2**28, device: torch.device | str = "cpu") -> Iterator[WeightBucket]:
-        """Copies of all weights under HF names. Under tensor parallelism every rank must go through all of them."""
+        """Copies of all weights under HF names. Every rank must go through all of them."""
         return export.weight_buckets(self._weights(), bucket_bytes, device)
 
     def weight_specs(self, bucket_bytes: int = 2**28) -> list[list[WeightSpec]]:
@@ -202,28 +207,58 @@ class LearnerRank:
         if self.placement.rank == 0:
             export.write_hf_folder(self._weights(), self._require().folder, folder)
         else:
-            for _ in self._weights():
-                pass
+            deque(self._weights(), maxlen=0)
         self.placement.barrier()
 
     # Checkpoints
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write everything that an exact continuation needs, atomically.
+        """Write everything that an exact continuation needs, and wait until all ranks have.
 
-        Raises: DataError if the folder exists.
+        Raises: DataError if the folder is a complete checkpoint already, or can't be written.
         """
-        checkpoint.save(folder, self._require().model, self._require().optimizer, self.placement)
+        self.begin_save(folder)
+        self.is_saved(wait=True)
+        self.placement.barrier()
+
+    def begin_save(self, folder: str | os.PathLike[str], hf_folder: str | os.PathLike[str] | None = None) -> None:
+        """The same from a copy, beside what comes next; all ranks call. An earlier save is waited for.
+
+        Args:
+            hf_folder: also write a Hugging Face folder, on rank 0, whose memory holds a copy of all weights meanwhile.
+        Raises: DataError likewise, also for an earlier save that failed.
+        """
+        self.is_saved(wait=True)
+        state = self._require()
+        write_hf: Callable[[], None] | None = None
+        if hf_folder is not None and self.placement.rank == 0:
+            copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors.items()}
+            write_hf = partial(export.write_hf_folder, copies.items(), state.folder, hf_folder)
+        elif hf_folder is not None:
+            deque(self._weights(), maxlen=0)
+        self._saving = checkpoint.save(folder, state.model, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
+
+    def is_saved(self, *, wait: bool = False) -> bool:
+        """Whether this rank has written all that it began to. Raises: DataError if it could not."""
+        if self._saving is not None and (wait or self._saving.done()):
+            saving, self._saving = self._saving, None
+            try:
+                saving.result()
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"learner rank {self.placement.rank}: a checkpoint could not be written: {error}") from error
+        return self._saving is None
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Continue from a checkpoint of the same model; `load` comes first (of any folder of that model).
+        """Continue from a checkpoint of the same model, saved by any layout of ranks; `load` comes first (of any folder of that model).
 
         Raises: DataError if the folder is no complete checkpoint, or of other shapes.
         """
-        checkpoint.restore(folder, self._require().model, self._require().optimizer, self.placement)
+        state = self._require()
+        checkpoint.restore(folder, state.model, state.optimizer, state.hf_config, self.placement)
 
     def close(self) -> None:
-        """Free the model and leave the process group."""
+        """Free the model and leave the process group; a save under way is finished."""
+        self.is_saved(wait=True)
         self._loaded, self._reference = None, None
         parallel.leave()
 
@@ -243,11 +278,13 @@ class LearnerRank:
         policy = model.build(hf_config, self.config, self.placement)
         convert.load(policy, hf_config, weights.__getitem__, self.placement)
         # Buffers that older folders hold; and a copy of a tied head.
-        weights.check_all_read(ignore=("rotary_emb.inv_freq", *(["lm_head.weight"] if hf_config.tie_word_embeddings else [])))
+        unread = weights.unread(ignore=("rotary_emb.inv_freq", *(["lm_head.weight"] if hf_config.tie_word_embeddings else [])))
+        if unread := self.placement.common_to_all(unread):  # a pipeline stage reads its own
+            raise DataError(f"{folder}: {len(unread)} tensors have no place in the model, the first is {min(unread)}")
         return hf_config, policy
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        return convert.export(self._policy, self._require().hf_config, self.placement)
+        return export.of_all_stages(convert.export(self._policy, self._require().hf_config, self.placement), self.placement)
 
     def _forward(self, batch: PackedBatch) -> Pass:
         return run_microbatches(

@@ -58,10 +58,11 @@ def token_values(
     targets = batch.token_ids[inputs.predicted, None]
     if batch.topk_ids is not None:
         targets = torch.cat([targets, batch.topk_ids[inputs.predicted]], 1)
+    dtype = torch.float32 if config.float32_head else policy.head_weight.dtype
     logprobs, entropies = head_logprobs(
         # Megatron's half-precision wrapper widens its output.
-        hidden[0].index_select(0, inputs.predicting_row).to(policy.head_weight.dtype),
-        policy.head_weight,
+        hidden[0].index_select(0, inputs.predicting_row).to(dtype),
+        policy.head_weight.to(dtype),
         targets,
         temperature=batch.temperature,
         vocab_size=policy.real_vocab_size,

@@ -18,10 +18,12 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -35,6 +37,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "Float16Module",
     "GPTModel",
     "OptimizerConfig",
@@ -45,6 +48,7 @@ __all__ = [
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from correction.errors import DataError
 from correction.invariance.operators import silu
 from learner import convert
 from learner.attention import PackedAttention
@@ -20,6 +21,7 @@ from learner.megatron import (
     GPTModel,
     TransformerBlockSubmodules,
     TransformerConfig,
+    gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
 )
@@ -30,6 +32,7 @@ from learner.parallel import Placement
 class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """GPTModel that hands out the last layer's hidden states, [1, N, hidden], and leaves its head to learner/logprobs.py.
 
+    An earlier pipeline stage hands out its own, as Megatron passes them on.
     The logits of all tokens are by far the largest tensor of a step; nobody needs them at the same time.
     """
 
@@ -42,7 +45,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         return embedding, angles.index_select(0, position_ids[0]), *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        return hidden_states.transpose(0, 1) if self.post_process else hidden_states
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:  # every rank's head needs all rows; and its gradient comes back complete (learner/logprobs.py)
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return hidden_states.transpose(0, 1)
 
     @property
     def head_weight(self) -> Tensor:
@@ -54,8 +61,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> PolicyModel:
     """The model of a Hugging Face config, with random weights.
 
-    Raises: DataError if the architecture isn't supported.
+    Raises: DataError if the architecture isn't supported, or its layers make no equal stages.
     """
+    if hf_config.num_hidden_layers % placement.pipeline_parallel:
+        raise DataError(
+            f"learner.pipeline_parallel = {placement.pipeline_parallel}: {hf_config.num_hidden_layers} layers can't be cut into that many "
+            "equal stages; use a divisor"
+        )
     transformer = transformer_config(hf_config, config, placement)
     model = PolicyModel(
         transformer,
@@ -65,16 +77,23 @@ def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> Policy
         position_embedding_type="rope",
         rotary_base=_rotary_base(hf_config),
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        pre_process=placement.pipeline_rank == 0,
+        post_process=placement.is_last_stage,
     )
     model.real_vocab_size = hf_config.vocab_size
     model.to(placement.device)
     return model
 
 
-def wrap(model: PolicyModel) -> DistributedDataParallel:
+def wrap(model: PolicyModel, config: LearnerConfig) -> DistributedDataParallel:
     """The model under Megatron's data parallelism, which *sums* gradients over ranks and accumulates them in float32."""
     inner = Float16Module(model.config, model) if model.config.bf16 else model
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, check_for_nan_in_grad=False)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        check_for_nan_in_grad=False,
+        use_distributed_optimizer=config.distributed_optimizer,
+    )
     return DistributedDataParallel(model.config, settings, inner)
 
 
@@ -105,6 +124,11 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=placement.tensor_parallel,
+        sequence_parallel=config.sequence_parallel,
+        pipeline_model_parallel_size=placement.pipeline_parallel,
+        recompute_granularity="full" if config.recompute_activations else None,
+        recompute_method="uniform" if config.recompute_activations else None,
+        recompute_num_layers=1 if config.recompute_activations else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from learner.config import LearnerConfig
 from learner.megatron import (
     DistributedDataParallel,
+    DistributedOptimizer,
     OptimizerConfig,
     OptimizerParamScheduler,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter's state is kept."""
+
+    adam: torch.optim.Optimizer
+    master: Tensor
+    """What Adam updates: the parameter, its float32 copy, or a piece of either, laid flat."""
+    start: int
+    """First element of the parameter that `master` is for."""
 
 
 class GuardedOptimizer:
@@ -25,12 +40,6 @@ class GuardedOptimizer:
         self._optimizer = get_megatron_optimizer(_optimizer_config(config), [model])
         self._optimizer.reload_model_params()  # float32 master weights, where they are apart, from the weights just loaded
         self._schedule = _schedule(self._optimizer, config)
-        self._settings = {
-            "max_lr": config.learning_rate,
-            "min_lr": config.min_learning_rate,
-            "betas": config.betas,
-            "eps": config.adam_eps,
-        }
 
     @property
     def learning_rate(self) -> float:
@@ -71,14 +80,66 @@ class GuardedOptimizer:
         self._schedule.step(1)  # before the update, so that the first one has a rate above zero
         return norm, bool(self._optimizer.step_with_ready_grads())
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self._optimizer.state_dict(), "schedule": self._schedule.state_dict()}
+    # What a checkpoint keeps
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:  # what a recipe says now wins over what it said then
-            group.update(self._settings)
-        self._schedule.load_state_dict(state["schedule"])
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data-parallel ranks have different parts of the state."""
+        return any(isinstance(one, DistributedOptimizer) for one in self._optimizer.chained_optimizers)
+
+    def state_of(self, parameter: torch.nn.Parameter) -> tuple[int, dict[str, Tensor]]:
+        """What this rank keeps for a parameter, by kind, and the first element of it that this is for.
+
+        Kinds: Adam's averages and its number of updates (a scalar), and `master` where the weight itself is in half precision.
+        """
+        place = self._places.get(parameter)
+        if place is None:  # all of it is on other data-parallel ranks
+            return 0, {}
+        states = {kind: value for kind, value in place.adam.state.get(place.master, {}).items() if isinstance(value, Tensor)}
+        if place.master.dtype != parameter.dtype:
+            states["master"] = place.master
+        return place.start, states
+
+    @torch.no_grad()
+    def set_state(self, parameter: torch.nn.Parameter, states: dict[str, Tensor]) -> None:
+        """The inverse, after the weight itself; the states are for the whole parameter, of which this rank takes what it keeps."""
+        place = self._places.get(parameter)
+        if place is None:
+            return
+        stop = place.start + place.master.numel()
+
+        def kept(whole: Tensor) -> Tensor:
+            return whole.flatten()[place.start : stop].view_as(place.master)
+
+        place.master.copy_(kept(states.pop("master", parameter)))
+        place.adam.state[place.master] = {
+            kind: value.clone() if value.dim() == 0 else kept(value).to(place.master.device, copy=True) for kind, value in states.items()
+        }
+
+    def schedule_state(self) -> dict[str, Any]:
+        """Of the learning rate; plain numbers."""
+        return dict(self._schedule.state_dict())
+
+    def load_schedule_state(self, state: dict[str, Any]) -> None:
+        self._schedule.num_steps = 0  # it adds the saved ones; and what a recipe says now wins over what it said then
+        self._schedule.load_state_dict(state)
+
+    @cached_property
+    def _places(self) -> dict[torch.nn.Parameter, _Place]:
+        """Where this rank keeps the state of each parameter."""
+        places = {}
+        for one in self._optimizer.chained_optimizers:
+            if isinstance(one, DistributedOptimizer):
+                for parameter, (group, index) in one.model_param_group_index_map.items():
+                    start = one._get_model_param_range_map(parameter)["param"].start
+                    places[parameter] = _Place(one.optimizer, one.optimizer.param_groups[group]["params"][index], start)
+            else:
+                masters = {id(master) for group in one.optimizer.param_groups for master in group["params"]}
+                for parameter in self._model.parameters():
+                    master = getattr(parameter, "main_param", parameter)
+                    if id(master) in masters:
+                        places[parameter] = _Place(one.optimizer, master, 0)
+        return places
 
     def _clip(self, norm: float) -> None:
         for optimizer in self._optimizer.chained_optimizers:
@@ -98,6 +159,7 @@ def _optimizer_config(config: LearnerConfig) -> OptimizerConfig:
         clip_grad=config.clip_grad,
         bf16=config.dtype == "bfloat16",
         params_dtype=config.torch_dtype,
+        use_distributed_optimizer=config.distributed_optimizer,
     )
 
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 import torch
@@ -18,6 +19,8 @@ from torch._C._distributed_c10d import HashStore
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.megatron import model_parallel_cuda_manual_seed, parallel_state
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,23 @@ class Placement:
     tensor_rank: int
     tensor_parallel: int
     device: torch.device
+    pipeline_rank: int = 0
+    """Stage of the model that this rank holds."""
+    pipeline_parallel: int = 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the model's output comes out here."""
+        return self.pipeline_rank == self.pipeline_parallel - 1
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """How many ranks share what."""
+        return {
+            "data_parallel": self.data_parallel,
+            "tensor_parallel": self.tensor_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+        }
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -44,6 +64,28 @@ class Placement:
         """Ranks that hold the parts of one matrix and the same sequences."""
         group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
         return group
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the stages through which the same sequences pass."""
+        group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+        return group
+
+    def from_stage(self, stage: int, value: T) -> T:
+        """What a pipeline stage has as `value`, on all stages."""
+        if self.pipeline_parallel == 1:
+            return value
+        holder = [value]
+        dist.broadcast_object_list(holder, group=self.pipeline_group, group_src=stage, device=self.device)
+        return holder[0]
+
+    def common_to_all(self, names: set[str]) -> set[str]:
+        """Those that are in every rank's set."""
+        if self.world_size == 1:
+            return names
+        every: list[set[str]] = [set()] * self.world_size
+        dist.all_gather_object(every, names)
+        return set.intersection(*every)
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """The tensor, summed in place over the ranks that share a batch."""
@@ -84,8 +126,8 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
     """
     if world_size != config.world_size:
         raise ConfigError(
-            f"learner: data_parallel {config.data_parallel} x tensor_parallel {config.tensor_parallel} are {config.world_size} ranks, "
-            f"but {world_size} were started"
+            f"learner: data_parallel {config.data_parallel} x tensor_parallel {config.tensor_parallel} x pipeline_parallel "
+            f"{config.pipeline_parallel} are {config.world_size} ranks, but {world_size} were started"
         )
     device = choose_device(config, int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
@@ -94,10 +136,11 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
         raise ConfigError(
             f"learner: this process is rank {dist.get_rank()} of {dist.get_world_size()} already and can't become {rank} of {world_size}"
         )
-    if parallel_state.get_tensor_model_parallel_world_size() != config.tensor_parallel:
+    split = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
+    if split != (config.tensor_parallel, config.pipeline_parallel):
         raise ConfigError(
-            f"learner.tensor_parallel = {config.tensor_parallel}: this process was set up for "
-            f"{parallel_state.get_tensor_model_parallel_world_size()}; use a fresh process"
+            f"learner: tensor_parallel {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}: this process was set up "
+            f"for {split[0]} and {split[1]}; use a fresh process"
         )
     torch.set_num_threads(config.threads)
     model_parallel_cuda_manual_seed(config.seed)
@@ -109,6 +152,8 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         device=device,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
     )
 
 
@@ -131,7 +176,10 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
         else:
             address = f"tcp://{master_addr}:{master_port}"
             dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout)
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tensor_parallel)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_parallel,
+            pipeline_model_parallel_size=config.pipeline_parallel,
+        )
 
 
 @contextmanager

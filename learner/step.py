@@ -116,7 +116,9 @@ def run_microbatches(
         lengths = batch.lengths.tolist()
         blank = [i for i, length in enumerate(lengths) if length > 0][:1]
         chosen = [corrected.select(part) if any(lengths[i] for i in part) else without_loss(corrected.select(blank)) for part in parts]
-        microbatches = [(one.to(placement.device), ModelInputs.of(one.batch, share_prompts=shares).to(placement.device)) for one in chosen]
+        row_multiple = placement.tensor_parallel if config.sequence_parallel else 1
+        inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
+        microbatches = [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
     outputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def forward_step(data: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -149,17 +151,18 @@ def run_microbatches(
 def _gather(
     outputs: Sequence[tuple[Tensor, Tensor, Tensor | None]], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement
 ) -> Pass:
-    """Each rank fills in its own tokens; adding up completes the batch, exactly, because all others are 0."""
+    """Each rank of the last stage fills in its own tokens; adding up completes the batch, exactly, because all others are 0."""
     values = torch.zeros(2, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
-    for part, (logprobs, entropies, _) in zip(parts, outputs, strict=True):
-        if part:
-            index = corrected.batch.token_index(part).to(placement.device)
-            values[0, index], values[1, index] = logprobs, entropies
-    placement.sum_over_data(values)
     sums = None
-    if outputs and outputs[0][2] is not None:
-        sums = placement.sum_over_data(torch.stack([sums for _, _, sums in outputs if sums is not None]).sum(0)).cpu()
-    logprobs, entropies = values.cpu()
+    if placement.is_last_stage:
+        for part, (logprobs, entropies, _) in zip(parts, outputs, strict=True):
+            if part:
+                index = corrected.batch.token_index(part).to(placement.device)
+                values[0, index], values[1, index] = logprobs, entropies
+        placement.sum_over_data(values)
+        if outputs and outputs[0][2] is not None:
+            sums = placement.sum_over_data(torch.stack([sums for _, _, sums in outputs if sums is not None]).sum(0)).cpu()
+    (logprobs, entropies), sums = placement.from_stage(placement.pipeline_parallel - 1, (values.cpu(), sums))
     return Pass(sums=sums, logprobs=logprobs, entropies=entropies, microbatches=len(parts))
 
 

@@ -155,6 +155,23 @@ def test_the_latest_complete_checkpoint_counts(folder: RunFolder) -> None:
     assert folder.prune_checkpoints(0) and [c.step for c in folder.checkpoints()] == [150]    # the last one is never removed
 
 
+def test_the_best_checkpoint_stays(folder: RunFolder) -> None:
+    """By held-out accuracy, the later of equals, among steps that have a checkpoint; it goes when a better one has come."""
+    assert folder.best_checkpoint() is None
+    accuracies = {10: 0.9, 20: 0.7, 30: 0.7, 40: 0.2, 50: 0.1}
+    kept = {}
+    for step, accuracy in accuracies.items():
+        if step != 10:
+            write_checkpoint(folder, step)
+        folder.append_evaluation(StepMetrics(step, {"held_out/accuracy": accuracy}))
+        folder.prune_checkpoints(1)
+        kept[step] = [checkpoint.step for checkpoint in folder.checkpoints()]
+    assert kept == {10: [], 20: [20], 30: [30], 40: [30, 40], 50: [30, 50]}
+    write_checkpoint(folder, 60)
+    folder.append_evaluation(StepMetrics(60, {"held_out/accuracy": 0.8}))
+    assert [checkpoint.step for checkpoint in folder.prune_checkpoints(1)] == [30, 50]
+
+
 def test_a_checkpoint_that_a_crash_left_half_written_is_cleared(folder: RunFolder) -> None:
     write_checkpoint(folder, 50)
     (folder.path / "checkpoints" / "step_000100.partial" / "hf").mkdir(parents=True)

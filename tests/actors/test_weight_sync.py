@@ -7,17 +7,19 @@ skips to the newest version; a wait for receipts names those that are missing; a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray.exceptions
 
 from actors.config import WeightSyncConfig
-from actors.learner_group import WeightSnapshot
+from actors.learner_group import LearnerRankActor, WeightSnapshot
 from actors.rollout_worker import SyncReceipt
 from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.errors import DeadlineExceeded, EngineError, SyncError
+from learner.config import LearnerConfig
 from tests.actors.cases import FakeActor
 
 SUMS = {"a": "1", "b": "2"}
@@ -43,10 +45,10 @@ class Learner:
 
     async def close_broadcast(self) -> None: ...
 
-    async def weight_specs(self, bucket_bytes: int) -> list[Any]:
+    async def weight_specs(self, bucket_bytes: int, *, deadline_s: float) -> list[Any]:
         return []
 
-    async def broadcast(self, bucket_bytes: int) -> None:
+    async def broadcast(self, bucket_bytes: int, *, deadline_s: float) -> None:
         self.broadcasts += 1
 
 
@@ -330,6 +332,36 @@ def test_broadcast_serves_verified_engines() -> None:
 
     play(scenario)
     assert all(e.taken == [(0, True)] and e.received == [1, 2] for e in engines.values())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
+    """Rank 0 alone sends; when that fails in the middle, it goes on gathering, or the other ranks would wait for it."""
+    gathered, sent = [], []
+
+    class Rank:
+        def weight_buckets(self, bucket_bytes: int) -> Iterator[Any]:
+            for i in range(3):
+                gathered.append(i)
+                yield SimpleNamespace(tensors=i)
+
+    class Broadcaster:
+        def send(self, tensors: int) -> None:
+            sent.append(tensors)
+            if tensors == 1:
+                raise SyncError("an engine is gone")
+
+    actor = LearnerRankActor(LearnerConfig(), rank, bind="")
+    actor._learner = Rank()  # type: ignore[assignment]
+    if rank == 0:
+        with pytest.raises(SyncError, match="no weight group"):
+            actor.broadcast(1)
+        actor._broadcaster = Broadcaster()  # type: ignore[assignment]
+        with pytest.raises(SyncError, match="gone"):
+            actor.broadcast(1)
+    else:
+        actor.broadcast(1)
+    assert gathered == [0, 1, 2] and sent == ([0, 1] if rank == 0 else [])
 
 
 def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_works() -> None:

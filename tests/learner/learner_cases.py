@@ -6,6 +6,7 @@ import io
 import itertools
 import multiprocessing as mp
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,10 +30,10 @@ VOCAB = 96
 TIS = CorrectionConfig(preset="tis-token")
 
 
-def save_model(folder: Path, family: str = "qwen3", *, tie: bool = True, seed: int = 0) -> Path:
+def save_model(folder: Path, family: str = "qwen3", *, tie: bool = True, seed: int = 0, **shape: int) -> Path:
     """A Hugging Face folder of a few ten thousand parameters; without a padding token, whose embedding transformers would not train."""
-    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
-    return save_tiny_model(folder, family, tie=tie, seed=seed, pad_token_id=None, **shape)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256} | shape
+    return save_tiny_model(folder, family, tie=tie, seed=seed, pad_token_id=None, **sizes)
 
 
 def hf_model(folder: Path) -> Any:
@@ -149,15 +150,7 @@ def learner_on(folder: Path, **settings: Any) -> Iterator[LearnerRank]:
 
 def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> list[Any]:
     """work(rank, ranks, port, *args) in as many fresh processes that meet on loopback; their results by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    processes = [context.Process(target=_run_rank, args=(queue, work, rank, ranks, port, args), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    processes, queue = _start_ranks(work, ranks, args)
     try:
         answers = dict(torch.load(io.BytesIO(queue.get(timeout=timeout_s)), weights_only=False) for _ in processes)
     finally:
@@ -167,6 +160,27 @@ def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: f
     failed = {rank: answer for rank, (is_fine, answer) in answers.items() if not is_fine}
     assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
     return [answers[rank][1] for rank in range(ranks)]
+
+
+def run_ranks_until_killed(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> None:
+    """The same for ranks that end by SIGKILL."""
+    processes, _ = _start_ranks(work, ranks, args)
+    for process in processes:
+        process.join(timeout_s)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * ranks
+
+
+def _start_ranks(work: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    processes = [context.Process(target=_run_rank, args=(queue, work, rank, ranks, port, args), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes, queue
 
 
 def _run_rank(queue: Any, work: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple[Any, ...]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from correction.errors import DataError
+from learner import checkpoint
+from learner.checkpoint import is_complete
 from learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import learner_on, random_batch, save_model
 
@@ -54,6 +57,39 @@ def test_settings_of_the_recipe_win_over_those_of_the_checkpoint(tmp_path: Path)
         assert learner._require().optimizer.steps == 3
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are held back until a step is done, and hold what was there before it."""
+    folder, goes_on = save_model(tmp_path / "m"), threading.Event()
+    write = checkpoint._write
+    monkeypatch.setattr(checkpoint, "_write", lambda path, fill: (goes_on.wait(60), write(path, fill)))
+    with learner_on(folder, **SETTINGS) as learner:
+        train(learner, 0, 1)
+        before = learner.weight_checksums()
+        learner.begin_save(tmp_path / "c", tmp_path / "hf")
+        losses = train(learner, 1, 3)
+        assert not learner.is_saved() and not is_complete(tmp_path / "c") and learner.weight_checksums() != before
+        goes_on.set()
+        assert learner.is_saved(wait=True) and is_complete(tmp_path / "c")
+    with learner_on(tmp_path / "hf", **SETTINGS) as learner:
+        assert learner.weight_checksums() == before
+        learner.restore(tmp_path / "c")
+        assert learner.weight_checksums() == before and train(learner, 1, 3) == losses
+
+
+def test_a_save_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next call about it, with the reason of the system."""
+
+    def fail(path: Path, fill: object) -> None:
+        raise OSError("No space left on device")
+
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        monkeypatch.setattr(checkpoint, "_write", fail)
+        learner.begin_save(tmp_path / "c")
+        with pytest.raises(DataError, match=r"rank 0.*No space left"):
+            learner.is_saved(wait=True)
+        assert learner.is_saved() and not is_complete(tmp_path / "c")
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     folder, other = save_model(tmp_path / "m"), save_model(tmp_path / "untied", tie=False)
     with learner_on(folder) as learner:
@@ -62,10 +98,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
             learner.save(tmp_path / "c")
         with pytest.raises(DataError, match=r"manifest\.json"):
             learner.restore(tmp_path / "m")
-    with learner_on(other) as learner, pytest.raises(DataError, match=r"another model.*output_layer"):
+    with learner_on(other) as learner, pytest.raises(DataError, match=r"another model.*tie_word_embeddings is True there, False here"):
         learner.restore(tmp_path / "c")
     manifest = tmp_path / "c" / "manifest.json"
-    for change, message in (({"tensor_parallel": 2}, "tensor_parallel 2"), ({"format": 0}, "format 0")):
+    for change, message in (({"ranks": 2}, "file of a rank is missing"), ({"format": 0}, "format 0")):
         original = manifest.read_text()
         manifest.write_text(json.dumps(json.loads(original) | change))
         with learner_on(folder) as learner, pytest.raises(DataError, match=message):

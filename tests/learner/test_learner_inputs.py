@@ -10,7 +10,7 @@ import torch
 from correction.batch import PackedBatch
 from correction.errors import DataError
 from learner.inputs import Layout, ModelInputs
-from tests.learner.learner_cases import random_batch
+from tests.learner.learner_cases import grouped_batch, random_batch
 
 
 def test_by_hand() -> None:
@@ -48,3 +48,15 @@ def test_a_first_token_cannot_be_trained() -> None:
     mask[batch.offsets[3]] = True
     with pytest.raises(DataError, match="sequence 3"):
         ModelInputs.of(replace(batch, loss_mask=mask))
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_rows_are_filled_up_to_a_multiple(share_prompts: bool) -> None:
+    """By a sequence of its own behind the others; the rows that predict still hold the token before the predicted one."""
+    batch = grouped_batch([([5, 5], [3, 2]), ([4], [4])])
+    plain = ModelInputs.of(batch, share_prompts=share_prompts)
+    filled = ModelInputs.of(batch, share_prompts=share_prompts, row_multiple=8)
+    rows = len(plain.token_ids)
+    assert len(filled.token_ids) % 8 == 0 and rows % 8 > 0
+    assert filled.layout == replace(plain.layout, sequences=(*plain.layout.sequences, len(filled.token_ids) - rows))
+    assert torch.equal(filled.token_ids[filled.predicting_row], batch.token_ids[filled.predicted - 1])
