@@ -6,6 +6,8 @@ correction does to a token. For tensors without a gradient they select on the bi
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,16 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
     all_or_none = mask.to(bits).neg_()  # -1 has every bit set
     return all_or_none.bitwise_and_(values.view(bits)).view(values.dtype)
+
+
+def where_finite(mask: Tensor, *values: Tensor) -> Tensor:
+    """[N] bool: the mask without tokens of which one of the values [N] is not a finite number; the mask itself where all are.
+
+    On a CPU a finite sum says that all are, for a quarter of the time of looking at each.
+    """
+    if mask.device.type == "cpu" and all(math.isfinite(float(v.sum())) for v in values):
+        return mask
+    return mask & all_finite(*values)
 
 
 def all_finite(*values: Tensor) -> Tensor:

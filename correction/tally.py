@@ -31,7 +31,8 @@ def tally(
     """
     loss_mask, advantages = known.batch.loss_mask, known.batch.advantages
     keep, weights, verdicts, sums = _final_decision(known, corrected, target, config)
-    kept_weights = masked(weights, keep).double()
+    kept_weights = masked(weights, keep)
+    heaviest, kept_weights = kept_weights.max() if keep.numel() else 0.0, kept_weights.double()
     sequences = known.levels.at(Level.SEQUENCE)
     sums |= {
         "tokens": int(loss_mask.count_nonzero()),
@@ -41,7 +42,7 @@ def tally(
         "kept_sequences": int(sequences.any(keep).count_nonzero()),
         "weight": float(kept_weights.sum()),
         "weight_square": float(kept_weights.dot(kept_weights)),
-        LARGEST_WEIGHT: float(kept_weights.max()) if kept_weights.numel() else 0.0,
+        LARGEST_WEIGHT: float(heaviest),
     }
     for name, side in (("positive", advantages > 0), ("negative", advantages < 0)):
         sums |= {name: int((side & loss_mask).count_nonzero()), f"kept_{name}": int((side & keep).count_nonzero())}
