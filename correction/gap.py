@@ -16,7 +16,7 @@ from torch import Tensor
 from correction.ratios import LOG_RATIO_LIMIT
 from correction.staleness import Stretches
 
-CPU_CHUNK = 2**16
+CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22
 """Tokens of a chunk; on an accelerator it need only be small against its memory."""
 _CONSTANT = 1e-28
