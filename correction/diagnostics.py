@@ -100,6 +100,7 @@ def diagnose(
     *,
     config: CorrectionConfig | None = None,
     entropy: Tensor | None = None,
+    target_topk_logprobs: Tensor | None = None,
     detailed: bool = False,
 ) -> dict[str, float]:
     """The numbers of a batch; run it after the step, off the learner's path.
@@ -109,6 +110,7 @@ def diagnose(
         target_logprobs: [N] the learner's logprobs of the step; None leaves what needs them out.
         config: gives fractions by criterion and the truncated share; with target_logprobs also those of the late parts.
         entropy: [N] of the target policy, for the entropy of dropped tokens.
+        target_topk_logprobs: [N, K] of batch.topk_ids; without it what a top-K criterion drops isn't counted: `policy_loss` has done so.
         detailed: quantiles, buckets and the spurious objective as well; they sort the tokens, which takes longer than all the rest.
     """
     target = None if target_logprobs is None else target_logprobs.detach().to(batch.behavior_logprobs.dtype)
@@ -117,7 +119,8 @@ def diagnose(
     tallies = []
     for part in parts(batch, is_divisible=config is None or not needs_all_tokens(config)):
         own = part.of_batch(batch)
-        scene = make_scene(own, Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target)))
+        logprobs = Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target))
+        scene = make_scene(own, logprobs, part.of_tokens(target_topk_logprobs))
         mask[part.tokens] = scene.mask
         tallies.append(tally(scene, part.of_corrected(corrected), part.of_tokens(target), config, part.of_tokens(entropy)))
     runs = stretches(batch, batch.loss_mask)

@@ -115,7 +115,7 @@ def _final_decision(
         try:
             decision = decide(scene, config, late=late, is_deferred=corrected.is_deferred)
         except DataError:
-            continue  # top-K criteria: their tables stay with the learner
+            continue  # a top-K criterion without the target's table
         keep = keep & decision.keep
         verdicts += decision.verdicts
         weights = weights * decision.weights if late else weights
@@ -128,7 +128,7 @@ def _decided_scene(known: Scene, corrected: CorrectedBatch, target: Tensor | Non
     batch = corrected.batch
     if target is not None:
         is_known = config.proximal is ProximalSource.RECOMPUTE and not (corrected.is_deferred and batch.proximal_logprobs is not None)
-        return known if is_known else training_scene(corrected, target, config)
+        return known if is_known else training_scene(corrected, target, config, known.target_topk_logprobs)
     if config.proximal is ProximalSource.BEHAVIOR:
         return make_scene(batch, Logprobs(batch.behavior_logprobs, batch.behavior_logprobs, None))
     return known

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose
+from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 MU_FLAT, PROX_FLAT = [p for row in MU for p in row], [p for row in PROX for p in row]
@@ -140,3 +140,16 @@ def test_every_number_is_documented():
     known = {n for n in names if n in DIAGNOSTICS or any(n.startswith(family) for family in DIAGNOSTIC_FAMILIES)}
     assert names == known
     assert set(diagnose(batch, correct(batch, CorrectionConfig()))) <= names
+
+
+def test_what_a_top_k_criterion_drops_is_counted_with_the_targets_table():
+    """The service has no such table, and takes the number from the learner; a caller who has one gets what the loss does."""
+    batch, target = random_batch(5, topk=4)
+    table = batch.topk_logprobs + 0.8 * torch.randn(batch.topk_logprobs.shape, generator=torch.Generator().manual_seed(6)).double()
+    config = CorrectionConfig(preset="bypass", topk=4, rejection=[{"statistic": "topk_tv", "ratio": "q", "upper": 0.1}])
+    corrected = correct(batch, config)
+    blind = diagnose(batch, corrected, target, config=config)
+    seen = diagnose(batch, corrected, target, config=config, target_topk_logprobs=table)
+    kept = loss_metrics(policy_loss(corrected, target, config, target_topk_logprobs=table).partials, config)["kept_fraction"]
+    assert 0.1 < kept < 0.9 and blind["rejected_fraction"] == 0
+    assert seen["kept_fraction"] == kept and seen["rejected_by_topk_tv_token_q"] == pytest.approx(1 - kept)
