@@ -7,8 +7,9 @@
 The series are in benchmarks/series (record_collapse.py records them). A run has collapsed if the reward of its own samples has fallen,
 for good, under half of the best that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
 Both systems are scored as they are shipped, and with thresholds that were chosen on the runs of even seeds, by the same rule from as many
-candidates; the scores are of the odd seeds. What our monitor ships with is itself from the even seeds. Its features (what it follows,
-over how many steps) were settled with an eye on all seeds up to 9; seeds from 10 on were recorded once it was finished, and are scored apart.
+candidates; the scores are of the odd seeds.
+What our monitor ships with is itself from the even seeds. What it follows, and over how many steps, was settled with an eye on all seeds up
+to 9; those from 10 on were recorded once it was finished, and are scored apart.
 """
 
 from __future__ import annotations
