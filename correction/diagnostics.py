@@ -56,6 +56,7 @@ DIAGNOSTICS = {
     "perplexity_proximal": "mean over sequences of exp(-mean log pi_prox)",
     "perplexity_ratio": "mean over sequences of perplexity under pi_prox / under mu",
     "target_k1_kl": "KL(behaviour || target), estimator k1 (nats)",
+    "target_k2_kl": "KL(behaviour || target), estimator k2 (nats)",
     "target_k3_kl": "KL(behaviour || target), estimator k3 (nats)",
     "target_rho_max": "largest target / behaviour",
     "drift_k3_kl": "KL(proximal || target), estimator k3 (nats); needs recomputed proximal logprobs",
@@ -69,7 +70,11 @@ DIAGNOSTICS = {
     "rejected_probability_mean": "mean pi_prox of the dropped tokens",
     "rejected_entropy_mean": "mean entropy of the target at the dropped tokens (nats)",
     "truncated_fraction": "units whose importance weight was cut to a bound",
+    "truncated_fraction_positive": "those of positive advantage, also as a share of all units",
+    "truncated_fraction_negative": "those of negative advantage, also as a share of all units",
     "masked_fraction": "units whose importance weight was set to 0",
+    "masked_fraction_positive": "those of positive advantage, also as a share of all units",
+    "masked_fraction_negative": "those of negative advantage, also as a share of all units",
     "importance_weight_mean": "mean importance weight of the kept tokens, normalised",
     "importance_weight_max": "largest importance weight of the kept tokens",
     "importance_weight_ess": "effective sample size of these weights, share of the kept tokens",
@@ -171,6 +176,7 @@ def _target_numbers(batch: PackedBatch, target: Tensor, mask: Tensor) -> dict[st
     is_bad = (batch.advantages < 0) & (behavior.exp() - chosen.exp() >= BAD_UPDATE)
     numbers = {
         "target_k1_kl": -float(x.sum()) / tokens,
+        "target_k2_kl": 0.5 * float(x.dot(x)) / tokens,
         "target_k3_kl": _k3_mean(x, tokens),
         "target_rho_max": math.exp(float((x + (mask.double() - 1) * 1e3).max())),
         "bad_update_fraction": float(is_bad.sum()) / tokens,

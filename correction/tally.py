@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 from correction.batch import CorrectedBatch
 from correction.config import CorrectionConfig
-from correction.decision import Decision, Scene, Verdict, decide, make_scene
+from correction.decision import Decision, Scene, Verdict, decide, make_scene, unit_advantages
 from correction.errors import DataError
 from correction.loss import training_scene
 from correction.masking import masked
@@ -78,7 +80,8 @@ def rejection_numbers(sums: Sums) -> dict[str, float]:
         if name.startswith(_PASSED):
             numbers[f"rejected_by_{name.split(':')[2]}"] = (sums["finite"] - passed) / max(sums["finite"], 1)
     if sums.get("units", 0) > 0:
-        numbers |= {"truncated_fraction": sums["truncated"] / sums["units"], "masked_fraction": sums["masked"] / sums["units"]}
+        for name, side in itertools.product(("truncated", "masked"), ("", "_positive", "_negative")):
+            numbers[f"{name}_fraction{side}"] = sums[f"{name}{side}"] / sums["units"]
     for name in ("probability", "entropy"):
         if f"dropped_{name}" in sums and sums["dropped"] > 0:
             numbers[f"rejected_{name}_mean"] = sums[f"dropped_{name}"] / sums["dropped"]
@@ -138,8 +141,14 @@ def _bounds(scene: Scene, decision: Decision, config: CorrectionConfig) -> Sums:
     """Units whose weight is not their ratio; empty where the pass has no weights."""
     if decision.unit_weights is None or decision.unit_ratios is None:
         return {}
-    counted = scene.levels.at(config.importance.level).any(scene.mask)
+    segments = scene.levels.at(config.importance.level)
+    counted = segments.any(scene.mask)
+    advantages = scene.batch.advantages if segments.offsets is None else unit_advantages(scene, segments)
     is_zero = counted & ~decision.unit_weights.bool()
     is_other = counted & (decision.unit_weights - decision.unit_ratios).bool()  # both are finite
-    is_cut = is_other & ~is_zero
-    return {"units": int(counted.count_nonzero()), "truncated": int(is_cut.count_nonzero()), "masked": int(is_zero.count_nonzero())}
+    sums = {"units": int(counted.count_nonzero())}
+    for name, chosen in (("truncated", is_other & ~is_zero), ("masked", is_zero)):
+        index = chosen.nonzero().squeeze(1)  # few
+        side = advantages[index]
+        sums |= {name: index.numel(), f"{name}_positive": int((side > 0).sum()), f"{name}_negative": int((side < 0).sum())}
+    return sums

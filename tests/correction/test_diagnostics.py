@@ -74,7 +74,12 @@ def test_fractions_by_criterion_and_side():
     assert measured["rejected_by_veto"] == 0
     assert measured["rejected_fraction_positive"] == pytest.approx(1 / 6) and measured["rejected_fraction_negative"] == pytest.approx(1 / 3)
     assert measured["rejected_probability_mean"] == pytest.approx((0.02 + 0.30) / 2)
-    assert numbers("icepop")["masked_fraction"] == pytest.approx(2 / 9)
+    masked = numbers("icepop")  # A3, of positive advantage, and B3, of negative
+    assert masked["masked_fraction"] == pytest.approx(2 / 9)
+    assert masked["masked_fraction_positive"] == masked["masked_fraction_negative"] == pytest.approx(1 / 9)
+    truncated = numbers("tis-token")  # B3 alone
+    assert (truncated["truncated_fraction_positive"], truncated["truncated_fraction_negative"]) == (0, pytest.approx(1 / 9))
+    assert numbers("tis-sequence")["truncated_fraction_negative"] == pytest.approx(1 / 3)  # B, by its product of 5.76
     assert numbers("mis-sequence")["rejected_sequence_fraction"] == pytest.approx(2 / 3)
 
 
@@ -94,6 +99,7 @@ def test_target_and_bad_updates():
     measured = numbers(target=target)
     q = [t / m for a, b in zip(THETA, MU, strict=True) for t, m in zip(a, b, strict=True)]
     r = [t / p for a, b in zip(THETA, PROX, strict=True) for t, p in zip(a, b, strict=True)]
+    assert measured["target_k2_kl"] == pytest.approx(mean(math.log(x) ** 2 / 2 for x in q))
     assert measured["target_k3_kl"] == pytest.approx(mean(x - 1 - math.log(x) for x in q))
     assert measured["drift_k3_kl"] == pytest.approx(mean(x - 1 - math.log(x) for x in r))
     assert measured["bad_update_fraction"] == 0
