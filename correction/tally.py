@@ -146,7 +146,7 @@ def _bounds(scene: Scene, decision: Decision, config: CorrectionConfig) -> Sums:
     advantages = scene.batch.advantages if segments.offsets is None else unit_advantages(scene, segments)
     is_zero = counted & ~decision.unit_weights.bool()
     is_other = counted & (decision.unit_weights - decision.unit_ratios).bool()  # both are finite
-    sums = {"units": int(counted.count_nonzero())}
+    sums: Sums = {"units": int(counted.count_nonzero())}
     for name, chosen in (("truncated", is_other & ~is_zero), ("masked", is_zero)):
         index = chosen.nonzero().squeeze(1)  # few
         side = advantages[index]
