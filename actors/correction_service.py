@@ -30,6 +30,7 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer, needs_proximal_forward
 from correction.diagnostics import diagnose
 from correction.monitor import Event, Monitor, MonitorConfig, State
+from correction.sense import needs_topk
 from rollout.config import OverlongConfig
 from rollout.packing import PackingCounts, pack_groups
 from rollout.trajectory import Group
@@ -165,6 +166,8 @@ class CorrectionService:
         proximal = target_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
         self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, batch.loss_mask)
         numbers = diagnose(batch, corrected, target_logprobs=target_logprobs, config=trained.correction, detailed=self._config.detailed)
+        if needs_topk(trained.correction) and "kept_fraction" in learned:  # the table of the target's top-K is the learner's alone
+            numbers |= {"kept_fraction": learned["kept_fraction"], "rejected_fraction": 1 - learned["kept_fraction"]}
         events = self._monitor.update(step, {**learned, **numbers})
         return Observation(dict(numbers), tuple(events), self._monitor.state, time.monotonic() - began)
 

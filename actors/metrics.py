@@ -114,7 +114,10 @@ _U, _R = Unit, Reduction
 _PROGRESS = [
     _gauge("step", _U.ONE, _R.LAST, "step", "Training steps finished."),
     _gauge("weight_version", _U.ONE, _R.LAST, "weight version", "Version of the published weights; one more for each published batch."),
-    _counter("steps/skipped_total", "skipped steps", "Steps whose loss or gradient was not finite and that left the weights as they were."),
+    _counter(
+        "steps/skipped_total", "skipped steps",
+        "Steps that left the weights as they were: loss or gradient was not finite, or no token was left to learn from.",
+    ),
 ]
 _TIME = [
     _gauge("time/elapsed_s", _U.SECONDS, _R.LAST, "elapsed", "Wall time since the run began, earlier parts of a resumed run included."),

@@ -229,6 +229,8 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
         ("rejected", "rejection/rejected_share", "{:.2%}"),
     ]
     parts = [f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics]
+    if metrics.get("learner/optimizer_steps") == 0:
+        parts.append("no update: " + ("no gradient" if metrics.get("learner/grad_norm") == 0 else "loss or gradient not finite"))
     if (level := _monitor_level(metrics)) not in ("", "ok"):
         parts.append(f"early warning {level}")
     return f"step {int(metrics.get('step', 0)):>{len(str(total_steps))}}/{total_steps}  " + "  ".join(parts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import Scene, decide, make_scene, needs_all_tokens
-from correction.denominators import Count, sequence_scale
+from correction.denominators import Count, DenominatorKind, sequence_scale
 from correction.errors import ConfigError, DataError
 from correction.normalize import Population, normalizer, weight_sums
 from correction.parts import parts
@@ -118,6 +118,8 @@ def batch_scale(corrected: CorrectedBatch, config: CorrectionConfig) -> Tensor:
     count_kept = config.denominator.count is Count.KEPT and not kept_count_is_late(config, is_deferred=corrected.is_deferred)
     counted = corrected.keep_mask if count_kept else batch.loss_mask
     part = config.denominator
+    if part.kind is DenominatorKind.TOKEN_MEAN and not count_kept:  # one number; where a sequence has no token, nothing is scaled
+        return torch.full_like(corrected.importance_weights, 1 / max(int(counted.count_nonzero()), 1))
     tokens = running_counts(counted, batch.offsets).double()
     scale = sequence_scale(tokens, batch.group_ids, kind=part.kind, constant=part.constant)
     return torch.repeat_interleave(scale.to(batch.behavior_logprobs.dtype), batch.lengths, output_size=batch.num_tokens)

@@ -15,7 +15,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig, CriterionConfig, ImportanceConfig, VetoConfig
 from correction.errors import DataError
 from correction.importance import WeightMode, bounded_weights, staleness_bound
-from correction.masking import all_finite, masked
+from correction.masking import masked, where_finite
 from correction.ratios import Logprobs, Ratio, aggregate_log_ratio, bounded_exp
 from correction.rejection import (
     TOPK_STATISTICS,
@@ -66,7 +66,7 @@ class Scene:
 def make_scene(batch: PackedBatch, logprobs: Logprobs, target_topk_logprobs: Tensor | None = None) -> Scene:
     """The scene, with tokens that are not finite taken out of its mask."""
     looked_at = (batch.advantages, logprobs.behavior, logprobs.proximal, logprobs.target)
-    mask = batch.loss_mask & all_finite(*(values for values in looked_at if values is not None))
+    mask = where_finite(batch.loss_mask, *(values for values in looked_at if values is not None))
     return Scene(batch, logprobs, mask, Levels(batch), target_topk_logprobs)
 
 
@@ -118,26 +118,25 @@ def decide(scene: Scene, config: CorrectionConfig, *, late: bool, is_deferred: b
     keep = scene.mask
     units = [verdict.units for verdict in verdicts]
     ratios = by_unit = None
-    weights = torch.ones_like(scene.logprobs.behavior)
+    weights = None
     if config.importance.mode is not WeightMode.OFF and importance_is_late(config, is_deferred=is_deferred) == late:
         segments = scene.levels.at(config.importance.level)
         units.append(segments)
         ratios = _unit_ratios(scene, config)
         by_unit = _bounded(scene, ratios, config)
-        weights = segments.spread(by_unit).to(weights.dtype)
+        weights = segments.spread(by_unit).to(scene.logprobs.behavior.dtype)
     for verdict in verdicts:
         keep = keep & verdict.keep
+    weights = torch.ones_like(scene.logprobs.behavior) if weights is None else weights
     return Decision(weights, by_unit, ratios, drop_broken_units(scene, keep, units), tuple(verdicts))
 
 
 def drop_broken_units(scene: Scene, keep: Tensor, units: list[Segments]) -> Tensor:
     """Drop each unit with a token that is not finite: its product or sum is unknown. Token decisions lose that token alone."""
-    coarse = [segments for segments in units if segments.ids is not None]
-    if not coarse:
+    coarse = [segments for segments in units if segments.offsets is not None]
+    if not coarse or scene.mask is scene.batch.loss_mask:
         return keep
     broken = scene.broken
-    if int(broken.count_nonzero()) == 0:
-        return keep
     for segments in coarse:
         keep = keep & ~segments.spread(segments.any(broken))
     return keep
@@ -168,7 +167,7 @@ def _bounded(scene: Scene, ratios: Tensor, config: CorrectionConfig) -> Tensor:
 
 def unit_advantages(scene: Scene, segments: Segments) -> Tensor:
     """[U] advantage of each unit: the mean over its tokens, which is their common value if it is constant."""
-    if segments.ids is None:
+    if segments.offsets is None:
         return masked(scene.batch.advantages, scene.mask)
     return segments.mean(scene.batch.advantages, scene.mask)
 

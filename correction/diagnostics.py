@@ -14,12 +14,11 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
-from correction.decision import Scene, make_scene, needs_all_tokens
-from correction.gap import chunk_tokens, gap_numbers
+from correction.decision import make_scene, needs_all_tokens
+from correction.gap import gap_numbers
 from correction.masking import masked
 from correction.parts import parts
 from correction.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
-from correction.segments import Level
 from correction.staleness import Stretches, count_staleness, stretches
 from correction.tally import joined, rejection_numbers, tally
 
@@ -57,6 +56,7 @@ DIAGNOSTICS = {
     "perplexity_proximal": "mean over sequences of exp(-mean log pi_prox)",
     "perplexity_ratio": "mean over sequences of perplexity under pi_prox / under mu",
     "target_k1_kl": "KL(behaviour || target), estimator k1 (nats)",
+    "target_k2_kl": "KL(behaviour || target), estimator k2 (nats)",
     "target_k3_kl": "KL(behaviour || target), estimator k3 (nats)",
     "target_rho_max": "largest target / behaviour",
     "drift_k3_kl": "KL(proximal || target), estimator k3 (nats); needs recomputed proximal logprobs",
@@ -70,7 +70,11 @@ DIAGNOSTICS = {
     "rejected_probability_mean": "mean pi_prox of the dropped tokens",
     "rejected_entropy_mean": "mean entropy of the target at the dropped tokens (nats)",
     "truncated_fraction": "units whose importance weight was cut to a bound",
+    "truncated_fraction_positive": "those of positive advantage, also as a share of all units",
+    "truncated_fraction_negative": "those of negative advantage, also as a share of all units",
     "masked_fraction": "units whose importance weight was set to 0",
+    "masked_fraction_positive": "those of positive advantage, also as a share of all units",
+    "masked_fraction_negative": "those of negative advantage, also as a share of all units",
     "importance_weight_mean": "mean importance weight of the kept tokens, normalised",
     "importance_weight_max": "largest importance weight of the kept tokens",
     "importance_weight_ess": "effective sample size of these weights, share of the kept tokens",
@@ -101,6 +105,7 @@ def diagnose(
     *,
     config: CorrectionConfig | None = None,
     entropy: Tensor | None = None,
+    target_topk_logprobs: Tensor | None = None,
     detailed: bool = False,
 ) -> dict[str, float]:
     """The numbers of a batch; run it after the step, off the learner's path.
@@ -110,25 +115,25 @@ def diagnose(
         target_logprobs: [N] the learner's logprobs of the step; None leaves what needs them out.
         config: gives fractions by criterion and the truncated share; with target_logprobs also those of the late parts.
         entropy: [N] of the target policy, for the entropy of dropped tokens.
+        target_topk_logprobs: [N, K] of batch.topk_ids; without it what a top-K criterion drops isn't counted: `policy_loss` has done so.
         detailed: quantiles, buckets and the spurious objective as well; they sort the tokens, which takes longer than all the rest.
     """
     target = None if target_logprobs is None else target_logprobs.detach().to(batch.behavior_logprobs.dtype)
     proximal = target if batch.proximal_logprobs is None else batch.proximal_logprobs
     mask = torch.empty_like(batch.loss_mask)
-    tallies, sequence_sums = [], []
+    tallies = []
     for part in parts(batch, is_divisible=config is None or not needs_all_tokens(config)):
         own = part.of_batch(batch)
-        scene = make_scene(own, Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target)))
+        logprobs = Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target))
+        scene = make_scene(own, logprobs, part.of_tokens(target_topk_logprobs))
         mask[part.tokens] = scene.mask
-        sequence_sums.append(_sequence_sums(scene))
         tallies.append(tally(scene, part.of_corrected(corrected), part.of_tokens(target), config, part.of_tokens(entropy)))
     runs = stretches(batch, batch.loss_mask)
     sums = joined(tallies)
     numbers = {"broken_tokens": float(sums["tokens"] - sums["finite"])}
     numbers |= _staleness_numbers(runs, batch.num_sequences)
     if proximal is not None:
-        numbers |= _gap_family(batch, proximal, runs, mask, has_broken=numbers["broken_tokens"] > 0)
-        numbers |= _sequence_numbers(torch.cat(sequence_sums))
+        numbers |= _gap_family(batch, proximal, stretches(batch, mask) if numbers["broken_tokens"] > 0 else runs)
     if target is not None:
         numbers |= _target_numbers(batch, target, mask)
     numbers |= rejection_numbers(sums)
@@ -137,38 +142,28 @@ def diagnose(
     return numbers
 
 
-def _gap_family(batch: PackedBatch, proximal: Tensor, runs: Stretches, mask: Tensor, *, has_broken: bool) -> dict[str, float]:
-    """All tokens of the mask, those of staleness 0, and the older ones."""
-    chunk = chunk_tokens(mask.device)
-    sets = [
-        (index[mask[index]] if has_broken else index for index in runs.token_index(chosen, chunk=chunk))
-        for chosen in (runs.staleness == 0, runs.staleness > 0)
-    ]
-    fresh, stale, whole = gap_numbers(batch.behavior_logprobs, proximal, sets)
+def _gap_family(batch: PackedBatch, proximal: Tensor, runs: Stretches) -> dict[str, float]:
+    """Of all tokens of the runs, of those of staleness 0, of the older ones, and of whole sequences."""
+    sets = runs.staleness == 0, runs.staleness > 0
+    (fresh, stale, whole), by_sequence = gap_numbers(batch.behavior_logprobs, proximal, runs, sets, batch.num_sequences)
     named = {f"mismatch_{name}": value for name, value in fresh.items()} | {f"stale_{name}": value for name, value in stale.items()}
-    return whole | named
-
-
-def _sequence_sums(scene: Scene) -> Tensor:
-    """[S, 3] float64: tokens, sum of log mu, sum of log pi_prox (of log mu again without a proximal policy)."""
-    sequences, behavior, proximal = scene.levels.at(Level.SEQUENCE), scene.logprobs.behavior, scene.logprobs.proximal
-    columns = [scene.mask, masked(behavior, scene.mask), masked(behavior if proximal is None else proximal, scene.mask)]
-    return torch.stack([sequences.sum(column) for column in columns], 1)
+    return whole | named | _sequence_numbers(by_sequence)
 
 
 def _sequence_numbers(sums: Tensor) -> dict[str, float]:
-    tokens, sum_mu, sum_prox = sums[sums[:, 0] > 0].unbind(1)
+    """From the tokens, sum of log mu and sum of log rho of each sequence [S, 3]."""
+    tokens, sum_mu, sum_rho = sums[sums[:, 0] > 0].unbind(1)
     if tokens.numel() == 0:
         return {}
-    log_mu, log_prox = sum_mu / tokens, sum_prox / tokens
-    rho = bounded_exp(sum_prox - sum_mu)
+    log_mu, log_rho = sum_mu / tokens, sum_rho / tokens
+    rho = bounded_exp(sum_rho)
     square = float(rho.square().mean())
     return {
         "chi2_sequence": square - 1,
         "ess_sequence": float(rho.mean()) ** 2 / square,
         "perplexity_behavior": float((-log_mu).exp().mean()),
-        "perplexity_proximal": float((-log_prox).exp().mean()),
-        "perplexity_ratio": float((log_mu - log_prox).exp().mean()),
+        "perplexity_proximal": float((-log_mu - log_rho).exp().mean()),
+        "perplexity_ratio": float((-log_rho).exp().mean()),
     }
 
 
@@ -181,6 +176,7 @@ def _target_numbers(batch: PackedBatch, target: Tensor, mask: Tensor) -> dict[st
     is_bad = (batch.advantages < 0) & (behavior.exp() - chosen.exp() >= BAD_UPDATE)
     numbers = {
         "target_k1_kl": -float(x.sum()) / tokens,
+        "target_k2_kl": 0.5 * float(x.dot(x)) / tokens,
         "target_k3_kl": _k3_mean(x, tokens),
         "target_rho_max": math.exp(float((x + (mask.double() - 1) * 1e3).max())),
         "bad_update_fraction": float(is_bad.sum()) / tokens,

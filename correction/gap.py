@@ -7,15 +7,16 @@ those of a set, and sums of sets to those of the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from correction.ratios import LOG_RATIO_LIMIT
+from correction.staleness import Stretches
 
-CPU_CHUNK = 2**16
+CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22
 """Tokens of a chunk; on an accelerator it need only be small against its memory."""
 _CONSTANT = 1e-28
@@ -48,45 +49,51 @@ def chunk_tokens(device: torch.device) -> int:
     return CPU_CHUNK if device.type == "cpu" else OTHER_CHUNK
 
 
-def gap_numbers(behavior: Tensor, proximal: Tensor, sets: Sequence[Iterable[Tensor]]) -> list[dict[str, float]]:
+def gap_numbers(
+    behavior: Tensor, proximal: Tensor, runs: Stretches, sets: Sequence[Tensor], num_sequences: int
+) -> tuple[list[dict[str, float]], Tensor]:
     """The numbers of diagnostics.GAP, for each of several disjoint sets of tokens and at the end for all of them together.
 
     Args:
-        behavior, proximal: [N] logprobs, nats, finite inside the sets.
-        sets: each as chunks [n] int64 of indices of tokens. A set without tokens has no numbers.
+        behavior, proximal: [N] logprobs, nats, finite inside the runs.
+        sets: each as [R] bool, the runs that are in it. A set without tokens has no numbers.
+    Returns: these numbers, and [S, 3] float64 of each sequence: tokens, sum of log mu, sum of log rho.
     """
     shift: Tensor | None = None
     empty = torch.zeros(len(fields(_Sums)), dtype=torch.float64, device=behavior.device)
     empty[-2], empty[-1] = -torch.inf, torch.inf
+    by_sequence = empty.new_zeros(num_sequences, 3)
     per_set = []
-    for chunks in sets:
+    for chosen in sets:
         rows = [empty]
-        for index in chunks:
-            mu, prox = behavior.index_select(0, index).double(), proximal.index_select(0, index).double()
-            if index.numel() > 0:
-                shift = mu.exp().mean() if shift is None else shift
-                rows.append(_chunk_sums(mu, prox, shift))
+        for index, chunk in runs.token_index(chosen, chunk=chunk_tokens(behavior.device)):
+            mu, prox = behavior.index_select(0, index), proximal.index_select(0, index).double()
+            probability, log_mu = mu.exp().double(), mu.double()
+            shift = probability.mean() if shift is None else shift
+            x = prox.sub_(log_mu)
+            lengths = runs.lengths[chunk]
+            sums = [lengths.double(), *(torch.segment_reduce(values, "sum", lengths=lengths) for values in (log_mu, x))]
+            by_sequence.index_add_(0, runs.sequences[chunk], torch.stack(sums, 1))
+            rows.append(_chunk_sums(log_mu, x, probability, shift))
         per_set.append(_added(torch.stack(rows)))
     whole = _added(torch.stack(per_set))
-    return [_numbers(_Sums(*row)) for row in torch.stack([*per_set, whole]).tolist()]
+    return [_numbers(_Sums(*row)) for row in torch.stack([*per_set, whole]).tolist()], by_sequence
 
 
-def _chunk_sums(mu: Tensor, prox: Tensor, shift: Tensor) -> Tensor:
-    """[fields of _Sums] float64, of the float64 logprobs of n > 0 tokens."""
-    x = prox - mu
+def _chunk_sums(log_mu: Tensor, x: Tensor, mu: Tensor, shift: Tensor) -> Tensor:
+    """[fields of _Sums] float64, of log mu, log rho and mu of n > 0 tokens, each [n] float64; mu is overwritten."""
     low, high = x.aminmax()
-    is_cut = bool((low < -LOG_RATIO_LIMIT) | (high > LOG_RATIO_LIMIT))
-    if is_cut:
+    if bool((low < -LOG_RATIO_LIMIT) | (high > LOG_RATIO_LIMIT)):
+        gap = (log_mu + x).exp() - mu
         x, low, high = (values.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for values in (x, low, high))
-    e = torch.expm1(x)
+        e = torch.expm1(x)
+    else:
+        e = torch.expm1(x)
+        gap = mu * e  # pi_prox - mu, without an exponential of its own
     rho = e + 1
-    m = mu.exp()
-    g = prox.exp() - m if is_cut else m * e  # pi_prox - mu, without a third exponential if x is whole
-    distance = g.abs().sum()
-    m -= shift
-    n = torch.full_like(shift, x.numel())
-    sums = [n, x.sum(), x.dot(x), e.sum(), e.dot(e), rho.dot(rho), (e - x).sum()]
-    sums += [distance, m.sum(), m.dot(m), g.sum(), g.dot(g), m.dot(g), high, low]
+    m = mu.sub_(shift)
+    sums = [torch.full_like(shift, x.numel()), x.sum(), x.dot(x), e.sum(), e.dot(e), rho.dot(rho), (e - x).sum()]
+    sums += [gap.abs().sum(), m.sum(), m.dot(m), gap.sum(), gap.dot(gap), m.dot(gap), high, low]
     return torch.stack(sums)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from correction.masking import masked
-from correction.ratios import bounded_exp
 
 
 class WeightMode(enum.StrEnum):
@@ -25,32 +24,27 @@ class WeightMode(enum.StrEnum):
     MASK = "mask"
 
 
-def importance_weights(log_ratio: Tensor, *, mode: WeightMode, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:
-    """Weights of units from their log ratios.
+def bounded_weights(ratios: Tensor, *, mode: WeightMode, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:
+    """Weights of units from their ratios.
 
     Bounds are inclusive, have no unit, and may be one for each unit (bounds that depend on staleness).
     Args:
-        log_ratio: [U] nats, already at its level.
+        ratios: [U] detached, already at their level.
         mode: see the module's docstring. Truncate uses upper alone; clip and mask use those that are given.
-    Returns: [U], detached, the dtype of log_ratio.
+    Returns: [U], the dtype of ratios.
     Source: truncate: Ionides (2008), "TIS" in Yao et al. (2025); mask: IcePop (arXiv 2510.18855), which keeps the ratio, not 1.
     """
-    return bounded_weights(bounded_exp(log_ratio.detach()), mode=mode, lower=lower, upper=upper)
-
-
-def bounded_weights(weights: Tensor, *, mode: WeightMode, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:
-    """Weights of units from their ratios [U]; see importance_weights."""
     if mode is WeightMode.OFF:
-        return torch.ones_like(weights)
+        return torch.ones_like(ratios)
     if mode is WeightMode.RAW:
-        return weights
+        return ratios
     low = 0.0 if lower is None or mode is WeightMode.TRUNCATE else lower
     high = torch.inf if upper is None else upper
     if mode is WeightMode.MASK:
-        return masked(weights, (weights >= low) & (weights <= high))
+        return masked(ratios, (ratios >= low) & (ratios <= high))
     if isinstance(low, Tensor) or isinstance(high, Tensor):
-        return torch.clamp(torch.clamp(weights, min=low), max=high)
-    return weights.clamp(low, high)
+        return torch.clamp(torch.clamp(ratios, min=low), max=high)
+    return ratios.clamp(low, high)
 
 
 def staleness_bound(table: tuple[float, ...], staleness: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ correction does to a token. For tensors without a gradient they select on the bi
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,14 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return all_or_none.bitwise_and_(values.view(bits)).view(values.dtype)
 
 
-def all_finite(*values: Tensor) -> Tensor:
-    """[N] bool: every one of the values [N] is a finite number. x - x is 0 for these, and not a number, which is true, for all others."""
-    total = values[0] - values[0]
+def where_finite(mask: Tensor, *values: Tensor) -> Tensor:
+    """[N] bool: the mask without tokens of which one of the values [N] is not a finite number; the mask itself where all are.
+
+    On a CPU a finite sum says that all are, for a quarter of the time of looking at each.
+    """
+    if mask.device.type == "cpu" and all(math.isfinite(float(v.sum())) for v in values):
+        return mask
+    zero = values[0] - values[0]  # not a number, which is true, where the value is not finite
     for more in values[1:]:
-        total = total + (more - more)
-    return ~total.bool()  # a cast costs a sixth of a comparison on a CPU
+        zero = zero + (more - more)
+    return mask & ~zero.bool()  # a cast costs a sixth of a comparison on a CPU

@@ -115,7 +115,9 @@ def topk_statistic(
 
 
 def unit_statistic(values: Tensor, mask: Tensor, segments: Segments, level: RejectionLevel) -> Tensor:
-    """[U] float64: tokens' statistics [N] brought to a level."""
+    """[U]: tokens' statistics [N] brought to a level; float64 above the token."""
+    if level is RejectionLevel.TOKEN:
+        return values
     if level is RejectionLevel.GEOMETRIC:
         return segments.mean(values, mask)
     if level is RejectionLevel.MAXIMUM:
@@ -124,14 +126,15 @@ def unit_statistic(values: Tensor, mask: Tensor, segments: Segments, level: Reje
 
 
 def within(values: Tensor, *, lower: Tensor | float | None, upper: Tensor | float | None, is_open: bool = False) -> Tensor:
-    """[U] bool: inside the bounds, which count as inside unless is_open. Not a number is outside."""
-    if lower is None and upper is None:
-        return ~values.isnan()
+    """[U] bool: inside the bounds, which count as inside unless is_open. What is not finite is outside."""
+    if not is_open:
+        nearest = values if lower is None else values.clamp(min=lower)
+        return ~((nearest if upper is None else nearest.clamp(max=upper)) - values).bool()  # a cast costs less than a comparison
     inside = torch.ones_like(values, dtype=torch.bool)
     if lower is not None:  # a comparison with not a number is False
-        inside &= values > lower if is_open else values >= lower
+        inside &= values > lower
     if upper is not None:
-        inside &= values < upper if is_open else values <= upper
+        inside &= values < upper
     return inside
 
 
@@ -182,4 +185,6 @@ def veto_keep(values: Tensor, mask: Tensor, segments: Segments, *, lower: float 
     Source: Miles mismatch post and code; SkyRL's outlier mask has the upper side too.
     """
     bad = mask & ~within(values, lower=log_bound(lower), upper=log_bound(upper))
+    if mask.device.type == "cpu" and not bool(bad.any()):  # as nearly always
+        return torch.ones_like(mask)
     return ~segments.spread(segments.any(bad))

@@ -33,12 +33,12 @@ class Level(enum.StrEnum):
 class Segments:
     """N tokens cut into U consecutive runs, the units of a level."""
 
-    ids: Tensor | None
-    """[N] int64, the unit of each token, not decreasing; None: each token is its own unit, and the verbs do nothing."""
     offsets: Tensor | None
-    """[U + 1] int64; None as above."""
+    """[U + 1] int64; None: each token is its own unit, and the verbs do nothing."""
     count: int
     """U."""
+    num_tokens: int
+    """N."""
 
     def sum(self, values: Tensor) -> Tensor:
         """[U] float64 sums of values [N], or counts of a mask; 0 for an empty unit."""
@@ -52,10 +52,11 @@ class Segments:
 
     def maximum(self, values: Tensor) -> Tensor:
         """[U] largest value of each unit; -inf for an empty unit."""
-        if self.ids is None:
+        if self.offsets is None:
             return values
-        start = torch.full((self.count,), -torch.inf, dtype=values.dtype, device=values.device)
-        return start.scatter_reduce_(0, self.ids, values, "amax")
+        if values.numel() == 0:
+            return values.new_full((self.count,), -torch.inf)
+        return torch.segment_reduce(values, "max", offsets=self.offsets, initial=-torch.inf)
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """[U] float64 means over the tokens in mask; 0 where a unit has none. Values outside the mask are not looked at."""
@@ -67,7 +68,7 @@ class Segments:
 
     def spread(self, units: Tensor) -> Tensor:
         """[N] the value of each token's unit."""
-        return units if self.ids is None else units.index_select(0, self.ids)
+        return units if self.offsets is None else torch.repeat_interleave(units, self.offsets.diff(), output_size=self.num_tokens)
 
 
 def running_counts(mask: Tensor, offsets: Tensor) -> Tensor:
@@ -79,14 +80,12 @@ def running_counts(mask: Tensor, offsets: Tensor) -> Tensor:
 
 def segments_from_offsets(offsets: Tensor, num_tokens: int) -> Segments:
     """Units given by offsets [U + 1]."""
-    count = int(offsets.shape[0]) - 1
-    ids = torch.repeat_interleave(offsets.diff(), output_size=num_tokens)
-    return Segments(ids=ids, offsets=offsets, count=count)
+    return Segments(offsets=offsets, count=int(offsets.shape[0]) - 1, num_tokens=num_tokens)
 
 
 def token_segments(num_tokens: int) -> Segments:
     """Each token by itself."""
-    return Segments(ids=None, offsets=None, count=num_tokens)
+    return Segments(offsets=None, count=num_tokens, num_tokens=num_tokens)
 
 
 def sequence_segments(batch: PackedBatch) -> Segments:
@@ -96,10 +95,11 @@ def sequence_segments(batch: PackedBatch) -> Segments:
 
 def turn_segments(batch: PackedBatch, sequences: Segments) -> Segments:
     """One unit for each run of equal turn_ids inside a sequence; whole sequences if the batch has no turns."""
-    if batch.turn_ids is None or sequences.ids is None or batch.num_tokens == 0:
+    if batch.turn_ids is None or batch.num_tokens == 0:
         return sequences
     starts = torch.ones_like(batch.loss_mask)
-    starts[1:] = (batch.turn_ids.diff() != 0) | (sequences.ids.diff() != 0)
+    starts[1:] = batch.turn_ids.diff() != 0
+    starts[batch.offsets[batch.offsets < batch.num_tokens]] = True
     first = starts.nonzero().squeeze(1)
     return segments_from_offsets(torch.cat([first, first.new_tensor([batch.num_tokens])]), batch.num_tokens)
 

@@ -37,9 +37,10 @@ class Stretches:
     staleness: Tensor
     """[R] int64, versions, >= 0."""
 
-    def token_index(self, chosen: Tensor, *, chunk: int) -> Iterator[Tensor]:
-        """Indices of the tokens of the chosen runs [R bool], rising, in tensors [n] int64 of whole runs with about `chunk` tokens each."""
-        starts, lengths = self.starts[chosen], self.lengths[chosen]
+    def token_index(self, chosen: Tensor, *, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chosen runs [R bool] by chunks of about `chunk` tokens: indices [n] int64 of the tokens, rising, and of their runs."""
+        numbers = chosen.nonzero().squeeze(1)
+        starts, lengths = self.starts[numbers], self.lengths[numbers]
         ends = lengths.cumsum(0)
         if ends.numel() == 0:
             return
@@ -50,7 +51,7 @@ class Stretches:
         for k in range(len(edges) - 1):
             runs, tokens = slice(edges[k], edges[k + 1]), bounds[k + 1] - bounds[k]
             shift = torch.repeat_interleave(shifts[runs], lengths[runs], output_size=tokens)
-            yield shift + torch.arange(bounds[k], bounds[k + 1], device=shift.device)
+            yield shift.add_(torch.arange(bounds[k], bounds[k + 1], device=shift.device)), numbers[runs]
 
 
 def stretches(batch: PackedBatch, mask: Tensor) -> Stretches:

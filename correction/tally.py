@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 from correction.batch import CorrectedBatch
 from correction.config import CorrectionConfig
-from correction.decision import Decision, Scene, Verdict, decide, make_scene
+from correction.decision import Decision, Scene, Verdict, decide, make_scene, unit_advantages
 from correction.errors import DataError
 from correction.loss import training_scene
 from correction.masking import masked
@@ -31,7 +33,8 @@ def tally(
     """
     loss_mask, advantages = known.batch.loss_mask, known.batch.advantages
     keep, weights, verdicts, sums = _final_decision(known, corrected, target, config)
-    kept_weights = masked(weights, keep).double()
+    kept_weights = masked(weights, keep)
+    heaviest, kept_weights = kept_weights.max() if keep.numel() else 0.0, kept_weights.double()
     sequences = known.levels.at(Level.SEQUENCE)
     sums |= {
         "tokens": int(loss_mask.count_nonzero()),
@@ -41,7 +44,7 @@ def tally(
         "kept_sequences": int(sequences.any(keep).count_nonzero()),
         "weight": float(kept_weights.sum()),
         "weight_square": float(kept_weights.dot(kept_weights)),
-        LARGEST_WEIGHT: float(kept_weights.max()) if kept_weights.numel() else 0.0,
+        LARGEST_WEIGHT: float(heaviest),
     }
     for name, side in (("positive", advantages > 0), ("negative", advantages < 0)):
         sums |= {name: int((side & loss_mask).count_nonzero()), f"kept_{name}": int((side & keep).count_nonzero())}
@@ -77,7 +80,8 @@ def rejection_numbers(sums: Sums) -> dict[str, float]:
         if name.startswith(_PASSED):
             numbers[f"rejected_by_{name.split(':')[2]}"] = (sums["finite"] - passed) / max(sums["finite"], 1)
     if sums.get("units", 0) > 0:
-        numbers |= {"truncated_fraction": sums["truncated"] / sums["units"], "masked_fraction": sums["masked"] / sums["units"]}
+        for name, side in itertools.product(("truncated", "masked"), ("", "_positive", "_negative")):
+            numbers[f"{name}_fraction{side}"] = sums[f"{name}{side}"] / sums["units"]
     for name in ("probability", "entropy"):
         if f"dropped_{name}" in sums and sums["dropped"] > 0:
             numbers[f"rejected_{name}_mean"] = sums[f"dropped_{name}"] / sums["dropped"]
@@ -114,7 +118,7 @@ def _final_decision(
         try:
             decision = decide(scene, config, late=late, is_deferred=corrected.is_deferred)
         except DataError:
-            continue  # top-K criteria: their tables stay with the learner
+            continue  # a top-K criterion without the target's table
         keep = keep & decision.keep
         verdicts += decision.verdicts
         weights = weights * decision.weights if late else weights
@@ -127,7 +131,7 @@ def _decided_scene(known: Scene, corrected: CorrectedBatch, target: Tensor | Non
     batch = corrected.batch
     if target is not None:
         is_known = config.proximal is ProximalSource.RECOMPUTE and not (corrected.is_deferred and batch.proximal_logprobs is not None)
-        return known if is_known else training_scene(corrected, target, config)
+        return known if is_known else training_scene(corrected, target, config, known.target_topk_logprobs)
     if config.proximal is ProximalSource.BEHAVIOR:
         return make_scene(batch, Logprobs(batch.behavior_logprobs, batch.behavior_logprobs, None))
     return known
@@ -137,8 +141,14 @@ def _bounds(scene: Scene, decision: Decision, config: CorrectionConfig) -> Sums:
     """Units whose weight is not their ratio; empty where the pass has no weights."""
     if decision.unit_weights is None or decision.unit_ratios is None:
         return {}
-    counted = scene.levels.at(config.importance.level).any(scene.mask)
+    segments = scene.levels.at(config.importance.level)
+    counted = segments.any(scene.mask)
+    advantages = scene.batch.advantages if segments.offsets is None else unit_advantages(scene, segments)
     is_zero = counted & ~decision.unit_weights.bool()
     is_other = counted & (decision.unit_weights - decision.unit_ratios).bool()  # both are finite
-    is_cut = is_other & ~is_zero
-    return {"units": int(counted.count_nonzero()), "truncated": int(is_cut.count_nonzero()), "masked": int(is_zero.count_nonzero())}
+    sums: Sums = {"units": int(counted.count_nonzero())}
+    for name, chosen in (("truncated", is_other & ~is_zero), ("masked", is_zero)):
+        index = chosen.nonzero().squeeze(1)  # few
+        side = advantages[index]
+        sums |= {name: index.numel(), f"{name}_positive": int((side > 0).sum()), f"{name}_negative": int((side < 0).sum())}
+    return sums

@@ -65,6 +65,8 @@ class GuardedOptimizer:
     def finish(self, *, gradient_scale: float = 1.0, loss_is_finite: bool = True) -> tuple[float, bool]:
         """Scale, measure, clip and apply the accumulated gradient, or skip it.
 
+        Skipped is what is not finite, and a gradient that is 0 everywhere, of a batch that was rejected to the last token: there is nothing
+        to learn from it, but Adam's averages would go on in the direction of earlier steps.
         The decision rests on numbers that are equal on all ranks (the norm is reduced), so all ranks skip together or none does.
         Args:
             gradient_scale: factor on the gradient that was known only after the last micro-batch.
@@ -74,7 +76,7 @@ class GuardedOptimizer:
             self._model.scale_gradients(gradient_scale)
         found_infinity = self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
-        if found_infinity or not loss_is_finite or not math.isfinite(norm):
+        if found_infinity or not loss_is_finite or not math.isfinite(norm) or norm == 0.0:
             return norm, False
         self._clip(norm)
         self._schedule.step(1)  # before the update, so that the first one has a rate above zero

@@ -300,6 +300,20 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize(("criterion", "rejected"), [({"statistic": "topk_tv", "ratio": "q", "upper": 0.1}, 0.75), ({"upper": 9.0}, 0.0)])
+def test_what_a_top_k_criterion_drops_comes_from_the_learner(criterion: dict[str, Any], rejected: float) -> None:
+    """The target's top-K table never leaves the learner; what other criteria drop is counted here."""
+
+    async def scenario() -> None:
+        settings = {"preset": "bypass", "topk": 4, "rejection": [criterion]}
+        scene = Scene(steps=1, correction=CorrectionConfig.model_validate(settings))
+        numbers = (await scene.observe(await scene.batch(0), kept_fraction=0.25)).diagnostics
+        assert (numbers["kept_fraction"], numbers["rejected_fraction"]) == (1 - rejected, rejected)
+        await scene.service.stop()
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("settings", [{"preset": "bypass"}, {"proximal": "recompute", "objective": {"kind": "score", "ratio": "q"}}])
 def test_without_a_proximal_policy_there_may_be_several_optimizer_steps(settings: dict[str, Any]) -> None:
     """No forward, and nothing left to the first of the steps: the learner refuses a deferred batch that has more than one."""

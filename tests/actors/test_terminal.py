@@ -56,6 +56,18 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+def test_a_step_without_an_update_says_why() -> None:
+    """Two batches left the weights alone: one was rejected to the last token, the other had an infinity."""
+    view, out = watch(terminal=False)
+    for norm, updates in ((0.0, 0), (float("nan"), 0), (0.5, 1)):
+        view.step(StepMetrics(3, {"learner/grad_norm": norm, "learner/optimizer_steps": updates}))
+    assert out.getvalue().splitlines()[1:] == [
+        "step  3/10  no update: no gradient",
+        "step  3/10  no update: loss or gradient not finite",
+        "step  3/10  ",
+    ]
+
+
 def test_a_warning_stays_in_sight_while_it_lasts() -> None:
     """As an event once, and then in the line of every step until the symptom is gone."""
     view, out = watch(terminal=False)

@@ -12,12 +12,12 @@ from benchmarks.early_warning import (
     Warned,
     choose,
     collapse_step,
-    halves,
     load_runs,
     monitor_config,
     monitor_warnings,
     of,
     score,
+    shares,
 )
 from correction.monitor import MonitorConfig
 
@@ -89,9 +89,9 @@ def test_nothing_to_score():
 def test_thresholds_are_chosen_on_one_half_alone():
     """A system that is right below a threshold of 1 on even seeds, above it on odd ones: the even ones decide."""
     lost = outcome((GOOD, 50), (BAD, 30))
-    runs = [run(lost, onset=30, seed=seed) for seed in range(8)]
-    fitted, held_out = halves(runs)
-    assert [runs[k].seed for k in fitted] == [0, 2, 4, 6] and [runs[k].seed for k in held_out] == [1, 3, 5, 7]
+    runs = [run(lost, onset=30, seed=seed) for seed in (*range(8), 10, 11)]
+    fitted, held_out, fresh = shares(runs)
+    assert [[runs[k].seed for k in share] for share in (fitted, held_out, fresh)] == [[0, 2, 4, 6], [1, 3, 5, 7], [10, 11]]
 
     def system(setting):
         is_low = setting.threshold < 1
@@ -137,14 +137,14 @@ def test_recorded_runs_by_outcome(recorded):
     collapsed = {}
     for one in runs:
         collapsed[one.condition] = collapsed.get(one.condition, 0) + (one.collapse is not None)
-    assert collapsed == {"healthy": 0, "learning_rate": 10, "noise": 10, "staleness": 9}
+    assert collapsed == {"healthy": 0, "learning_rate": 14, "noise": 14, "staleness": 13}
     assert all(one.collapse > one.onset for one in runs if one.collapse is not None)
 
 
 def test_the_monitor_on_the_half_that_its_thresholds_are_not_from(recorded):
     """The figures of docs/correction.md: every collapse is announced, and the undisturbed runs stay quiet."""
     runs, said = recorded
-    _, held_out = halves(runs)
+    _, held_out, _ = shares(runs)
     result = score(of(runs, held_out), of(said, held_out))
     assert (len(result.leads), result.collapsed, result.runs) == (14, 14, 20)
     assert result.lead == (9.25, 13.5, 17.25)
@@ -154,8 +154,19 @@ def test_the_monitor_on_the_half_that_its_thresholds_are_not_from(recorded):
     assert not any(words for one, words in zip(runs, said, strict=True) if one.condition == "healthy")
 
 
+def test_the_monitor_on_runs_recorded_after_it_was_finished(recorded):
+    """The figures of docs/correction.md for seeds 10 to 13: all twelve collapses are announced, and no run is disturbed."""
+    runs, said = recorded
+    _, _, fresh = shares(runs)
+    result = score(of(runs, fresh), of(said, fresh))
+    assert (len(result.leads), result.collapsed, result.runs, result.false_alarms) == (12, 12, 16, 0)
+    assert result.lead == (12.75, 15, 18.25)
+    severe = score(of(runs, fresh), of(said, fresh), only_severe=True)
+    assert (len(severe.leads), severe.lead) == (12, (10.75, 13, 17.5))
+
+
 def test_the_thresholds_are_the_best_of_the_other_half(recorded):
     """All 15 collapses of the even seeds are announced, half of them 17 steps ahead or more, and no run is disturbed."""
     runs, said = recorded
-    fitted, _ = halves(runs)
+    fitted, _, _ = shares(runs)
     assert score(of(runs, fitted), of(said, fitted)).merit == (1, 17)

@@ -69,5 +69,8 @@ def test_selection_keeps_the_gradient():
 
 
 def test_finite():
-    values = torch.tensor([0.0, torch.nan, torch.inf, 1e38, -3e38])
-    assert masking.all_finite(values, torch.ones(5)).tolist() == [True, False, False, True, True]
+    """Also where the sum of finite numbers is not finite; and the very mask where nothing is to be taken out."""
+    values, mask = torch.tensor([0.0, torch.nan, torch.inf, 3e38, 3e38, 1.0]), torch.tensor([True] * 5 + [False])
+    assert masking.where_finite(mask, torch.ones(6), values).tolist() == [True, False, False, True, True, False]
+    assert masking.where_finite(mask[3:], values[3:]).tolist() == [True, True, False]
+    assert masking.where_finite(mask[:1], values[:1], torch.ones(1)).tolist() == [True]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose
+from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 MU_FLAT, PROX_FLAT = [p for row in MU for p in row], [p for row in PROX for p in row]
@@ -74,7 +74,12 @@ def test_fractions_by_criterion_and_side():
     assert measured["rejected_by_veto"] == 0
     assert measured["rejected_fraction_positive"] == pytest.approx(1 / 6) and measured["rejected_fraction_negative"] == pytest.approx(1 / 3)
     assert measured["rejected_probability_mean"] == pytest.approx((0.02 + 0.30) / 2)
-    assert numbers("icepop")["masked_fraction"] == pytest.approx(2 / 9)
+    masked = numbers("icepop")  # A3, of positive advantage, and B3, of negative
+    assert masked["masked_fraction"] == pytest.approx(2 / 9)
+    assert masked["masked_fraction_positive"] == masked["masked_fraction_negative"] == pytest.approx(1 / 9)
+    truncated = numbers("tis-token")  # B3 alone
+    assert (truncated["truncated_fraction_positive"], truncated["truncated_fraction_negative"]) == (0, pytest.approx(1 / 9))
+    assert numbers("tis-sequence")["truncated_fraction_negative"] == pytest.approx(1 / 3)  # B, by its product of 5.76
     assert numbers("mis-sequence")["rejected_sequence_fraction"] == pytest.approx(2 / 3)
 
 
@@ -94,6 +99,7 @@ def test_target_and_bad_updates():
     measured = numbers(target=target)
     q = [t / m for a, b in zip(THETA, MU, strict=True) for t, m in zip(a, b, strict=True)]
     r = [t / p for a, b in zip(THETA, PROX, strict=True) for t, p in zip(a, b, strict=True)]
+    assert measured["target_k2_kl"] == pytest.approx(mean(math.log(x) ** 2 / 2 for x in q))
     assert measured["target_k3_kl"] == pytest.approx(mean(x - 1 - math.log(x) for x in q))
     assert measured["drift_k3_kl"] == pytest.approx(mean(x - 1 - math.log(x) for x in r))
     assert measured["bad_update_fraction"] == 0
@@ -140,3 +146,16 @@ def test_every_number_is_documented():
     known = {n for n in names if n in DIAGNOSTICS or any(n.startswith(family) for family in DIAGNOSTIC_FAMILIES)}
     assert names == known
     assert set(diagnose(batch, correct(batch, CorrectionConfig()))) <= names
+
+
+def test_what_a_top_k_criterion_drops_is_counted_with_the_targets_table():
+    """The service has no such table, and takes the number from the learner; a caller who has one gets what the loss does."""
+    batch, target = random_batch(5, topk=4)
+    table = batch.topk_logprobs + 0.8 * torch.randn(batch.topk_logprobs.shape, generator=torch.Generator().manual_seed(6)).double()
+    config = CorrectionConfig(preset="bypass", topk=4, rejection=[{"statistic": "topk_tv", "ratio": "q", "upper": 0.1}])
+    corrected = correct(batch, config)
+    blind = diagnose(batch, corrected, target, config=config)
+    seen = diagnose(batch, corrected, target, config=config, target_topk_logprobs=table)
+    kept = loss_metrics(policy_loss(corrected, target, config, target_topk_logprobs=table).partials, config)["kept_fraction"]
+    assert 0.1 < kept < 0.9 and blind["rejected_fraction"] == 0
+    assert seen["kept_fraction"] == kept and seen["rejected_by_topk_tv_token_q"] == pytest.approx(1 - kept)

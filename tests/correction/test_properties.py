@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from correction import PRESETS, CorrectionConfig, correct, for_step, from_padded, policy_loss, policy_scale, to_padded
-from correction.divergence import binary_kl, table_kl, table_tv, topk_table, total_variation
+from correction.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
 from correction.ratios import aggregate_log_ratio
 from correction.segments import Level, Levels
 from tests.correction.fixtures import random_batch
@@ -181,6 +181,15 @@ def test_merged_divergences_are_lower_bounds(seed, sharpness):
     assert (table_tv(of[0][1], of[1][1]) <= full_tv + slack).all()
     assert (binary_kl(of[0][0], of[1][0]) <= table_kl(of[0][1], of[1][1]) + slack).all()
     assert (table_kl(of[0][1], of[1][1]) <= full_kl + slack).all()
+
+
+@quick
+@given(x=st.lists(st.floats(-60, 60), min_size=1))
+def test_k3_is_never_negative(x):
+    """e^x - 1 - x >= 0 with equality at 0 alone; in floating point it may round to 0, not below."""
+    log_ratio = torch.tensor(x, dtype=torch.float64)
+    k3 = estimate(log_ratio, Estimator.K3)
+    assert (k3 >= 0).all() and (k3[log_ratio.abs() > 1e-7] > 0).all()
 
 
 def test_presets_differ():

@@ -301,14 +301,18 @@ def test_a_non_finite_step_leaves_no_trace(tmp_path: Path, value: float) -> None
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_nothing_to_train_is_a_step_without_gradient(tmp_path: Path) -> None:
-    """All tokens rejected: the loss is 0 and so is the gradient; nothing fails."""
-    with learner_on(save_model(tmp_path / "m")) as learner:
+def test_a_batch_rejected_to_the_last_token_leaves_no_trace(tmp_path: Path) -> None:
+    """Loss and gradient are 0. Adam has averages from the step before, which would move the weights by about a learning rate."""
+    with learner_on(save_model(tmp_path / "m"), learning_rate=1e-3) as learner:
         batch = off_policy_batch(learner)
-        corrected = correct(batch, TIS)
-        corrected = replace(corrected, keep_mask=torch.zeros_like(corrected.keep_mask))
-        result = learner.step(corrected, TIS, step=0)
-        assert (result.loss, result.grad_norm, result.skipped_steps) == (0.0, 0.0, 0)
+        learner.step(correct(batch, TIS), TIS, step=0)
+        before = weights(learner)
+        vetoed = CorrectionConfig(preset="tis-token", veto={"lower": 1e6})
+        with pytest.warns(UserWarning, match="every token of the batch was rejected"):
+            corrected = correct(batch, vetoed)
+        result = learner.step(corrected, vetoed, step=1)
+        assert (result.loss, result.grad_norm, result.optimizer_steps, result.skipped_steps) == (0.0, 0.0, 0, 1)
+        assert all(torch.equal(before[name], after) for name, after in weights(learner).items())
         with pytest.raises(DataError, match="nothing to learn"):
             learner.supervised_step(batch.token_ids, batch.offsets, torch.zeros_like(batch.loss_mask))
         with pytest.raises(DataError, match="no tokens"):
