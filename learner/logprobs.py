@@ -75,7 +75,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 values = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature)
                 logprobs[chunk], entropies[chunk], normalizers[chunk] = values
                 continue
-            logits = _logits(hidden[chunk], weight, temperature)
+            logits = scaled_logits(hidden[chunk], weight, temperature)
             largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
             logits -= largest[:, None]
             local, is_local = _local_ids(targets[chunk], start, weight.shape[0])
@@ -99,7 +99,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logprob_grad, entropy_grad = grads
         hidden_grad, weight_grad = torch.zeros_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(hidden.shape[0], chunk_tokens):
-            log_p = _logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
+            log_p = scaled_logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
             if entropy_grad is None:
                 grad = log_p.exp_()
                 grad *= 0.0 if logprob_grad is None else -logprob_grad[chunk].sum(-1, keepdim=True)
@@ -121,7 +121,7 @@ def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """[m, V] float32, divided by the temperature as the sampler does."""
     return (hidden @ weight.t()).float().div_(temperature)
 
