@@ -75,7 +75,7 @@ class EngineDiff:
 
 
 def diff_engines(
-    model: Path, *, true_on_policy: bool, dtype: Literal["float32", "bfloat16"] = "float32", prompts: int = 6, tokens: int = 16, seed: int = 0
+    model: Path, *, true_on_policy: bool, dtype: Literal["float32", "bfloat16"], prompts: int, tokens: int, seed: int = 0
 ) -> EngineDiff:
     """Sample with SGLang, compute the same tokens with Megatron, and compare what each operator made of them.
 

@@ -29,11 +29,11 @@ class _FixedOrderLinear(torch.nn.Module):
 
 
 class FixedOrderColumnLinear(_FixedOrderLinear, ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's ColumnParallelLinear in fixed order, on one rank."""
+    """Megatron's ColumnParallelLinear in fixed order. A rank's columns are what they are among all."""
 
 
 class FixedOrderRowLinear(_FixedOrderLinear, RowParallelLinear):  # type: ignore[misc]
-    """Megatron's RowParallelLinear in fixed order, on one rank."""
+    """Megatron's RowParallelLinear in fixed order, on one rank or on two: their sum has no other order."""
 
 
 class FixedOrderAttention(torch.nn.Module):

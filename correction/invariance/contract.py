@@ -10,6 +10,8 @@ from correction.errors import ConfigError
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 """Dense architectures (model_type) whose layers the two engines compute in the same order."""
+MOST_RANKS = 2
+"""Of the learner's tensor parallelism: the sum of two is the same in either order, that of more is the collective's choice."""
 MOST_THREADS = 2
 """Threads for which products are known not to depend on the number of rows."""
 FORBIDDEN_ENGINE_ARGUMENTS = {
@@ -51,11 +53,14 @@ class Contract:
     `operators.linear`, bias added afterwards; RMSNorm as x * rsqrt(mean(x^2) + eps), then times the weight; residuals added before the
     norm; rotary angles from float32 tables, halves rotated (not neighbours); SiLU by `operators.silu`; the head by
     `operators.linear` over a vocabulary padded to COLUMN_MULTIPLE, logits in float32; logprobs by log_softmax(logits / temperature) over
-    the whole vocabulary; nothing is reduced over ranks.
+    the whole vocabulary. If the learner's matrices are split over two ranks, the projections back to the residual are sums of two
+    products there; the engine, which is not split, computes the same two and adds them, and the logits of both ranks are laid side by side.
     """
 
     model_type: str
     """Of the Hugging Face config."""
+    tensor_parallel: int = 1
+    """Of the learner."""
 
     @classmethod
     def of(cls, model: Mapping[str, Any], engine: Side, learner: Side) -> Contract:
@@ -68,12 +73,12 @@ class Contract:
         problems = [*_model_problems(model), *_side_problems(engine), *_side_problems(learner), *_engine_problems(engine)]
         if problems:
             raise ConfigError("true_on_policy: true can't be honoured. " + " ".join(problems) + " Or set true_on_policy: false")
-        return cls(str(model["model_type"]))
+        return cls(str(model["model_type"]), learner.tensor_parallel)
 
     @property
     def engine_settings(self) -> dict[str, Any]:
         """What rollout.engine is set to."""
-        return {"fixed_order": True, "dtype": "float32"}
+        return {"fixed_order": True, "dtype": "float32", "projection_parts": self.tensor_parallel}
 
     @property
     def learner_settings(self) -> dict[str, Any]:
@@ -118,10 +123,10 @@ def _side_problems(side: Side) -> list[str]:
             f"{side.name}.threads = {side.threads}: with more than {MOST_THREADS} a thread's share of a product can be small enough to get "
             f"another kernel. Set {side.name}.threads: {MOST_THREADS} or 1."
         )
-    if side.tensor_parallel > 1:
+    if side.tensor_parallel > MOST_RANKS:
         found.append(
-            f"{side.name}.tensor_parallel = {side.tensor_parallel}: the all-reduce has no fixed order yet. "
-            f"Set {side.name}.tensor_parallel: 1 and use learner.data_parallel."
+            f"{side.name}.tensor_parallel = {side.tensor_parallel}: the order in which an all-reduce adds more than {MOST_RANKS} ranks is "
+            f"not fixed. Set {side.name}.tensor_parallel: {MOST_RANKS} or 1 and use learner.data_parallel."
         )
     return found
 

@@ -13,6 +13,7 @@ Float32 on a CPU; elsewhere they are correct, but nothing is promised of their l
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -32,13 +33,18 @@ QUERY_CHUNK = 128
 """Queries whose scores exist at the same time, a multiple of BLOCK: bounds memory, and skips keys that none of them sees."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int = 1) -> Tensor:
     """x @ weight.T, then + bias as an addition of its own (a fused one starts from the bias: another order).
 
     Args:
         x: [..., K]; weight: [N, K]; bias: [N].
+        parts: equal pieces of K whose products are added one after the other: what as many ranks do that hold a piece each.
     Returns: [..., N]; differentiable.
     """
+    if parts > 1:
+        products = (linear(a, b) for a, b in zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True))
+        y = reduce(torch.add, products)
+        return y if bias is None else y + bias
     rows = x.shape[:-1].numel()
     padded = pad_rows(x.reshape(rows, x.shape[-1]))
     y = F.linear(padded, weight)[:rows].view(*x.shape[:-1], weight.shape[0])

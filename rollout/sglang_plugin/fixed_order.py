@@ -6,10 +6,12 @@ they are row-independent, and in the learner's order. The sampler reports log_so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
@@ -19,11 +21,15 @@ from rollout.sglang_plugin.attention import STOCK_NAME, BatchedAttentionBackend,
 from rollout.sglang_plugin.running_cache import RunningCache, gather
 
 
-def register() -> None:
+def register(projection_parts: int) -> None:
+    """
+    Args:
+        projection_parts: pieces in which attention and MLP are projected back to the residual, one on each of the learner's ranks.
+    """
     register_attention_backend(STOCK_NAME)(lambda runner: FixedOrderAttentionBackend(runner))
     layers = "sglang.srt.layers"
     replaced = {
-        f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": _linear,
+        f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": _linear_of(projection_parts),
         f"{layers}.logits_processor.LogitsProcessor._compute_lm_head": _head,
         f"{layers}.activation.SiluAndMul.forward_native": _silu_and_mul,
     }
@@ -31,8 +37,11 @@ def register() -> None:
         HookRegistry.register(target, function, HookType.REPLACE)
 
 
-def _linear(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return operators.linear(x, layer.weight, bias)
+def _linear_of(projection_parts: int) -> Callable[..., Tensor]:
+    def apply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return operators.linear(x, layer.weight, bias, parts=projection_parts if isinstance(layer, RowParallelLinear) else 1)
+
+    return apply
 
 
 def _head(_processor: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:

@@ -6,11 +6,13 @@
 3. SGLang's scores of given tokens are those bits, too.
 4. Training steps: the logprobs that each step trains with are those that were sampled with.
 5. With the mode off the same comparison finds differences.
+6. A learner on two tensor-parallel ranks, if the engine projects in two parts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +20,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
 from correction.invariance import compare
@@ -30,6 +34,7 @@ from rollout.engine_config import EngineConfig
 from rollout.trajectory import FinishReason, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model
+from tests.learner.learner_cases import learner_on, run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -44,7 +49,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def exact_engine(folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
-    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=48, fixed_order=True)
+    """With one thread, and with two for Llama."""
+    threads = 2 if json.loads((folder / "config.json").read_text())["model_type"] == "llama" else 1
+    config = EngineConfig(device="cpu", threads=threads, max_total_tokens=65_536, max_running_requests=48, fixed_order=True)
     engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of fixed order"))
     yield engine
     engine_loop.run(engine.shutdown())
@@ -171,3 +178,30 @@ def test_without_the_mode_there_are_differences(shared_engine: RolloutEngine, en
     learner.load(tiny_model)
     found, tokens = differing(shared_engine, learner, engine_loop, 1.0, prompts=24)
     assert found > tokens // 100
+
+
+def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, batch: PackedBatch) -> Tensor:
+    config = LearnerConfig(device="cpu", tensor_parallel=ranks, fixed_order=True, tokens_per_microbatch=700)
+    learner = LearnerRank(config, rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    found = learner.logprobs(batch)
+    learner.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_learner_on_two_tensor_parallel_ranks(tmp_path: Path, engine_loop: BackgroundLoop, tie: bool) -> None:
+    """The engine is not split; it adds the two products that the learner's ranks add. One rank of a learner adds them otherwise."""
+    folder = save_model(tmp_path / "model", "qwen3" if tie else "llama")
+    settings = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=48, fixed_order=True, projection_parts=2)
+    engine = engine_loop.run(RolloutEngine.start(folder, settings))
+    sampled = engine_loop.run(sample_in_random_batches(engine, random_prompts(24, seed=4), temperature=0.7, seed=4))
+    engine_loop.run(engine.shutdown())
+    batch = as_batch(sampled, temperature=0.7)
+    for found in run_ranks(_logprobs_of_a_rank, folder, batch):
+        agreement = compare(batch, found)
+        assert agreement.tokens > 700
+        assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
+    with learner_on(folder, fixed_order=True) as alone:
+        assert compare(batch, alone.logprobs(batch)).differing > 70
