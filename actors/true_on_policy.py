@@ -48,7 +48,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
         Side(
             name="rollout.engine",
             device=engine.resolved_device,
-            dtype="float32" if on_cpu and engine.dtype == "auto" else engine.dtype,
+            dtype=learner.dtype if on_cpu and engine.dtype == "auto" else engine.dtype,
             threads=engine.threads,
             attention_backend=engine.attention_backend,
             weight_update_mode=engine.weight_update_mode,

@@ -89,18 +89,21 @@ class _HeadLogprobs(torch.autograd.Function):
             entropies[chunk] = log_total - weighted / total
             normalizers[chunk] = log_total + largest
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
-        ctx.settings = temperature, start, group, chunk_tokens
+        ctx.settings = temperature, start, group, chunk_tokens, fixed_order
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
-        temperature, start, group, chunk_tokens = ctx.settings
+        temperature, start, group, chunk_tokens, fixed_order = ctx.settings
         logprob_grad, entropy_grad = grads
         hidden_grad, weight_grad = torch.zeros_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(hidden.shape[0], chunk_tokens):
-            log_p = scaled_logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
+            if fixed_order and hidden.dtype != torch.float32:  # its logits were not rounded, so the normalizers belong to no others
+                log_p = head_logits(hidden[chunk], weight).div(temperature).sub_(normalizers[chunk, None])
+            else:
+                log_p = scaled_logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
             if entropy_grad is None:
                 grad = log_p.exp_()
                 grad *= 0.0 if logprob_grad is None else -logprob_grad[chunk].sum(-1, keepdim=True)

@@ -12,11 +12,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -38,28 +38,44 @@ from tests.learner.learner_cases import learner_on, run_ranks
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.slow)]
+@dataclass(frozen=True)
+class Case:
+    family: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 1
+    """Of the engine."""
+
+
+CASES = [
+    Case("qwen3"),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (Case("qwen2"), Case("llama", threads=2), Case("qwen3", "bfloat16"))),
+]
 TEMPERATURES = (1.0, 0.6, 1.7)
+ROOM: dict[str, Any] = {"max_total_tokens": 65_536, "max_running_requests": 48}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("on_policy") / "model", request.param)
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    assert isinstance(request.param, Case)
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def exact_engine(folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
-    """With one thread, and with two for Llama."""
-    threads = 2 if json.loads((folder / "config.json").read_text())["model_type"] == "llama" else 1
-    config = EngineConfig(device="cpu", threads=threads, max_total_tokens=65_536, max_running_requests=48, fixed_order=True)
+def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("on_policy") / "model", case.family)
+
+
+@pytest.fixture(scope="module")
+def exact_engine(case: Case, folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
+    config = EngineConfig(device="cpu", dtype=case.dtype, threads=case.threads, fixed_order=True, **ROOM)
     engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of fixed order"))
     yield engine
     engine_loop.run(engine.shutdown())
 
 
 @pytest.fixture(scope="module")
-def exact_learner(folder: Path) -> Iterator[LearnerRank]:
-    learner = LearnerRank(LearnerConfig(device="cpu", learning_rate=1e-3, fixed_order=True))
+def exact_learner(case: Case, folder: Path) -> Iterator[LearnerRank]:
+    learner = LearnerRank(LearnerConfig(device="cpu", dtype=case.dtype, learning_rate=1e-3, fixed_order=True))
     learner.load(folder)
     yield learner
     learner.close()
@@ -130,7 +146,8 @@ def test_an_update_in_flight_under_retract(
     exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop, folder: Path, tmp_path: Path
 ) -> None:
     """Sampled tokens are prefilled again under the new weights: keys of a prefill and of decode have to be the same bits, too."""
-    old, version = load_file(folder / "model.safetensors"), exact_engine.version
+    dtype, version = exact_learner.config.torch_dtype, exact_engine.version
+    old = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     new = {name: tensor + 0.02 * tensor.std() for name, tensor in old.items()}
     asked = random_prompts(12, seed=3, longest=150)
 
@@ -194,7 +211,7 @@ def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, batch: P
 def test_a_learner_on_two_tensor_parallel_ranks(tmp_path: Path, engine_loop: BackgroundLoop, tie: bool) -> None:
     """The engine is not split; it adds the two products that the learner's ranks add. One rank of a learner adds them otherwise."""
     folder = save_model(tmp_path / "model", "qwen3" if tie else "llama")
-    settings = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=48, fixed_order=True, projection_parts=2)
+    settings = EngineConfig(device="cpu", fixed_order=True, projection_parts=2, **ROOM)
     engine = engine_loop.run(RolloutEngine.start(folder, settings))
     sampled = engine_loop.run(sample_in_random_batches(engine, random_prompts(24, seed=4), temperature=0.7, seed=4))
     engine_loop.run(engine.shutdown())

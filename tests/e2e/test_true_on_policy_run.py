@@ -55,11 +55,11 @@ def test_fifty_steps_of_the_nano_recipe(tmp_path: Path) -> None:
 def test_what_it_cannot_honour_is_refused_before_anything_starts(small_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     refused = evenkeel(
-        "train", str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "true_on_policy=true", "learner.dtype=bfloat16",
+        "train", str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "true_on_policy=true", "learner.tensor_parallel=3",
         "rollout.engine.weight_update_mode=in_place",
     )  # fmt: skip
     assert refused.returncode != 0
-    assert "learner.dtype = bfloat16" in refused.stderr + refused.stdout
+    assert "learner.tensor_parallel = 3" in refused.stderr + refused.stdout
     assert "weight_update_mode = in_place" in refused.stderr + refused.stdout
     assert not run_dir.exists()
 

@@ -112,7 +112,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: py
         assert torch.equal(found, alone)
 
 
-@pytest.mark.parametrize("settings", [{"tensor_parallel": 3}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 3}, {"tensor_parallel": 2, "dtype": "bfloat16"}])
 def test_what_has_no_fixed_order_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="fixed_order = true"):
         LearnerConfig(fixed_order=True, **settings)
