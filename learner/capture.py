@@ -88,7 +88,7 @@ def _hooked(policy: PolicyModel, keep: Callable[[str, Tensor], None], note_rows:
     for i, layer in enumerate(policy.decoder.layers):
         modules = dict(layer.named_modules())
         for name, places in _INPUTS.items():
-            if (i, name) != (0, "input_layernorm"):  # nothing was added yet
+            if name in modules and (i, name) != (0, "input_layernorm"):  # nothing was added before the first layer
                 inputs(modules[name], tuple(f"layers.{i}.{place}" for place in places))
         for name, place in _OUTPUTS.items():
             if name in modules:

@@ -41,6 +41,14 @@ def test_five_steps(small_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("setting", ["learner.tensor_parallel=2", "learner.data_parallel=2", "learner.dtype=bfloat16"])
+def test_three_steps_of_other_learners(small_model: Path, tmp_path: Path, setting: str) -> None:
+    overrides = [setting, "true_on_policy=true", "max_staleness=0", "steps=3", "checkpoint.every_steps=0"]
+    run = run_to_its_end(tmp_path / "run", str(RECIPE), f"model={small_model}", *overrides)
+    assert_all_equal(run, 3)
+
+
+@pytest.mark.slow
 def test_fifty_steps_of_the_nano_recipe(tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "nano_true_on_policy.yaml"
     model = tmp_path / "model"

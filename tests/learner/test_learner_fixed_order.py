@@ -101,8 +101,8 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: py
     if split == "tensor_parallel":
         in_one_part = alone
 
-        def in_two_parts(_layer: Any, x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return operators.linear(x, weight, parts=2)
+        def in_two_parts(_layer: Any, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+            return operators.linear(input, weight, parts=2)
 
         monkeypatch.setattr(FixedOrderRowLinear, "_forward_impl", in_two_parts, raising=False)
         with learner_on(folder, fixed_order=True) as learner:
