@@ -42,9 +42,12 @@ def test_five_steps(small_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["learner.tensor_parallel=2", "learner.data_parallel=2", "learner.dtype=bfloat16"])
-def test_three_steps_of_other_learners(small_model: Path, tmp_path: Path, setting: str) -> None:
+def test_three_steps_of_other_learners(tmp_path: Path, setting: str) -> None:
+    model = tmp_path / "model"
+    made = evenkeel("init-model", str(RECIPE), f"model={model}", "init.architecture.key_value_heads=2")  # one for each of two ranks
+    assert made.returncode == 0, made.stdout + made.stderr
     overrides = [setting, "true_on_policy=true", "max_staleness=0", "steps=3", "checkpoint.every_steps=0"]
-    run = run_to_its_end(tmp_path / "run", str(RECIPE), f"model={small_model}", *overrides)
+    run = run_to_its_end(tmp_path / "run", str(RECIPE), f"model={model}", *overrides)
     assert_all_equal(run, 3)
 
 
