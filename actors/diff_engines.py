@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from rich.table import Table
 
+from actors.session import check_model_folder
 from actors.true_on_policy import contract_of
 from correction.batch import PackedBatch
 from correction.invariance import Agreement, compare
@@ -61,14 +62,14 @@ class EngineDiff:
 
     def table(self) -> Table:
         """A row for each operator, over all layers."""
-        table = Table("operator", "layers that differ", "rows that differ", "largest difference", "in layer", box=None)
+        table = Table("operator", "places that differ", "rows that differ", "largest difference", "in layer", box=None)
         for operator in sorted({gap.operator for gap in self.gaps}, key=ORDER.index):
             of_layers = [gap for gap in self.gaps if gap.operator == operator]
             worst = max(of_layers, key=lambda gap: gap.largest)
             differing, rows = sum(gap.differing for gap in of_layers), sum(gap.rows for gap in of_layers)
-            layers = [gap.place.split(".")[1] for gap in of_layers if gap.differing and "." in gap.place]
+            places = f"{sum(gap.differing > 0 for gap in of_layers)} of {len(of_layers)}"
             where = worst.place.split(".")[1] if differing and "." in worst.place else ""
-            table.add_row(operator, ", ".join(layers), f"{differing} of {rows}", f"{worst.largest:.3g}", where)
+            table.add_row(operator, places, f"{differing} of {rows}", f"{worst.largest:.3g}", where)
         tokens, differing = self.agreement.tokens, self.agreement.differing
         table.add_row("logprobs", "", f"{differing} of {tokens}", f"{self.agreement.largest_difference:.3g}", "")
         return table
@@ -84,6 +85,7 @@ def diff_engines(
         tokens: sampled for each.
     Raises: ConfigError for what the mode can't honour; DataError, EngineError.
     """
+    check_model_folder(model)
     engine = EngineConfig(fixed_order=true_on_policy, dtype=dtype)
     learner = LearnerConfig(fixed_order=true_on_policy, dtype=dtype)
     if true_on_policy:
@@ -101,7 +103,7 @@ def diff_engines(
 async def capture_engine(model: Path, config: EngineConfig, *, prompts: int, tokens: int, seed: int) -> tuple[PackedBatch, Capture]:
     """Prompts of random tokens, answered together: the batch, and what the engine computed for it."""
     shape, draw = json.loads((model / "config.json").read_text()), random.Random(seed)
-    longest = min(LONGEST_PROMPT, shape["max_position_embeddings"] - tokens - 8)
+    longest = max(1, min(LONGEST_PROMPT, shape["max_position_embeddings"] - tokens - 8))
     asked = [[draw.randrange(shape["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(prompts)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = config.engine_args | capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
