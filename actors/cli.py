@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,6 +29,9 @@ app = typer.Typer(
 
 ENDED_BY_ALARM = 3
 """Exit code of a run that monitor.on_alarm = stop has ended, with a checkpoint; 1 and 2 are errors."""
+
+ENGINES_DIFFER = 4
+"""Exit code of diff-engines when a bit differs."""
 
 Overrides = Annotated[
     list[str] | None,
@@ -145,6 +148,26 @@ def precision(
 
     gaps = [precision_gap(dtype, tokens=tokens, seed=seed) for dtype in dtypes or ["bfloat16", "float16"]]
     typer.echo(precision_table(gaps))
+
+
+@app.command("diff-engines")
+def diff_engines(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder, such as one of `evenkeel init-model`.")],
+    true_on_policy: Annotated[bool, typer.Option("--true-on-policy/--no-true-on-policy", help="Operators of fixed order?")] = True,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of both engines.")] = "float32",
+    prompts: Annotated[int, typer.Option(min=1, help="Random prompts, in flight together.")] = 6,
+    tokens: Annotated[int, typer.Option(min=2, help="Sampled for each.")] = 16,
+) -> None:
+    """Compute the same tokens with SGLang and with Megatron, and name the operator at which the two part (about a minute)."""
+    from rich.console import Console
+
+    from actors.diff_engines import diff_engines as compare_engines
+
+    found = compare_engines(model, true_on_policy=true_on_policy, dtype=dtype, prompts=prompts, tokens=tokens)
+    Console().print(found.table())
+    typer.echo(str(found))
+    if found.parting is not None:
+        raise typer.Exit(ENGINES_DIFFER)
 
 
 @app.command()

@@ -161,7 +161,7 @@ class RunConfig(_Section):
     """Replace groups whose valid rewards are all alike (they carry no gradient) by new ones before the step."""
     true_on_policy: bool = False
     """Sampled and trained logprobs of equal weights are the same bits: operators of fixed order in engines and learner, and a check of
-    every batch. Dense models in float32 on CPUs of one kind; docs/true_on_policy.md."""
+    every batch. Dense models in float32 or bfloat16 on CPUs of one kind; docs/true_on_policy.md."""
     true_on_policy_on_difference: Literal["stop", "correct"] = "stop"
     """At the first token whose bits differ: end the run with its name, or warn and go on with the correction as configured."""
     seed: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from correction.batch import PackedBatch
 from correction.correct import needs_proximal_forward
 from correction.errors import ConfigError, EngineError
 from correction.invariance import Agreement, Contract, Side, compare
+from learner.config import LearnerConfig
+from rollout.engine_config import EngineConfig
 
 
 def with_both_sides(config: RunConfig) -> RunConfig:
@@ -27,7 +30,7 @@ def with_both_sides(config: RunConfig) -> RunConfig:
             "step the learner's weights are not those that sampled, and nothing could be compared. Set learner.optimizer_steps_per_batch "
             "and learner.epochs_per_batch to 1, or correction.proximal: recompute"
         )
-    contract = contract_of(config)
+    contract = contract_of(config.model, config.rollout.engine, config.learner)
     engine = config.rollout.engine.model_copy(update=contract.engine_settings)
     return config.model_copy(
         update={
@@ -37,16 +40,15 @@ def with_both_sides(config: RunConfig) -> RunConfig:
     )
 
 
-def contract_of(config: RunConfig) -> Contract:
+def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Contract:
     """Raises: ConfigError naming everything that can't be honoured."""
-    engine, learner = config.rollout.engine, config.learner
     on_cpu = engine.resolved_device == "cpu"
     return Contract.of(
-        json.loads((config.model / "config.json").read_text()),
+        json.loads((model / "config.json").read_text()),
         Side(
             name="rollout.engine",
             device=engine.resolved_device,
-            dtype="float32" if on_cpu and engine.dtype == "auto" else engine.dtype,
+            dtype=learner.dtype if on_cpu and engine.dtype == "auto" else engine.dtype,
             threads=engine.threads,
             attention_backend=engine.attention_backend,
             weight_update_mode=engine.weight_update_mode,

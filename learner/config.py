@@ -107,10 +107,10 @@ class LearnerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_fixed_order(self) -> Self:
-        if self.fixed_order and (self.tensor_parallel > 1 or self.dtype != "float32"):
+        if self.fixed_order and self.tensor_parallel > (2 if self.dtype == "float32" else 1):
             raise ValueError(
-                f"fixed_order = true with tensor_parallel = {self.tensor_parallel}, dtype = {self.dtype}: there is no fixed order of an "
-                "all-reduce, nor of roundings in half precision; set true_on_policy: false, or tensor_parallel: 1 and dtype: float32"
+                f"fixed_order = true with tensor_parallel = {self.tensor_parallel}, dtype = {self.dtype}: a sum over more than two ranks "
+                "has no fixed order, nor has one of rounded parts; set true_on_policy: false, or tensor_parallel: 1 (2 in float32)"
             )
         return self
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from correction.errors import ConfigError
-from correction.invariance.operators import causal_attention, pad_rows, whole_blocks
+from correction.invariance.operators import causal_attention, linear, pad_rows, whole_blocks
 from learner.attention import PackedSequences, Run
 from learner.megatron import ColumnParallelLinear, RowParallelLinear
 
@@ -22,6 +22,8 @@ class _FixedOrderLinear(torch.nn.Module):
     """Adds rows to a small product before Megatron's own computes it; Megatron adds the bias afterwards, as the contract wants it."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+        if input.dtype != torch.float32:  # on one rank, so that torch's own gradient is the gradient
+            return linear(input, weight)
         rows = input.shape[:-1].numel()
         padded = pad_rows(input.reshape(rows, input.shape[-1]))[:, None]
         output: Tensor = super()._forward_impl(padded, weight, *args, **options)  # type: ignore[misc]  # Megatron's, in the next base
@@ -29,11 +31,11 @@ class _FixedOrderLinear(torch.nn.Module):
 
 
 class FixedOrderColumnLinear(_FixedOrderLinear, ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's ColumnParallelLinear in fixed order, on one rank."""
+    """Megatron's ColumnParallelLinear in fixed order. A rank's columns are what they are among all."""
 
 
 class FixedOrderRowLinear(_FixedOrderLinear, RowParallelLinear):  # type: ignore[misc]
-    """Megatron's RowParallelLinear in fixed order, on one rank."""
+    """Megatron's RowParallelLinear in fixed order, on one rank or on two: their sum has no other order."""
 
 
 class FixedOrderAttention(torch.nn.Module):

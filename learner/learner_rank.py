@@ -22,11 +22,14 @@ from correction.config import CorrectionConfig
 from correction.correct import for_step
 from correction.errors import ConfigError, DataError
 from correction.invariance import Processor
+from correction.invariance.capture import Capture
+from correction.invariance.operators import head_logits
 from correction.loss import loss_metrics, policy_scale
 from correction.weight_spec import WeightSpec
-from learner import balance, checkpoint, convert, export, hf_folder, model, parallel
+from learner import balance, capture, checkpoint, convert, export, hf_folder, model, parallel
 from learner.config import LearnerConfig
 from learner.export import WeightBucket
+from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
 from learner.optimizer import GuardedOptimizer
@@ -103,6 +106,22 @@ class LearnerRank:
             raise ConfigError("reference_logprobs: no reference model; call load_reference(folder) first")
         with self._swapped(self._reference):
             return self._forward(batch).logprobs
+
+    def capture(self, batch: PackedBatch) -> tuple[Tensor, Capture]:
+        """`logprobs`, and what each operator made of each token, for a comparison with an engine; on one rank."""
+        policy, settings = self._policy, self.config
+        weight = policy.head_weight[: policy.real_vocab_size]
+
+        @torch.no_grad()
+        def head(hidden: Tensor) -> Tensor:
+            logits = head_logits if settings.fixed_order else partial(scaled_logits, temperature=1.0)
+            return torch.cat([logits(part, weight) for part in torch.split(hidden, settings.logprob_chunk_tokens)])
+
+        self.config = settings.model_copy(update={"shared_prompts": False})
+        try:
+            return capture.capture(policy, convert.HeadShape.of(self._require().hf_config), batch, lambda: self.logprobs(batch), head)
+        finally:
+            self.config = settings
 
     def processor(self) -> Processor:
         """What this rank computes with; for true on-policy it has to be what the engines compute with.

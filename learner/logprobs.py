@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from correction.invariance.operators import head_logits, log_softmax
@@ -34,7 +35,7 @@ def head_logprobs(
         targets: [M] or [M, C] int64, ids in the whole vocabulary: one or several looked up at each position.
         vocab_size: real tokens; rows of the head beyond it are padding and take no part.
         group: ranks that hold the other rows; None: this rank holds all.
-        fixed_order: compute the logprobs as a sampler of fixed order does; not with other ranks.
+        fixed_order: compute the logprobs as a sampler of fixed order does; the logits of all ranks are then on each.
     Returns: float32 logprobs in the shape of targets, and [M] float32 entropies, in nats.
     """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
@@ -72,10 +73,10 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         for chunk in _chunks(count, chunk_tokens):
             if fixed_order:
-                values = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature)
+                values = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature, group)
                 logprobs[chunk], entropies[chunk], normalizers[chunk] = values
                 continue
-            logits = _logits(hidden[chunk], weight, temperature)
+            logits = scaled_logits(hidden[chunk], weight, temperature)
             largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
             logits -= largest[:, None]
             local, is_local = _local_ids(targets[chunk], start, weight.shape[0])
@@ -88,18 +89,21 @@ class _HeadLogprobs(torch.autograd.Function):
             entropies[chunk] = log_total - weighted / total
             normalizers[chunk] = log_total + largest
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
-        ctx.settings = temperature, start, group, chunk_tokens
+        ctx.settings = temperature, start, group, chunk_tokens, fixed_order
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
-        temperature, start, group, chunk_tokens = ctx.settings
+        temperature, start, group, chunk_tokens, fixed_order = ctx.settings
         logprob_grad, entropy_grad = grads
         hidden_grad, weight_grad = torch.zeros_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(hidden.shape[0], chunk_tokens):
-            log_p = _logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
+            if fixed_order and hidden.dtype != torch.float32:  # its logits were not rounded, so the normalizers belong to no others
+                log_p = head_logits(hidden[chunk], weight).div(temperature).sub_(normalizers[chunk, None])
+            else:
+                log_p = scaled_logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
             if entropy_grad is None:
                 grad = log_p.exp_()
                 grad *= 0.0 if logprob_grad is None else -logprob_grad[chunk].sum(-1, keepdim=True)
@@ -121,14 +125,18 @@ def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """[m, V] float32, divided by the temperature as the sampler does."""
     return (hidden @ weight.t()).float().div_(temperature)
 
 
-def _fixed_order_values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _fixed_order_values(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """[m, C] logprobs, bit for bit those of a sampler of fixed order; [m] entropies, and [m] log sum exp of the logits over temperature."""
     logits = head_logits(hidden, weight)
+    if group is not None:
+        logits = _all_gather_columns(logits, group)
     log_p = log_softmax(logits, temperature)
     logprobs = log_p.gather(-1, targets)
     normalizers = logits.gather(-1, targets[:, :1])[:, 0] / temperature - logprobs[:, 0]
@@ -140,6 +148,18 @@ def _local_ids(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
     local = targets - start
     is_local = (local >= 0) & (local < rows)
     return torch.where(is_local, local, 0), is_local
+
+
+def _all_gather_columns(columns: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[m, V] of every rank's [m, n]; n may differ, as it does where the last ranks hold padding."""
+    ranks = dist.get_world_size(group)
+    counts = [torch.empty(1, dtype=torch.int64, device=columns.device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([columns.shape[1]], device=columns.device), group=group)
+    widest = max(int(count) for count in counts)
+    padded = F.pad(columns, (0, widest - columns.shape[1]))
+    pieces = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(pieces, padded, group=group)
+    return torch.cat([piece[:, : int(count)] for piece, count in zip(pieces, counts, strict=True)], 1)
 
 
 def _all_reduce(tensor: Tensor, group: Any, operation: Any) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from correction.invariance.operators import rms_norm
+
 
 class HFRMSNorm(torch.nn.Module):
     """y = weight * (x / sqrt(mean(x^2) + eps)), the mean over the last dimension.
@@ -33,11 +35,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        normal = (wide * scale).to(x.dtype)
+        output, normal, scale = rms_norm(x, weight, eps)
         ctx.save_for_backward(normal, scale, weight)
-        return weight * normal
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

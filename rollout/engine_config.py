@@ -66,6 +66,8 @@ class EngineConfig(BaseModel):
     """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's batched one on a CPU ("stock" is SGLang's)."""
     fixed_order: bool = False
     """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the learner's."""
+    projection_parts: int = Field(default=1, ge=1)
+    """With fixed_order: parts in which attention and MLP are projected back and then added, as the learner's tensor-parallel ranks do."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
     weight_update_mode: Literal["retract", "in_place"] = "retract"

@@ -10,10 +10,13 @@ from correction.errors import ConfigError
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 """Dense architectures (model_type) whose layers the two engines compute in the same order."""
+DTYPES = ("float32", "bfloat16")
+MOST_RANKS = 2
+"""Of the learner's tensor parallelism: the sum of two is the same in either order, that of more is the collective's choice."""
 MOST_THREADS = 2
 """Threads for which products are known not to depend on the number of rows."""
 FORBIDDEN_ENGINE_ARGUMENTS = {
-    "kv_cache_dtype": "keys and values have to be float32, as the learner's are",
+    "kv_cache_dtype": "keys and values have to be of the learner's type",
     "quantization": "the learner's weights are not quantized",
     "enable_torch_compile": "a compiler fuses operations, and rounds elsewhere",
     "speculative_algorithm": "draft tokens are verified by another attention",
@@ -45,17 +48,22 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """Both sides compute, in float32 on a CPU:
+    """Both sides compute, on a CPU, in float32 or in bfloat16 with sums in float32:
 
     attention by `operators.attention` in blocks of BLOCK keys, after q and k norms where the family has them; linear layers by
-    `operators.linear`, bias added afterwards; RMSNorm as x * rsqrt(mean(x^2) + eps), then times the weight; residuals added before the
-    norm; rotary angles from float32 tables, halves rotated (not neighbours); SiLU by `operators.silu`; the head by
+    `operators.linear`, bias added afterwards; RMSNorm as x * rsqrt(mean(x^2) + eps), rounded, then times the weight; residuals added, and
+    rounded, before the norm; rotary angles from float32 tables, halves rotated (not neighbours); SiLU by `operators.silu`; the head by
     `operators.linear` over a vocabulary padded to COLUMN_MULTIPLE, logits in float32; logprobs by log_softmax(logits / temperature) over
-    the whole vocabulary; nothing is reduced over ranks.
+    the whole vocabulary. If the learner's matrices are split over two ranks, the projections back to the residual are sums of two
+    products there; the engine, which is not split, computes the same two and adds them, and the logits of both ranks are laid side by side.
     """
 
     model_type: str
     """Of the Hugging Face config."""
+    tensor_parallel: int = 1
+    """Of the learner."""
+    dtype: str = "float32"
+    """Of weights and activations on both sides."""
 
     @classmethod
     def of(cls, model: Mapping[str, Any], engine: Side, learner: Side) -> Contract:
@@ -66,19 +74,21 @@ class Contract:
         Raises: ConfigError that names everything that can't be honoured.
         """
         problems = [*_model_problems(model), *_side_problems(engine), *_side_problems(learner), *_engine_problems(engine)]
+        if engine.dtype != learner.dtype:
+            problems.append(f"{engine.name}.dtype = {engine.dtype}, {learner.name}.dtype = {learner.dtype}: set both to one of them.")
         if problems:
             raise ConfigError("true_on_policy: true can't be honoured. " + " ".join(problems) + " Or set true_on_policy: false")
-        return cls(str(model["model_type"]))
+        return cls(str(model["model_type"]), learner.tensor_parallel, learner.dtype)
 
     @property
     def engine_settings(self) -> dict[str, Any]:
         """What rollout.engine is set to."""
-        return {"fixed_order": True, "dtype": "float32"}
+        return {"fixed_order": True, "dtype": self.dtype, "projection_parts": self.tensor_parallel}
 
     @property
     def learner_settings(self) -> dict[str, Any]:
         """What learner is set to."""
-        return {"fixed_order": True, "dtype": "float32"}
+        return {"fixed_order": True, "dtype": self.dtype}
 
 
 def _model_problems(model: Mapping[str, Any]) -> list[str]:
@@ -108,20 +118,22 @@ def _side_problems(side: Side) -> list[str]:
             f"{side.name}.device = {side.device}: the operators of fixed order were compared on CPUs only; on a GPU SGLang's deterministic "
             f"inference and megatron-core's batch-invariant kernels would have to be aligned first. Set {side.name}.device: cpu."
         )
-    if side.dtype != "float32":
-        found.append(
-            f"{side.name}.dtype = {side.dtype}: the two engines round residuals and norms at other places in it. "
-            f"Set {side.name}.dtype: float32."
-        )
+    if side.dtype not in DTYPES:
+        found.append(f"{side.name}.dtype = {side.dtype}: compared were {' and '.join(DTYPES)} only. Set {side.name}.dtype: float32.")
     if side.threads > MOST_THREADS:
         found.append(
             f"{side.name}.threads = {side.threads}: with more than {MOST_THREADS} a thread's share of a product can be small enough to get "
             f"another kernel. Set {side.name}.threads: {MOST_THREADS} or 1."
         )
-    if side.tensor_parallel > 1:
+    if side.dtype != "float32" and side.tensor_parallel > 1:
         found.append(
-            f"{side.name}.tensor_parallel = {side.tensor_parallel}: the all-reduce has no fixed order yet. "
-            f"Set {side.name}.tensor_parallel: 1 and use learner.data_parallel."
+            f"{side.name}.tensor_parallel = {side.tensor_parallel} with dtype = {side.dtype}: ranks add products that are rounded already. "
+            f"Set {side.name}.tensor_parallel: 1, or dtype: float32."
+        )
+    elif side.tensor_parallel > MOST_RANKS:
+        found.append(
+            f"{side.name}.tensor_parallel = {side.tensor_parallel}: the order in which an all-reduce adds more than {MOST_RANKS} ranks is "
+            f"not fixed. Set {side.name}.tensor_parallel: {MOST_RANKS} or 1 and use learner.data_parallel."
         )
     return found
 

@@ -8,11 +8,12 @@ Torch's own matrix products choose their kernel, and with it the order of additi
 * SiLU is made of torch.exp, since torch's own SiLU computes the last few elements of a stretch by another exp than the others.
 
 Row-independent in torch as they are: exp, rsqrt, cos, means and sums over the last dimension, log_softmax, everything element by element.
-Float32 on a CPU; elsewhere they are correct, but nothing is promised of their last bits.
+Float32 and bfloat16 on a CPU, products in float32 for both; elsewhere they are correct, but nothing is promised of their last bits.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -32,13 +33,21 @@ QUERY_CHUNK = 128
 """Queries whose scores exist at the same time, a multiple of BLOCK: bounds memory, and skips keys that none of them sees."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int = 1) -> Tensor:
     """x @ weight.T, then + bias as an addition of its own (a fused one starts from the bias: another order).
 
     Args:
         x: [..., K]; weight: [N, K]; bias: [N].
-    Returns: [..., N]; differentiable.
+        parts: equal pieces of K whose products are added one after the other: what as many ranks do that hold a piece each.
+    Returns: [..., N]; differentiable. In half precision the product is one of float32, rounded once.
     """
+    if x.dtype.itemsize < 4:
+        y = linear(x.float(), weight.float(), parts=parts).to(x.dtype)
+        return y if bias is None else y + bias
+    if parts > 1:
+        products = (linear(a, b) for a, b in zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True))
+        y = reduce(torch.add, products)
+        return y if bias is None else y + bias
     rows = x.shape[:-1].numel()
     padded = pad_rows(x.reshape(rows, x.shape[-1]))
     y = F.linear(padded, weight)[:rows].view(*x.shape[:-1], weight.shape[0])
@@ -53,12 +62,16 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[M, N] float32 logits of hidden [M, K] and the N rows of a head, computed as if it had a multiple of COLUMN_MULTIPLE rows."""
+    """[M, N] float32 logits of hidden [M, K] and the N rows of a head, computed as if it had a multiple of COLUMN_MULTIPLE rows.
+
+    In half precision they are not rounded to it.
+    """
+    hidden, weight = hidden.float(), weight.float()
     columns = weight.shape[0]
     padding = -columns % COLUMN_MULTIPLE
     if padding:
         weight = F.pad(weight, (0, 0, 0, padding))
-    return linear(hidden, weight)[:, :columns].float()
+    return linear(hidden, weight)[:, :columns]
 
 
 def log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:
@@ -72,7 +85,8 @@ class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x / torch.neg(x).exp_().add_(1.0)
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        return (wide / torch.neg(wide).exp_().add_(1.0)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -88,13 +102,14 @@ def silu(x: Tensor) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(query key^T * scale + bias) value, for R query heads to a key head. Without gradient.
+    """softmax(query key^T * scale + bias) value, for R query heads to a key head. Without gradient; in float32, rounded at the end.
 
     Args:
         query: [B, G, R, Q, D]; key, value: [B, G, L, D], L a multiple of BLOCK, finite everywhere.
         bias: broadcasts to [B, G, R, Q, L]: 0 where a query sees a key, -inf where not; each query sees at least one.
     Returns: [B, G, R, Q, D], and [B, G, R, Q]: log of the sum of exponentials, which a gradient needs.
     """
+    dtype, query, key, value = query.dtype, query.float(), key.float(), value.float()
     batch, groups, heads, queries, size = query.shape
     length, rows = key.shape[2], heads * queries
     blocks = length // BLOCK
@@ -114,7 +129,19 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: fl
     for start in range(BLOCK, length, BLOCK):
         total = total + sums[..., start // BLOCK]
         out.baddbmm_(scores[:, :, start : start + BLOCK], values[:, start : start + BLOCK])
-    return out[:, :rows].view(batch, groups, heads, queries, size) / total[..., None], total.log() + largest[..., 0]
+    output = out[:, :rows].view(batch, groups, heads, queries, size) / total[..., None]
+    return output.to(dtype), total.log() + largest[..., 0]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """weight * (x / sqrt(mean(x^2) + eps)) over the last dimension, the quotient from float32 and rounded before the product.
+
+    Returns: the norm; the quotient in x's dtype; and 1 / sqrt(...), float32 [..., 1]: what a gradient needs.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normal = (wide * scale).to(x.dtype)
+    return weight * normal, normal, scale
 
 
 def key_bias(seen: Tensor) -> Tensor:

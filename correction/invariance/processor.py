@@ -57,6 +57,8 @@ def _sample() -> str:
         whole = operators.linear(x, weight)
         for rows in (1, 2, 3, 5, 7, 9, 11, 13, 64, 65, 100, 131, 257):
             _require_equal(operators.linear(x[:rows], weight), whole[:rows], f"a product of {rows} rows, {inner} to {outer}")
+        halves = [operators.linear(x, half) for half in weight.chunk(2)]
+        _require_equal(torch.cat(halves, -1), whole, f"a product of half the columns, {inner} to {outer // 2}")
         _add(digest, operators.log_softmax(operators.silu(whole), 0.7))
     query, key, value = _numbers(400, 4, 48), _numbers(448, 2, 48), _numbers(448, 2, 48)
     whole = _attention(query, key, value, 0, 400)

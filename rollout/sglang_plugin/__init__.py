@@ -41,7 +41,7 @@ def register() -> None:
         attention.register(settings.attention)
         host_memory.register()
     if settings.fixed_order:
-        fixed_order.register()
+        fixed_order.register(settings.projection_parts)
     sampler.register()
     weights.register()
     versions.register()

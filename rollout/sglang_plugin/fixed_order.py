@@ -1,15 +1,17 @@
-"""SGLang with operators of fixed order, on a CPU in float32: what it samples with is bit for bit what the learner trains with.
+"""SGLang with operators of fixed order, on a CPU: what it samples with is bit for bit what the learner trains with.
 
-Everything here is registered only in the processes of an engine that asked for it. Norms, rotary embedding and residuals are SGLang's own:
-they are row-independent, and in the learner's order. The sampler reports log_softmax in either mode.
+Everything here is registered only in the processes of an engine that asked for it. The rotary embedding is SGLang's own: it is
+row-independent, and in the learner's order. The sampler reports log_softmax in either mode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
@@ -19,29 +21,45 @@ from rollout.sglang_plugin.attention import STOCK_NAME, BatchedAttentionBackend,
 from rollout.sglang_plugin.running_cache import RunningCache, gather
 
 
-def register() -> None:
+def register(projection_parts: int) -> None:
+    """
+    Args:
+        projection_parts: pieces in which attention and MLP are projected back to the residual, one on each of the learner's ranks.
+    """
     register_attention_backend(STOCK_NAME)(lambda runner: FixedOrderAttentionBackend(runner))
     layers = "sglang.srt.layers"
     replaced = {
-        f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": _linear,
+        f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": _linear_of(projection_parts),
         f"{layers}.logits_processor.LogitsProcessor._compute_lm_head": _head,
         f"{layers}.activation.SiluAndMul.forward_native": _silu_and_mul,
+        f"{layers}.layernorm.RMSNorm.forward_native": _rms_norm,
     }
     for target, function in replaced.items():
         HookRegistry.register(target, function, HookType.REPLACE)
 
 
-def _linear(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return operators.linear(x, layer.weight, bias)
+def _linear_of(projection_parts: int) -> Callable[..., Tensor]:
+    def apply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return operators.linear(x, layer.weight, bias, parts=projection_parts if isinstance(layer, RowParallelLinear) else 1)
+
+    return apply
 
 
 def _head(_processor: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:
-    return operators.linear(hidden_states.to(lm_head.weight.dtype), lm_head.weight, embedding_bias)
+    return operators.linear(hidden_states.float(), lm_head.weight.float(), embedding_bias)
 
 
 def _silu_and_mul(_layer: Any, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return operators.silu(gate) * up
+
+
+def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None, *_: Any, **__: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The residual is rounded before it is normalised, as it is in the learner; SGLang would normalise the sum in float32."""
+    if residual is None:
+        return operators.rms_norm(x, norm.weight, norm.variance_epsilon)[0]
+    residual = x + residual
+    return operators.rms_norm(residual, norm.weight, norm.variance_epsilon)[0], residual
 
 
 class FixedOrderAttentionBackend(BatchedAttentionBackend):

@@ -22,6 +22,8 @@ class PluginSettings(BaseModel):
     """On a CPU: our decode attention for all sequences at once, or SGLang's loop over them."""
     fixed_order: bool = False
     """Operators of fixed order, attention included, in place of SGLang's."""
+    projection_parts: int = 1
+    """Of fixed order: products of which a projection back to the residual is the sum."""
     group_timeout_s: float = 60.0
     """A collective of the weight-update group fails after this; torch's own default would block the scheduler for 30 minutes."""
 

@@ -87,9 +87,32 @@ def test_silu_of_extremes() -> None:
 @pytest.mark.parametrize("width", [16, 48, 64, 192])
 def test_norms_and_angles_are_row_independent_as_they_are(width: int) -> None:
     x = torch.randn(1000, width) * 3
-    assert counts_that_differ(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), x) == []
+    assert counts_that_differ(lambda x: operators.rms_norm(x, torch.arange(width) / width, 1e-6)[0], x) == []
     assert counts_that_differ(lambda x: torch.cos(x * 50), x) == []
     assert counts_that_differ(lambda x: torch.log_softmax(x, -1), x) == []
+
+
+def test_a_product_in_two_parts_is_the_sum_of_two_ranks() -> None:
+    x, weight, bias = torch.randn(1000, 96), torch.randn(192, 96), torch.randn(192)
+    ranks = [operators.linear(x[:, a:b].contiguous(), weight[:, a:b].contiguous()) for a, b in ((0, 48), (48, 96))]
+    in_parts = operators.linear(x, weight, bias, parts=2)
+    assert torch.equal(in_parts, ranks[0] + ranks[1] + bias) and torch.equal(ranks[0] + ranks[1], ranks[1] + ranks[0])
+    assert not torch.equal(in_parts, operators.linear(x, weight, bias))
+    assert counts_that_differ(lambda x: operators.linear(x, weight, parts=2), x) == []
+    assert torch.equal(torch.cat([operators.linear(x, half) for half in weight.chunk(2)], 1), operators.linear(x, weight)), "columns"
+
+
+def test_half_precision_is_float32_rounded_once() -> None:
+    x, weight, gate = (torch.randn(*shape).bfloat16() for shape in ((1000, 96), (192, 96), (1000, 77)))
+    assert counts_that_differ(lambda x: operators.linear(x, weight), x) == []
+    assert counts_that_differ(operators.silu, gate) == []
+    assert torch.equal(operators.linear(x, weight), operators.linear(x.float(), weight.float()).bfloat16())
+    assert torch.equal(operators.silu(gate), operators.silu(gate.float()).bfloat16())
+    q, k, v = (x.bfloat16() for x in sequence(130))
+    found = prefill(q, k, v, 130)
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, prefill(q.float(), k.float(), v.float(), 130).bfloat16())
+    assert operators.head_logits(x, weight).dtype is torch.float32
 
 
 def sequence(length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,10 @@ LEARNER = Side(name="learner", device="cpu", dtype="float32", threads=2)
 def test_what_can_be_honoured() -> None:
     for family in ("qwen3", "qwen2", "llama"):
         contract = Contract.of(MODEL | {"model_type": family}, ENGINE, LEARNER)
-        assert contract.engine_settings == contract.learner_settings == {"fixed_order": True, "dtype": "float32"}
+        assert contract.learner_settings == {"fixed_order": True, "dtype": "float32"}
+        assert contract.engine_settings == contract.learner_settings | {"projection_parts": 1}
+    split = Contract.of(MODEL, ENGINE, dataclasses.replace(LEARNER, tensor_parallel=2))
+    assert split.engine_settings["projection_parts"] == 2, "the engine adds what the learner's two ranks add"
 
 
 @pytest.mark.parametrize(
@@ -30,10 +33,11 @@ def test_what_can_be_honoured() -> None:
         ({"model_type": "gpt2"}, {}, {}, "model_type = gpt2.*qwen3, qwen2, llama"),
         ({"use_sliding_window": True}, {}, {}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn"}}, {}, {}, "rope_type = yarn"),
-        ({}, {"dtype": "bfloat16"}, {}, r"rollout\.engine\.dtype = bfloat16"),
-        ({}, {}, {"dtype": "bfloat16"}, r"learner\.dtype = bfloat16"),
+        ({}, {"dtype": "float16"}, {}, r"rollout\.engine\.dtype = float16: compared were float32 and bfloat16"),
+        ({}, {}, {"dtype": "bfloat16"}, r"rollout\.engine\.dtype = float32, learner\.dtype = bfloat16: set both"),
+        ({}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "tensor_parallel": 2}, r"tensor_parallel = 2 with dtype = bfloat16"),
         ({}, {"device": "cuda"}, {}, r"rollout\.engine\.device = cuda.*deterministic"),
-        ({}, {}, {"tensor_parallel": 2}, r"learner\.tensor_parallel = 2.*all-reduce"),
+        ({}, {}, {"tensor_parallel": 4}, r"learner\.tensor_parallel = 4.*all-reduce"),
         ({}, {"threads": 4}, {}, r"rollout\.engine\.threads = 4"),
         ({}, {"attention_backend": "stock"}, {}, "attention_backend = stock"),
         ({}, {"weight_update_mode": "in_place"}, {}, "in_place.*retract"),

@@ -178,6 +178,31 @@ class KeptEngines:
             run.record.steps.append(run.step(step, groups) | {"step_s": time.monotonic() - began})
         return run.finish()
 
+    def rescore(self, of: RunRecord, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Train once more as a run with max_staleness 1 did, and score its batches on the way.
+
+        The repeated learner is the kept copy of each version's weights: before step k it holds what sampled the batch of step k + 1.
+        Args:
+            settings: those of the run.
+        Returns: [T] logprobs of the trained tokens of staleness 1: by the engine that sampled them, by the learner at the weights that
+            sampled them, by the learner at the weights that train on them.
+        Raises: AssertionError if the repetition ends with other weights than the run did.
+        """
+        run = self._begin(of.correction, of.first_version, RunSettings(**settings))
+        found: list[Tensor] = []
+        at_sampling: Tensor | None = None
+        for step, groups in enumerate(of.batches):
+            batch = run.packed(groups)
+            if at_sampling is not None:
+                rows = torch.stack([batch.behavior_logprobs, at_sampling, run.learner.logprobs(batch)])
+                found.append(rows[:, batch.loss_mask & (batch.weight_versions == run.version - 1)])
+            if step + 1 < len(of.batches):
+                at_sampling = run.learner.logprobs(run.packed(of.batches[step + 1]))
+            run.step(step, groups)
+        assert run.finish().checksum == of.checksum, "the repetition of a run has to be the run"
+        behavior, sampling, target = torch.cat(found, 1)
+        return behavior, sampling, target
+
     def _begin(self, correction: CorrectionConfig | str, version: int, settings: RunSettings) -> _Run:
         parts = CorrectionConfig(preset=correction) if isinstance(correction, str) else correction
         config = self.config.learner.model_copy(
@@ -254,7 +279,7 @@ class _Run:
         """Pack, correct, train, diagnose, as the service and the learner do; the version grows by one."""
         began = time.monotonic()
         correction = self.record.correction
-        batch = self._with_forwards(self._noisy(self._pack(groups)))
+        batch = self._with_forwards(self._noisy(self.packed(groups)))
         corrected = (correct if self._needs_forward else defer)(batch, correction)
         result = self.learner.step(corrected, correction, step=step)
         if corrected.is_deferred:
@@ -272,7 +297,8 @@ class _Run:
         self.record.checksum = hashlib.blake2b(repr(checksums).encode(), digest_size=16).hexdigest()
         return self.record
 
-    def _pack(self, groups: list[Group]) -> PackedBatch:
+    def packed(self, groups: list[Group]) -> PackedBatch:
+        """The groups as a batch for the learner at its present version."""
         part, sampling = self.record.correction.advantage, self._config.rollout.sampling
         batch, _ = pack_groups(
             groups,

@@ -7,6 +7,7 @@
 4. Training steps: the logprobs that each step trains with are those that were sampled with.
 5. Seeded answers repeat, whatever runs beside them.
 6. With the mode off the same comparison finds differences.
+7. A learner on two tensor-parallel ranks, if the engine projects in two parts.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import asyncio
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
 from correction.invariance import compare
@@ -32,29 +36,48 @@ from rollout.engine_config import EngineConfig
 from rollout.trajectory import FinishReason, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model
+from tests.learner.learner_cases import learner_on, run_ranks
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.slow)]
+@dataclass(frozen=True)
+class Case:
+    family: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 1
+    """Of the engine."""
+
+
+CASES = [
+    Case("qwen3"),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (Case("qwen2"), Case("llama", threads=2), Case("qwen3", "bfloat16"))),
+]
 TEMPERATURES = (1.0, 0.6, 1.7)
+ROOM: dict[str, Any] = {"max_total_tokens": 65_536, "max_running_requests": 48}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("on_policy") / "model", request.param)
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    assert isinstance(request.param, Case)
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def exact_engine(folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
-    config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=48, fixed_order=True)
+def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("on_policy") / "model", case.family)
+
+
+@pytest.fixture(scope="module")
+def exact_engine(case: Case, folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
+    config = EngineConfig(device="cpu", dtype=case.dtype, threads=case.threads, fixed_order=True, **ROOM)
     engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of fixed order"))
     yield engine
     engine_loop.run(engine.shutdown())
 
 
 @pytest.fixture(scope="module")
-def exact_learner(folder: Path) -> Iterator[LearnerRank]:
-    learner = LearnerRank(LearnerConfig(device="cpu", learning_rate=1e-3, fixed_order=True))
+def exact_learner(case: Case, folder: Path) -> Iterator[LearnerRank]:
+    learner = LearnerRank(LearnerConfig(device="cpu", dtype=case.dtype, learning_rate=1e-3, fixed_order=True))
     learner.load(folder)
     yield learner
     learner.close()
@@ -125,7 +148,8 @@ def test_an_update_in_flight_under_retract(
     exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop, folder: Path, tmp_path: Path
 ) -> None:
     """Sampled tokens are prefilled again under the new weights: keys of a prefill and of decode have to be the same bits, too."""
-    old, version = load_file(folder / "model.safetensors"), exact_engine.version
+    dtype, version = exact_learner.config.torch_dtype, exact_engine.version
+    old = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     new = {name: tensor + 0.02 * tensor.std() for name, tensor in old.items()}
     asked = random_prompts(12, seed=3, longest=150)
 
@@ -206,3 +230,30 @@ def test_without_the_mode_there_are_differences(shared_engine: RolloutEngine, en
     learner.load(tiny_model)
     found, tokens = differing(shared_engine, learner, engine_loop, 1.0, prompts=24)
     assert found > tokens // 100
+
+
+def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, batch: PackedBatch) -> Tensor:
+    config = LearnerConfig(device="cpu", tensor_parallel=ranks, fixed_order=True, tokens_per_microbatch=700)
+    learner = LearnerRank(config, rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    found = learner.logprobs(batch)
+    learner.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_learner_on_two_tensor_parallel_ranks(tmp_path: Path, engine_loop: BackgroundLoop, tie: bool) -> None:
+    """The engine is not split; it adds the two products that the learner's ranks add. One rank of a learner adds them otherwise."""
+    folder = save_model(tmp_path / "model", "qwen3" if tie else "llama")
+    settings = EngineConfig(device="cpu", fixed_order=True, projection_parts=2, **ROOM)
+    engine = engine_loop.run(RolloutEngine.start(folder, settings))
+    sampled = engine_loop.run(sample_in_random_batches(engine, random_prompts(24, seed=4), temperature=0.7, seed=4))
+    engine_loop.run(engine.shutdown())
+    batch = as_batch(sampled, temperature=0.7)
+    for found in run_ranks(_logprobs_of_a_rank, folder, batch):
+        agreement = compare(batch, found)
+        assert agreement.tokens > 700
+        assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
+    with learner_on(folder, fixed_order=True) as alone:
+        assert compare(batch, alone.logprobs(batch)).differing > 70

@@ -11,9 +11,10 @@ import torch
 
 from correction.config import CorrectionConfig
 from correction.correct import defer
+from correction.invariance import operators
 from learner.attention import PackedSequences, Run
 from learner.config import LearnerConfig
-from learner.fixed_order import FixedOrderAttention
+from learner.fixed_order import FixedOrderAttention, FixedOrderRowLinear
 from learner.learner_rank import LearnerRank
 from learner.model import unwrap
 from tests.learner.learner_cases import gradients, hf_model, hf_values, largest_difference, learner_on, random_batch, run_ranks, save_model
@@ -83,24 +84,35 @@ def test_gradients_and_target_logprobs_of_a_step(tmp_path: Path) -> None:
     assert largest_difference(found[True], found[False]) < 1e-4
 
 
-def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path) -> torch.Tensor:
-    learner = LearnerRank(LearnerConfig(data_parallel=ranks, fixed_order=True), rank, ranks, "127.0.0.1", port)
+def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, split: str) -> torch.Tensor:
+    learner = LearnerRank(LearnerConfig(**{split: ranks}, fixed_order=True), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     found = learner.logprobs(random_batch(longest=150))
     learner.close()
     return found
 
 
-def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
-    """Data parallelism is another packing."""
+@pytest.mark.parametrize("split", ["data_parallel", "tensor_parallel"])
+def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallelism is another packing. Tensor parallelism is one rank that projects in two parts, as the engine then does."""
     folder = save_model(tmp_path / "m")
     with learner_on(folder, fixed_order=True) as learner:
         alone = learner.logprobs(random_batch(longest=150))
-    for found in run_ranks(_logprobs_of_a_rank, folder):
+    if split == "tensor_parallel":
+        in_one_part = alone
+
+        def in_two_parts(_layer: Any, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+            return operators.linear(input, weight, parts=2)
+
+        monkeypatch.setattr(FixedOrderRowLinear, "_forward_impl", in_two_parts, raising=False)
+        with learner_on(folder, fixed_order=True) as learner:
+            alone = learner.logprobs(random_batch(longest=150))
+        assert not torch.equal(alone, in_one_part)
+    for found in run_ranks(_logprobs_of_a_rank, folder, split):
         assert torch.equal(found, alone)
 
 
-@pytest.mark.parametrize("settings", [{"tensor_parallel": 2}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 3}, {"tensor_parallel": 2, "dtype": "bfloat16"}])
 def test_what_has_no_fixed_order_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="fixed_order = true"):
         LearnerConfig(fixed_order=True, **settings)

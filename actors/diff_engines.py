@@ -1,0 +1,133 @@
+"""`evenkeel diff-engines`: one model in SGLang and in Megatron, the same tokens, and the operator at which the two part."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.table import Table
+
+from actors.session import check_model_folder
+from actors.true_on_policy import contract_of
+from correction.batch import PackedBatch
+from correction.invariance import Agreement, compare
+from correction.invariance.capture import ORDER, Capture, Gap, compare_captures
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank
+from rollout import capture
+from rollout.completion import Completion
+from rollout.engine import RolloutEngine
+from rollout.engine_config import EngineConfig
+
+LONGEST_PROMPT = 200
+"""Tokens: more than three blocks of the attention of fixed order."""
+
+
+@dataclass(frozen=True)
+class EngineDiff:
+    """What a comparison found."""
+
+    gaps: list[Gap]
+    """In the order of computation."""
+    agreement: Agreement
+    """Of sampled and trained logprobs: what comes after the logits."""
+    offsets: tuple[int, ...]
+    """Of the sequences in the packed batch."""
+
+    @property
+    def parting(self) -> str | None:
+        """The first place where the two differ; None if all bits are equal."""
+        first = next((gap.place for gap in self.gaps if gap.differing), None)
+        return first or ("logprobs" if self.agreement.first else None)
+
+    def __str__(self) -> str:
+        if self.parting is None:
+            return f"equal: {len(self.gaps)} operators, {self.agreement.tokens} sampled tokens, all the same bits"
+        gap = next((gap for gap in self.gaps if gap.differing), None)
+        if gap is None or gap.first_token is None:
+            return f"the engines part after the logits, at the logprobs: {self.agreement.first}"
+        sequence = max(i for i, start in enumerate(self.offsets[:-1]) if start <= gap.first_token)
+        return (
+            f"the engines part at {gap.place}: {gap.differing} of {gap.rows} rows differ there, by up to {gap.largest:.3g}; the first is "
+            f"position {gap.first_token - self.offsets[sequence]} of sequence {sequence}. What comes after it differs because of it"
+        )
+
+    def table(self) -> Table:
+        """A row for each operator, over all layers."""
+        table = Table("operator", "places that differ", "rows that differ", "largest difference", "in layer", box=None)
+        for operator in sorted({gap.operator for gap in self.gaps}, key=ORDER.index):
+            of_layers = [gap for gap in self.gaps if gap.operator == operator]
+            worst = max(of_layers, key=lambda gap: gap.largest)
+            differing, rows = sum(gap.differing for gap in of_layers), sum(gap.rows for gap in of_layers)
+            places = f"{sum(gap.differing > 0 for gap in of_layers)} of {len(of_layers)}"
+            where = worst.place.split(".")[1] if differing and "." in worst.place else ""
+            table.add_row(operator, places, f"{differing} of {rows}", f"{worst.largest:.3g}", where)
+        tokens, differing = self.agreement.tokens, self.agreement.differing
+        table.add_row("logprobs", "", f"{differing} of {tokens}", f"{self.agreement.largest_difference:.3g}", "")
+        return table
+
+
+def diff_engines(
+    model: Path, *, true_on_policy: bool, dtype: Literal["float32", "bfloat16"], prompts: int, tokens: int, seed: int = 0
+) -> EngineDiff:
+    """Sample with SGLang, compute the same tokens with Megatron, and compare what each operator made of them.
+
+    Args:
+        prompts: of random tokens and random lengths, in flight together.
+        tokens: sampled for each.
+    Raises: ConfigError for what the mode can't honour; DataError, EngineError.
+    """
+    check_model_folder(model)
+    engine = EngineConfig(fixed_order=true_on_policy, dtype=dtype)
+    learner = LearnerConfig(fixed_order=true_on_policy, dtype=dtype)
+    if true_on_policy:
+        contract_of(model, engine, learner)
+    batch, of_engine = asyncio.run(capture_engine(model, engine, prompts=prompts, tokens=tokens, seed=seed))
+    rank = LearnerRank(learner)
+    try:
+        rank.load(model)
+        logprobs, of_learner = rank.capture(batch)
+    finally:
+        rank.close()
+    return EngineDiff(compare_captures(of_engine, of_learner), compare(batch, logprobs), tuple(batch.offsets.tolist()))
+
+
+async def capture_engine(model: Path, config: EngineConfig, *, prompts: int, tokens: int, seed: int) -> tuple[PackedBatch, Capture]:
+    """Prompts of random tokens, answered together: the batch, and what the engine computed for it."""
+    shape, draw = json.loads((model / "config.json").read_text()), random.Random(seed)
+    longest = max(1, min(LONGEST_PROMPT, shape["max_position_embeddings"] - tokens - 8))
+    asked = [[draw.randrange(shape["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(prompts)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = config.engine_args | capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
+        engine = await RolloutEngine.start(model, config.model_copy(update={"engine_args": arguments}))
+        try:
+            answers = await asyncio.gather(*(engine.generate(one, max_tokens=tokens, ignore_stop=True) for one in asked))
+        finally:
+            await engine.shutdown()
+        batch = _batch(asked, [answer[0] for answer in answers])
+        sequences = [batch.token_ids[start:end].tolist() for start, end in pairwise(batch.offsets.tolist())]
+        return batch, capture.read(Path(folder), sequences)
+
+
+def _batch(prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> PackedBatch:
+    lengths = torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)])
+    sampled = [[0.0] * len(prompt) + list(answer.logprobs) for prompt, answer in zip(prompts, answers, strict=True)]
+    is_sampled = [[False] * len(prompt) + [True] * len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+    count = int(lengths.sum())
+    return PackedBatch(
+        token_ids=torch.tensor([token for p, a in zip(prompts, answers, strict=True) for token in (*p, *a.token_ids)]),
+        offsets=torch.tensor([0, *lengths.cumsum(0).tolist()]),
+        loss_mask=torch.tensor([one for row in is_sampled for one in row]),
+        behavior_logprobs=torch.tensor([one for row in sampled for one in row], dtype=torch.float32),
+        advantages=torch.zeros(count),
+        weight_versions=torch.zeros(count, dtype=torch.int32),
+        group_ids=torch.arange(len(prompts)),
+    ).validate()

@@ -1,0 +1,106 @@
+"""What two engines computed at each operator, for the same tokens: where they part, and by how much.
+
+A capture maps a place, such as "layers.3.attention", to what its operator made of each token. Places are named alike on both sides
+(`ORDER`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from correction.errors import EngineError
+
+ORDER = (
+    "embedding",
+    "residual", "norm", "qkv", "q_norm", "k_norm", "rotary_q", "rotary_k", "attention", "projection",
+    "mlp_residual", "mlp_norm", "gate_up", "silu", "down",
+    "final_residual", "final_norm", "logits",
+)  # fmt: skip
+"""Operators in the order of computation, the middle ones in each layer: "residual" is the sum that enters a layer (not the first), q_norm
+and k_norm are there where a family has them, rotary_q and rotary_k are what enters the attention."""
+
+
+def _order(place: str) -> tuple[int, int]:
+    """Sorts places in the order of computation."""
+    operator = ORDER.index(place.rpartition(".")[2])
+    if place.startswith("layers."):
+        return int(place.split(".")[1]), operator
+    return (-1, operator) if operator == 0 else (10**9, operator)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one operator made of R tokens, one of them perhaps several times."""
+
+    token: Tensor
+    """[R] int64: index of each in the packed batch."""
+    values: Tensor
+    """[R, width]."""
+
+
+Capture = Mapping[str, Rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """One place of both captures."""
+
+    place: str
+    rows: int
+    """Compared."""
+    differing: int
+    """Rows of other bits."""
+    largest: float
+    """Largest absolute difference; infinite if one side is not a number."""
+    first_token: int | None
+    """Index in the packed batch of the first row that differs."""
+
+    @property
+    def operator(self) -> str:
+        """The place without its layer."""
+        return self.place.rpartition(".")[2]
+
+
+def compare_captures(engine: Capture, learner: Capture) -> list[Gap]:
+    """Gaps in the order of computation; the first that differs is the operator at which the two part.
+
+    Args:
+        engine: tokens in any order, some perhaps several times; learner: each token at most once.
+    Raises: EngineError if a place is on one side only, or the sides have no token in common there.
+    """
+    alone = engine.keys() ^ learner.keys()
+    if alone:
+        raise EngineError(f"captures: {', '.join(sorted(alone))} on one side only: the model's layers are called otherwise than expected")
+    return [_gap(place, engine[place], learner[place]) for place in sorted(engine, key=_order)]
+
+
+def _gap(place: str, engine: Rows, learner: Rows) -> Gap:
+    row_of = torch.full((1 + int(torch.cat([engine.token, learner.token]).max()),), -1)
+    row_of[learner.token] = torch.arange(len(learner.token))
+    other = row_of[engine.token]
+    token, left, right = engine.token[other >= 0], engine.values[other >= 0], learner.values[other[other >= 0]]
+    if len(token) == 0 or left.shape != right.shape:
+        raise EngineError(f"captures: {place}: {tuple(left.shape)} against {tuple(right.shape)}: no common tokens, or other widths")
+    differs = (left != right).any(-1)  # by value: the two zeros are one number, and not-a-number equals nothing
+    largest = (left.double() - right.double()).abs().nan_to_num(nan=torch.inf)[differs]
+    return Gap(
+        place,
+        rows=len(token),
+        differing=int(differs.sum()),
+        largest=float(largest.max()) if len(largest) else 0.0,
+        first_token=int(token[differs].min()) if len(largest) else None,
+    )
+
+
+def sequence_start(sequences: Sequence[Sequence[int]], positions: Sequence[int], token_ids: Sequence[int]) -> int | None:
+    """Where, in the packed batch, the sequence begins that has these tokens at these positions; None if there is none."""
+    start = 0
+    for tokens in sequences:
+        if max(positions) < len(tokens) and all(tokens[at] == token for at, token in zip(positions, token_ids, strict=True)):
+            return start
+        start += len(tokens)
+    return None

@@ -1,0 +1,114 @@
+"""What Megatron computes, operator by operator, for the places of correction/invariance/capture.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correction.batch import PackedBatch
+from correction.invariance.capture import Capture, Rows, sequence_start
+from learner.convert import HeadShape, split_qkv
+from learner.model import PolicyModel
+
+Head = Callable[[Tensor], Tensor]
+
+_OUTPUTS = {
+    "input_layernorm": "norm",
+    "self_attention.linear_qkv": "qkv",
+    "self_attention.q_layernorm": "q_norm",
+    "self_attention.k_layernorm": "k_norm",
+    "self_attention.core_attention": "attention",
+    "self_attention.linear_proj": "projection",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1": "gate_up",
+    "mlp.linear_fc2": "down",
+}
+"""Megatron's module in a layer -> place of its output."""
+_INPUTS = {
+    "input_layernorm": ("residual",),
+    "self_attention.core_attention": ("rotary_q", "rotary_k"),
+    "pre_mlp_layernorm": ("mlp_residual",),
+    "mlp.linear_fc2": ("silu",),
+}
+"""Megatron's module in a layer -> places of its first inputs, which no module of their own computes."""
+
+
+def capture(policy: PolicyModel, heads: HeadShape, batch: PackedBatch, forward: Callable[[], Tensor], head: Head) -> tuple[Tensor, Capture]:
+    """[N] logprobs that `forward` gives for a batch, and what was computed on the way; on one rank, without shared prompts.
+
+    Args:
+        head: [M, vocabulary] logits of [M, hidden]. They are taken once more from the hidden states of the same rows: the head itself
+            only hands out logprobs.
+    """
+    pieces: dict[str, list[Tensor]] = {}
+    token: list[Tensor] = []
+    sequences = [batch.token_ids[start:end].tolist() for start, end in pairwise(batch.offsets.tolist())]
+
+    def keep(place: str, values: Tensor) -> None:
+        rows = values.detach().reshape(len(token[-1]), -1)
+        if place.endswith(".qkv"):
+            rows = torch.cat(split_qkv(rows.t(), heads)).t()
+        pieces.setdefault(place, []).append(rows.to("cpu", copy=True))
+
+    def note_rows(input_ids: Tensor, positions: Tensor) -> None:
+        token.append(_tokens(sequences, input_ids.flatten().tolist(), positions.flatten().tolist()))
+
+    with _hooked(policy, keep, note_rows):
+        logprobs = forward()
+    found = {place: Rows(torch.cat(token), torch.cat(values)) for place, values in pieces.items()}
+    final = found["final_norm"]
+    predicts = torch.isin(final.token, batch.loss_mask.nonzero()[:, 0] - 1)
+    logits = head(final.values[predicts].to(policy.head_weight))
+    return logprobs, found | {"logits": Rows(final.token[predicts], logits.cpu())}
+
+
+@contextmanager
+def _hooked(policy: PolicyModel, keep: Callable[[str, Tensor], None], note_rows: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    handles = [policy.register_forward_pre_hook(lambda _, inputs: note_rows(inputs[0], inputs[1]))]
+
+    def outputs(module: torch.nn.Module, place: str) -> None:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            keep(place, output[0] if isinstance(output, tuple) else output)
+
+        handles.append(module.register_forward_hook(hook))
+
+    def inputs(module: torch.nn.Module, places: tuple[str, ...]) -> None:
+        def hook(_module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+            for place, values in zip(places, (*given, *options.values()), strict=False):
+                keep(place, values)
+
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    outputs(policy.embedding.word_embeddings, "embedding")
+    for i, layer in enumerate(policy.decoder.layers):
+        modules = dict(layer.named_modules())
+        for name, places in _INPUTS.items():
+            if name in modules and (i, name) != (0, "input_layernorm"):  # nothing was added before the first layer
+                inputs(modules[name], tuple(f"layers.{i}.{place}" for place in places))
+        for name, place in _OUTPUTS.items():
+            if name in modules:
+                outputs(modules[name], f"layers.{i}.{place}")
+    inputs(policy.decoder.final_layernorm, ("final_residual",))
+    outputs(policy.decoder.final_layernorm, "final_norm")
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tokens(sequences: list[list[int]], token_ids: list[int], positions: list[int]) -> Tensor:
+    """[R] index in the packed batch of each row of a micro-batch, in which a sequence begins at each position 0."""
+    found: list[Tensor] = []
+    starts = [row for row, position in enumerate(positions) if position == 0]
+    for begin, end in pairwise([*starts, len(positions)]):
+        start = sequence_start(sequences, positions[begin:end], token_ids[begin:end])
+        assert start is not None, "the model reads nothing but sequences of its batch"
+        found.append(torch.arange(start, start + end - begin))
+    return torch.cat(found)
+

@@ -1,0 +1,114 @@
+"""`evenkeel diff-engines`: with the mode no operator differs; where one operator of the learner adds in another order, it is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import learner.capture  # noqa: F401  (megatron behind the CPU hook, before it is patched below)
+from actors.diff_engines import EngineDiff, capture_engine
+from correction.batch import PackedBatch
+from correction.invariance import compare
+from correction.invariance.capture import Capture, compare_captures
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank
+from rollout.engine_config import EngineConfig
+from tests.e2e.launch import evenkeel
+from tests.e2e.on_policy_cases import save_model
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("diff") / "model", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def captured(folder: Path) -> tuple[PackedBatch, Capture]:
+    config = EngineConfig(device="cpu", max_total_tokens=8192, fixed_order=True)
+    return asyncio.run(capture_engine(folder, config, prompts=6, tokens=12, seed=1))
+
+
+def flipped_product(x: Tensor, weight: Tensor) -> Tensor:
+    """The same sums from the other end."""
+    return x.flip(-1).contiguous() @ weight.flip(-1).contiguous().t()
+
+
+def other_norm(self: torch.nn.Module, x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+
+
+def other_rotation(x: Tensor, angles: Tensor, *_: object, **__: object) -> Tensor:
+    """In float64, so rounded once. x: [R, heads, width]; angles: [R, 1, 1, width]."""
+    wide, angle = x.double(), angles.double().view(len(x), 1, -1)
+    left, right = wide.chunk(2, -1)
+    return (wide * angle.cos() + torch.cat([-right, left], -1) * angle.sin()).float()
+
+
+def other_attention(query: Tensor, key: Tensor, value: Tensor, packed: object, scale: float) -> tuple[Tensor, Tensor]:
+    from learner.attention import packed_attention
+
+    return packed_attention(query, key, value, packed, scale), query[..., 0]  # type: ignore[arg-type]
+
+
+SWITCHED_OFF: dict[str, tuple[str, Callable[..., object], str]] = {
+    "norm": ("learner.norm.HFRMSNorm.forward", other_norm, "layers.0.norm"),
+    "linear": (
+        "learner.fixed_order._FixedOrderLinear._forward_impl",
+        lambda _, input, weight, *a, **k: flipped_product(input, weight),
+        "layers.0.qkv",
+    ),
+    "rotary": ("megatron.core.transformer.attention.apply_rotary_pos_emb", other_rotation, "layers.0.rotary_q"),
+    "attention": ("learner.fixed_order.packed_attention", other_attention, "layers.0.attention"),
+    "silu": ("learner.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
+    "head": ("learner.logprobs.head_logits", flipped_product, "logits"),
+    "log_softmax": ("learner.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),
+}  # fmt: skip
+"""Operator -> what is replaced in the learner, by what, and where the two engines then part."""
+
+
+def diff(captured: tuple[PackedBatch, Capture], folder: Path) -> EngineDiff:
+    batch, of_engine = captured
+    rank = LearnerRank(LearnerConfig(device="cpu", fixed_order=True, tokens_per_microbatch=300))
+    rank.load(folder)
+    logprobs, of_learner = rank.capture(batch)
+    return EngineDiff(compare_captures(of_engine, of_learner), compare(batch, logprobs), tuple(batch.offsets.tolist()))
+
+
+def test_nothing_differs_in_the_mode(captured: tuple[PackedBatch, Capture], folder: Path) -> None:
+    found = diff(captured, folder)
+    assert found.parting is None, str(found)
+    assert len(found.gaps) == 1 + 2 * 14 - 1 + 3, "embedding, 14 operators a layer without a first residual, and the end"
+    read = captured[0].num_tokens - captured[0].num_sequences  # the last token of an answer is never read
+    assert {gap.rows for gap in found.gaps if gap.operator != "logits"} == {read}
+    assert str(found).startswith("equal: 31 operators, 72 sampled tokens")
+
+
+@pytest.mark.parametrize("name", SWITCHED_OFF)
+def test_the_operator_that_is_switched_off_is_named(
+    captured: tuple[PackedBatch, Capture], folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    target, replacement, place = SWITCHED_OFF[name]
+    monkeypatch.setattr(target, replacement)
+    if name == "head":
+        monkeypatch.setattr("learner.learner_rank.head_logits", replacement)
+    found = diff(captured, folder)
+    assert found.parting == place
+    assert place in str(found)
+    if name != "log_softmax":
+        at = next(gap for gap in found.gaps if gap.place == place)
+        assert 0 < at.largest < 1e-3 and 0 < at.differing <= at.rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "code", "said"), [((), 0, "equal: "), (("--no-true-on-policy",), 4, "the engines part at layers.")])
+def test_exit_codes_of_the_command(folder: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    done = evenkeel("diff-engines", str(folder), "--prompts", "3", "--tokens", "4", *words, timeout_s=300.0)
+    assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
+    assert "attention" in done.stdout
