@@ -147,9 +147,9 @@ def _held_tensors(
         if getattr(parameter, "shared", False) or (placement.tensor_rank > 0 and not is_split):
             continue  # the last stage's copy of a tied embedding; what tensor-parallel ranks have alike
         start, states = optimizer.state_of(parameter)
-        if placement.data_rank == 0:
+        if is_first := placement.is_first_copy(parameter):
             yield _name(WEIGHT, placement.tensor_rank, 0, rule), parameter
-        if placement.data_rank == 0 or optimizer.is_distributed:
+        if is_first or optimizer.is_distributed:
             for kind, tensor in states.items():
                 yield _name(kind, placement.tensor_rank, start, rule), tensor
 

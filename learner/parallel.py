@@ -71,6 +71,10 @@ class Placement:
         group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
         return group
 
+    def is_first_copy(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether this rank is the first of those that hold the same parameter; an expert is on fewer of them, which Megatron marks."""
+        return self.data_rank == 0 if getattr(parameter, "allreduce", True) else parallel_state.get_expert_data_parallel_rank() == 0
+
     def from_stage(self, stage: int, value: T) -> T:
         """What a pipeline stage has as `value`, on all stages."""
         if self.pipeline_parallel == 1:
