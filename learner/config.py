@@ -112,6 +112,9 @@ class LearnerConfig(BaseModel):
                 f"fixed_order = true with tensor_parallel = {self.tensor_parallel}, dtype = {self.dtype}: a sum over more than two ranks "
                 "has no fixed order, nor has one of rounded parts; set true_on_policy: false, or tensor_parallel: 1 (2 in float32)"
             )
+        for name in ("sequence_parallel", "float32_head"):
+            if self.fixed_order and getattr(self, name):
+                raise ValueError(f"fixed_order = true with {name} = true: the engines don't compute so; set {name}: false")
         return self
 
     @property

@@ -92,7 +92,7 @@ def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, split: s
     return found
 
 
-@pytest.mark.parametrize("split", ["data_parallel", "tensor_parallel"])
+@pytest.mark.parametrize("split", ["data_parallel", "tensor_parallel", pytest.param("pipeline_parallel", marks=pytest.mark.slow)])
 def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data parallelism is another packing. Tensor parallelism is one rank that projects in two parts, as the engine then does."""
     folder = save_model(tmp_path / "m")
@@ -112,7 +112,15 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: py
         assert torch.equal(found, alone)
 
 
-@pytest.mark.parametrize("settings", [{"tensor_parallel": 3}, {"tensor_parallel": 2, "dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel": 3},
+        {"tensor_parallel": 2, "dtype": "bfloat16"},
+        {"tensor_parallel": 2, "sequence_parallel": True},
+        {"float32_head": True},
+    ],
+)
 def test_what_has_no_fixed_order_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="fixed_order = true"):
         LearnerConfig(fixed_order=True, **settings)
