@@ -1,9 +1,8 @@
-"""The engine's parts that need no engine: checksum, settings, update checks, answers, the hash of the sgl_kernel stand-in."""
+"""The engine's parts that need no engine: checksum, settings, update checks and answers."""
 
 from __future__ import annotations
 
 import hashlib
-import struct
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from correction.weight_spec import WeightSpec
 from rollout.capabilities import EngineCapabilities
 from rollout.completion import Completion
 from rollout.engine_config import EngineConfig
-from rollout.sglang_plugin.stand_in_sgl_kernel import murmur_hash32
 from rollout.trajectory import FinishReason, VersionSpan
 from rollout.weight_bucket import UpdateCheck
 
@@ -117,25 +115,3 @@ def test_capabilities_name_what_is_missing() -> None:
     EngineCapabilities(**{**complete, "device": "cpu", "has_gpu_kernels": False}).require()
     with pytest.raises(ConfigError, match=r"sglang 0\.5\.21 on cuda lacks has_plugin, has_gpu_kernels"):
         EngineCapabilities(**{**complete, "device": "cuda", "has_plugin": False, "has_gpu_kernels": False}).require()
-
-
-def murmur3_x86_32(key: bytes) -> int:
-    """Appleby's MurmurHash3_x86_32 with seed 0, for keys of whole words, in plain integers."""
-    word = 0xFFFFFFFF
-    rotate = lambda value, bits: ((value << bits) | (value >> (32 - bits))) & word      # noqa: E731
-    state = 0
-    for (block,) in struct.iter_unpack("<I", key):
-        state ^= rotate(block * 0xCC9E2D51 & word, 15) * 0x1B873593 & word
-        state = (rotate(state, 13) * 5 + 0xE6546B64) & word
-    state ^= len(key)
-    state = (state ^ state >> 16) * 0x85EBCA6B & word
-    state = (state ^ state >> 13) * 0xC2B2AE35 & word
-    return state ^ state >> 16
-
-
-def test_murmur_hash_of_the_stand_in() -> None:
-    assert murmur3_x86_32(b"test") == 0xBA6BD213                    # a published test vector: the reference itself is right
-    seeds, positions, columns = [0, 1, 2**40 + 12345, 2**62 - 1], [0, 7, 511, 2**31], [0, 1, 65_000]
-    hashed = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns)).tolist()
-    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-        assert hashed[row] == [murmur3_x86_32(struct.pack("<QII", seed, position, column)) for column in columns]

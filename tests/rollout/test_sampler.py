@@ -43,9 +43,17 @@ def assert_is_sample_of(counts: Tensor, probabilities: Tensor) -> None:
     assert 1e-3 < p < 1 - 1e-3, p
 
 
+def test_the_uniform_numbers_are_splitmix64(draw) -> None:
+    from rollout.sglang_plugin.sampler import uniform
+
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    found = uniform(torch.full((5,), 1234567), torch.arange(5))      # a widely published vector of seed 1234567
+    assert [int(number * 2**50) for number in found.tolist()] == [word >> 14 for word in published]
+
+
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_drawn_frequencies_are_the_probabilities(draw, varied: str) -> None:
-    count = 20_000
+    count = 100_000
     if varied == "seed":
         seeds, positions = torch.tensor([sample_seed(0, f"train/0/{i // 8}", i % 8) for i in range(count)]), torch.full((count,), 17)
     else:
