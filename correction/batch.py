@@ -125,6 +125,8 @@ class CorrectedBatch:
     """[N] float32: one over the loss denominator of the *global* batch, so that sums over any split of it add up."""
     is_deferred: bool = False
     """True: the parts on rho run inside the training forward, with proximal = detached current logprobs."""
+    decision_sums: tuple[dict[str, float], ...] = ()
+    """What rejection, veto and bounds did, by part of the batch (correction.parts); read by `diagnose`. Empty for a share of a batch."""
 
     def select(self, sequences: Sequence[int]) -> CorrectedBatch:
         """The given sequences alone; scales stay those of the global batch."""
@@ -135,6 +137,7 @@ class CorrectedBatch:
             importance_weights=self.importance_weights[index],
             keep_mask=self.keep_mask[index],
             token_scale=self.token_scale[index],
+            decision_sums=(),
         )
 
     def to(self, device: torch.device | str) -> CorrectedBatch:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
-from correction.decision import Scene, decide, make_scene, needs_all_tokens
+from correction.decision import Scene, decide, decision_sums, make_scene, needs_all_tokens
 from correction.denominators import Count, DenominatorKind, sequence_scale
 from correction.errors import ConfigError, DataError
 from correction.normalize import Population, normalizer, weight_sums
@@ -81,10 +81,12 @@ def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool)
     is_normalized = config.normalize.population is not Population.OFF and not normalization_is_late(config, is_deferred=is_deferred)
     weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
     sums = torch.zeros(2, dtype=torch.float64, device=weights.device)
+    settled = []
     for part in parts(batch, is_divisible=not needs_all_tokens(config)):
         own = part.of_batch(batch)
         scene = make_scene(own, Logprobs(own.behavior_logprobs, part.of_tokens(proximal), None))
         decision = decide(scene, config, late=False, is_deferred=is_deferred)
+        settled.append(decision_sums(scene, decision, config, late=False))
         weights[part.tokens], keep[part.tokens] = decision.weights, decision.keep
         if is_normalized and decision.unit_weights is not None:
             segments = scene.levels.at(config.importance.level)
@@ -99,6 +101,7 @@ def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool)
         keep_mask=keep,
         token_scale=torch.empty_like(weights),
         is_deferred=is_deferred,
+        decision_sums=tuple(settled),
     )
     return replace(corrected, token_scale=batch_scale(corrected, config))
 

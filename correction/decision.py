@@ -97,6 +97,30 @@ class Decision:
     """One for each criterion, and the veto's at the end if there is one."""
 
 
+PASSED = "passed:"
+"""Prefix of the counts of tokens that one criterion lets pass."""
+
+
+def decision_sums(scene: Scene, decision: Decision, config: CorrectionConfig, *, late: bool) -> dict[str, float]:
+    """Tokens that each criterion lets pass, and units whose weight is not their ratio: sums that add up over the parts of a batch."""
+    sums: dict[str, float] = {}
+    for number, verdict in enumerate(decision.verdicts):
+        sums[f"{PASSED}{number + 100 * late}:{verdict.label}"] = int((verdict.keep & scene.mask).count_nonzero())
+    if decision.unit_weights is None or decision.unit_ratios is None:
+        return sums
+    segments = scene.levels.at(config.importance.level)
+    counted = segments.any(scene.mask)
+    advantages = scene.batch.advantages if segments.offsets is None else unit_advantages(scene, segments)
+    is_zero = counted & ~decision.unit_weights.bool()
+    is_other = counted & (decision.unit_weights - decision.unit_ratios).bool()  # both are finite
+    sums["units"] = int(counted.count_nonzero())
+    for name, chosen in (("truncated", is_other & ~is_zero), ("masked", is_zero)):
+        index = chosen.nonzero().squeeze(1)  # few
+        side = advantages[index]
+        sums |= {name: index.numel(), f"{name}_positive": int((side > 0).sum()), f"{name}_negative": int((side < 0).sum())}
+    return sums
+
+
 def needs_all_tokens(config: CorrectionConfig) -> bool:
     """True if some decision looks at all tokens of the batch together, beyond sums."""
     return any(criterion.statistic is Statistic.SECOND_MOMENT for criterion in config.rejection)

@@ -122,12 +122,16 @@ def diagnose(
     proximal = target if batch.proximal_logprobs is None else batch.proximal_logprobs
     mask = torch.empty_like(batch.loss_mask)
     tallies = []
+    known = iter(corrected.decision_sums if config else ())
     for part in parts(batch, is_divisible=config is None or not needs_all_tokens(config)):
         own = part.of_batch(batch)
         logprobs = Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target))
         scene = make_scene(own, logprobs, part.of_tokens(target_topk_logprobs))
         mask[part.tokens] = scene.mask
-        tallies.append(tally(scene, part.of_corrected(corrected), part.of_tokens(target), config, part.of_tokens(entropy)))
+        settled = next(known, None)
+        if scene.mask is not own.loss_mask:  # a number that is not finite: the target's were not known to `correct`
+            settled = None
+        tallies.append(tally(scene, part.of_corrected(corrected), part.of_tokens(target), config, part.of_tokens(entropy), settled))
     runs = stretches(batch, batch.loss_mask)
     sums = joined(tallies)
     numbers = {"broken_tokens": float(sums["tokens"] - sums["finite"])}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch
 from correction.config import CorrectionConfig
-from correction.decision import Decision, Scene, Verdict, decide, make_scene, unit_advantages
+from correction.decision import PASSED, Scene, decide, decision_sums, make_scene
 from correction.errors import DataError
 from correction.loss import training_scene
 from correction.masking import masked
@@ -19,20 +19,25 @@ from correction.segments import Level
 Sums = dict[str, float]
 LARGEST_WEIGHT = "largest_weight"
 """The one entry that is no sum: parts are joined by their maximum."""
-_PASSED = "passed:"
 
 
 def tally(
-    known: Scene, corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig | None, entropy: Tensor | None
+    known: Scene,
+    corrected: CorrectedBatch,
+    target: Tensor | None,
+    config: CorrectionConfig | None,
+    entropy: Tensor | None,
+    settled: Sums | None = None,
 ) -> Sums:
     """Sums over whole sequences. An entry is missing where nothing was decided or counted.
 
     Args:
         known: the scene of these sequences with all that is known now; corrected: of these sequences.
         target, entropy: [N].
+        settled: sums of the early decisions, if they are known; else they are made once more.
     """
     loss_mask, advantages = known.batch.loss_mask, known.batch.advantages
-    keep, weights, verdicts, sums = _final_decision(known, corrected, target, config)
+    keep, weights, sums = _final_decision(known, corrected, target, config, settled)
     kept_weights = masked(weights, keep)
     heaviest, kept_weights = kept_weights.max() if keep.numel() else 0.0, kept_weights.double()
     sequences = known.levels.at(Level.SEQUENCE)
@@ -48,8 +53,6 @@ def tally(
     }
     for name, side in (("positive", advantages > 0), ("negative", advantages < 0)):
         sums |= {name: int((side & loss_mask).count_nonzero()), f"kept_{name}": int((side & keep).count_nonzero())}
-    for number, verdict in enumerate(verdicts):
-        sums[f"{_PASSED}{number}:{verdict.label}"] = int((verdict.keep & known.mask).count_nonzero())
     return sums | _dropped(known, loss_mask & ~keep & known.mask, entropy)
 
 
@@ -77,7 +80,7 @@ def rejection_numbers(sums: Sums) -> dict[str, float]:
         if sums[side] > 0:
             numbers[f"rejected_fraction_{side}"] = (sums[side] - sums[f"kept_{side}"]) / sums[side]
     for name, passed in sums.items():
-        if name.startswith(_PASSED):
+        if name.startswith(PASSED):
             numbers[f"rejected_by_{name.split(':')[2]}"] = (sums["finite"] - passed) / max(sums["finite"], 1)
     if sums.get("units", 0) > 0:
         for name, side in itertools.product(("truncated", "masked"), ("", "_positive", "_negative")):
@@ -105,25 +108,24 @@ def _dropped(known: Scene, dropped: Tensor, entropy: Tensor | None) -> Sums:
 
 
 def _final_decision(
-    known: Scene, corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig | None
-) -> tuple[Tensor, Tensor, tuple[Verdict, ...], Sums]:
-    """(keep [N], weights [N], verdicts, sums of the bounds), late parts included if the target is known and they need no top-K table."""
+    known: Scene, corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig | None, settled: Sums | None
+) -> tuple[Tensor, Tensor, Sums]:
+    """(keep [N], weights [N], sums of the decisions), late parts included if the target is known and they need no top-K table."""
     weights, keep = corrected.importance_weights, corrected.keep_mask
-    if config is None:
-        return keep, weights, (), {}
+    passes = ([False] if settled is None else []) + ([] if target is None else [True])
+    sums: Sums = dict(settled or {})
+    if config is None or not passes:
+        return keep, weights, sums
     scene = _decided_scene(known, corrected, target, config)
-    sums: Sums = {}
-    verdicts: tuple[Verdict, ...] = ()
-    for late in [False] if target is None else [False, True]:
+    for late in passes:
         try:
             decision = decide(scene, config, late=late, is_deferred=corrected.is_deferred)
         except DataError:
             continue  # a top-K criterion without the target's table
         keep = keep & decision.keep
-        verdicts += decision.verdicts
         weights = weights * decision.weights if late else weights
-        sums |= _bounds(scene, decision, config)
-    return keep, weights, verdicts, sums
+        sums |= decision_sums(scene, decision, config, late=late)
+    return keep, weights, sums
 
 
 def _decided_scene(known: Scene, corrected: CorrectedBatch, target: Tensor | None, config: CorrectionConfig) -> Scene:
@@ -135,20 +137,3 @@ def _decided_scene(known: Scene, corrected: CorrectedBatch, target: Tensor | Non
     if config.proximal is ProximalSource.BEHAVIOR:
         return make_scene(batch, Logprobs(batch.behavior_logprobs, batch.behavior_logprobs, None))
     return known
-
-
-def _bounds(scene: Scene, decision: Decision, config: CorrectionConfig) -> Sums:
-    """Units whose weight is not their ratio; empty where the pass has no weights."""
-    if decision.unit_weights is None or decision.unit_ratios is None:
-        return {}
-    segments = scene.levels.at(config.importance.level)
-    counted = segments.any(scene.mask)
-    advantages = scene.batch.advantages if segments.offsets is None else unit_advantages(scene, segments)
-    is_zero = counted & ~decision.unit_weights.bool()
-    is_other = counted & (decision.unit_weights - decision.unit_ratios).bool()  # both are finite
-    sums: Sums = {"units": int(counted.count_nonzero())}
-    for name, chosen in (("truncated", is_other & ~is_zero), ("masked", is_zero)):
-        index = chosen.nonzero().squeeze(1)  # few
-        side = advantages[index]
-        sums |= {name: index.numel(), f"{name}_positive": int((side > 0).sum()), f"{name}_negative": int((side < 0).sum())}
-    return sums

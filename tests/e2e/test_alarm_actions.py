@@ -1,0 +1,67 @@
+"""What an alarm changes in a run that goes on: real engines, a learning rate that grows to a hundred times the recipe's.
+
+The start has weights truncated at 1.02, which the growing gap reaches in every step. After the alarm the correction is another preset,
+which has a criterion of its own, or the same with narrower bounds: 1.02 ** 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.run_folder import RunFolder
+from correction.monitor import State
+from tests.e2e.launch import RECIPE, Run
+from tests.e2e.test_early_warning import THRESHOLDS
+
+pytestmark = pytest.mark.engine
+
+RISING_RATE = ["learner.learning_rate=0.1", "learner.warmup_steps=60"]
+START = ["steps=100", *RISING_RATE, "checkpoint.every_steps=0", "correction.importance.upper=1.02"]
+ACTIONS = {
+    "switch_preset": (["monitor.on_alarm=switch_preset", "monitor.preset=mis-full"], "the correction becomes preset mis-full"),
+    "tighten": (["monitor.on_alarm=tighten", "monitor.tighten_factor=0.5"], "the correction's bounds are tightened by 0.5"),
+}
+STEPS_AFTER = 4
+
+
+@pytest.fixture(scope="module", params=["switch_preset", pytest.param("tighten", marks=pytest.mark.slow)])
+def driven(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Run, int]]:
+    """The action, the run, some steps after the alarm, and the step of the alarm."""
+    run_dir = tmp_path_factory.mktemp(request.param) / "run"
+    thresholds = [f"monitor.thresholds.{item}" for item in THRESHOLDS]
+    run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *START, *ACTIONS[request.param][0], *thresholds)
+
+    def alarmed_at() -> int | None:
+        if not (run_dir / "config.yaml").exists():
+            return None
+        return next((event.step for event in RunFolder.view(run_dir).read_monitor_events() if event.state is State.ALARM), None)
+
+    try:
+        run.wait_until(lambda: (step := alarmed_at()) is not None and run.steps()[-1] >= step + STEPS_AFTER, "steps after an alarm")
+        step = alarmed_at()
+        assert step is not None
+        yield request.param, run, step
+    finally:
+        run.close()
+
+
+def test_the_correction_is_another_one_after_the_alarm(driven: tuple[str, Run, int]) -> None:
+    """One batch is in training and one in preparation when the alarm comes: from the third on the new correction holds."""
+    action, run, alarm = driven
+    lines = run.metrics()
+    before, after = [line for line in lines if line["step"] <= alarm], [line for line in lines if line["step"] > alarm + 2]
+    assert "Traceback" not in run.output() and after
+
+    def is_new(line: dict[str, Any]) -> bool:
+        """Judged by the weights and criteria that the batch was corrected with."""
+        if action == "switch_preset":
+            return "rejection/vetoed_share" in line and line["correction/importance_weight_max"] != pytest.approx(1.02)
+        return bool(line["correction/importance_weight_max"] == pytest.approx(1.02**0.5))
+
+    assert not any(map(is_new, before)) and all(map(is_new, after))
+    assert all(line["correction/importance_weight_max"] == pytest.approx(1.02) for line in before[2:])
+    assert f"at step {alarm}: {ACTIONS[action][1]}, from the next batch that is begun" in run.events()
