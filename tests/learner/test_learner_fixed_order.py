@@ -92,9 +92,10 @@ def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, split: s
     return found
 
 
-@pytest.mark.parametrize("split", ["data_parallel", "tensor_parallel"])
+@pytest.mark.parametrize("split", ["data_parallel", "tensor_parallel", "pipeline_parallel"])
 def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data parallelism is another packing. Tensor parallelism is one rank that projects in two parts, as the engine then does."""
+    """Data parallelism is another packing, a pipeline the same layers elsewhere. Tensor parallelism is one rank that projects in two
+    parts, as the engine then does."""
     folder = save_model(tmp_path / "m")
     with learner_on(folder, fixed_order=True) as learner:
         alone = learner.logprobs(random_batch(longest=150))
@@ -112,7 +113,9 @@ def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: py
         assert torch.equal(found, alone)
 
 
-@pytest.mark.parametrize("settings", [{"tensor_parallel": 3}, {"tensor_parallel": 2, "dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel": 3}, {"tensor_parallel": 2, "dtype": "bfloat16"}, {"tensor_parallel": 2, "sequence_parallel": True}]
+)
 def test_what_has_no_fixed_order_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="fixed_order = true"):
         LearnerConfig(fixed_order=True, **settings)
