@@ -60,6 +60,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
             dtype=learner.dtype,
             threads=learner.threads,
             tensor_parallel=learner.tensor_parallel,
+            sequence_parallel=learner.sequence_parallel,
         ),
     )
 

@@ -107,10 +107,12 @@ class LearnerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_fixed_order(self) -> Self:
-        if self.fixed_order and self.tensor_parallel > (2 if self.dtype == "float32" else 1):
+        most = 2 if self.dtype == "float32" else 1
+        if self.fixed_order and (self.tensor_parallel > most or self.sequence_parallel):
             raise ValueError(
-                f"fixed_order = true with tensor_parallel = {self.tensor_parallel}, dtype = {self.dtype}: a sum over more than two ranks "
-                "has no fixed order, nor has one of rounded parts; set true_on_policy: false, or tensor_parallel: 1 (2 in float32)"
+                f"fixed_order = true with tensor_parallel = {self.tensor_parallel}, sequence_parallel = {self.sequence_parallel}, dtype = "
+                f"{self.dtype}: neither a sum over more than two ranks nor one of rounded parts has a fixed order, and rows that are "
+                "shared can't be padded; set true_on_policy: false, or tensor_parallel: 1 (2 in float32) and sequence_parallel: false"
             )
         for name in ("sequence_parallel", "float32_head"):
             if self.fixed_order and getattr(self, name):

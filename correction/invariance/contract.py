@@ -38,6 +38,8 @@ class Side:
     """Of weights and activations."""
     threads: int
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    """Learner: ranks share the rows of a pass between the matrices."""
     attention_backend: str | None = None
     """Engine: another attention than its own choice."""
     weight_update_mode: str = "retract"
@@ -124,6 +126,11 @@ def _side_problems(side: Side) -> list[str]:
         found.append(
             f"{side.name}.threads = {side.threads}: with more than {MOST_THREADS} a thread's share of a product can be small enough to get "
             f"another kernel. Set {side.name}.threads: {MOST_THREADS} or 1."
+        )
+    if side.sequence_parallel:
+        found.append(
+            f"{side.name}.sequence_parallel = true: a product's rows are gathered from the ranks inside of it, where few can't be padded. "
+            f"Set {side.name}.sequence_parallel: false."
         )
     if side.dtype != "float32" and side.tensor_parallel > 1:
         found.append(

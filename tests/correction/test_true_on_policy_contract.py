@@ -38,6 +38,7 @@ def test_what_can_be_honoured() -> None:
         ({}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "tensor_parallel": 2}, r"tensor_parallel = 2 with dtype = bfloat16"),
         ({}, {"device": "cuda"}, {}, r"rollout\.engine\.device = cuda.*deterministic"),
         ({}, {}, {"tensor_parallel": 4}, r"learner\.tensor_parallel = 4.*all-reduce"),
+        ({}, {}, {"tensor_parallel": 2, "sequence_parallel": True}, r"learner\.sequence_parallel = true"),
         ({}, {"threads": 4}, {}, r"rollout\.engine\.threads = 4"),
         ({}, {"attention_backend": "stock"}, {}, "attention_backend = stock"),
         ({}, {"weight_update_mode": "in_place"}, {}, "in_place.*retract"),

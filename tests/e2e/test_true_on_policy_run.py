@@ -122,9 +122,9 @@ def test_three_steps_of_other_learners(tmp_path: Path, setting: str) -> None:
     model = tmp_path / "model"
     made = evenkeel("init-model", str(RECIPE), f"model={model}", "init.architecture.key_value_heads=2")  # one for each of two ranks
     assert made.returncode == 0, made.stdout + made.stderr
-    overrides = [setting, "true_on_policy=true", "max_staleness=0", "steps=3", "checkpoint.every_steps=0"]
-    run = run_to_its_end(tmp_path / "run", str(RECIPE), f"model={model}", *overrides)
-    assert_all_equal(run, 3)
+    run_dir = tmp_path / "run"
+    overrides = [f"run_dir={run_dir}", setting, "true_on_policy=true", "max_staleness=0", "steps=3", "checkpoint.every_steps=0"]
+    assert_all_equal(run_to_its_end(run_dir, str(RECIPE), f"model={model}", *overrides), 3)
 
 
 @pytest.mark.slow

@@ -94,7 +94,8 @@ def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, split: s
 
 @pytest.mark.parametrize("split", ["data_parallel", "tensor_parallel", pytest.param("pipeline_parallel", marks=pytest.mark.slow)])
 def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data parallelism is another packing. Tensor parallelism is one rank that projects in two parts, as the engine then does."""
+    """Data parallelism is another packing, a pipeline the same layers elsewhere. Tensor parallelism is one rank that projects in two
+    parts, as the engine then does."""
     folder = save_model(tmp_path / "m")
     with learner_on(folder, fixed_order=True) as learner:
         alone = learner.logprobs(random_batch(longest=150))
