@@ -60,8 +60,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     state = seeds + (positions.to(torch.int64) + 1) * _signed(0x9E3779B97F4A7C15)
     for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ _shifted(state, bits)) * _signed(factor)
-    leading: Tensor = _shifted(state ^ _shifted(state, 31), 14).double()
-    return (leading + 0.5) * 2.0**-50
+    return (_shifted(state ^ _shifted(state, 31), 14).double() + 0.5) / 2**50
 
 
 def _signed(word: int) -> int:
