@@ -268,6 +268,10 @@ _LEARNER = [
         "The loss that was differentiated; its value says little in RL, its jumps say something.",
     ),
     _gauge("learner/grad_norm", _U.ONE, _R.LAST, "gradient norm", "Global L2 norm of the gradient before clipping."),
+    _gauge(
+        "learner/group_grad_norm/", _U.ONE, _R.LAST, "gradient norm of",
+        "L2 norm before clipping of the gradient of a group of parameters: embedding, attention, mlp, router, norms, lm_head.",
+    ),
     _gauge("learner/learning_rate", _U.ONE, _R.LAST, "learning rate", "Learning rate of the step."),
     _gauge(
         "learner/entropy", _U.NATS, _R.MEAN, "entropy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from actors.exporter import DiscoveryServer, MetricsEndpoint
 from actors.metric_views import MetricViews
 from actors.metrics import StepMetrics
 from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
-from actors.run_folder import RunFolder
+from actors.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.scatter import ScatterSample
 from actors.step_report import batch_metrics, diagnostic_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
 from actors.supervision import wait_for
@@ -177,6 +178,8 @@ class Observer:
         for _, reason in discarded:
             self._count(_DISCARD_COUNTERS[reason], 1)
         self._count("steps/skipped_total", result.skipped_steps)
+        if not math.isfinite(result.loss + result.grad_norm):
+            self._keep_skipped(step, batch, result)
         metrics = StepMetrics(step, {"weight_version": version, "time/elapsed_s": now - self._began, "time/step_s": seconds})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
@@ -190,6 +193,27 @@ class Observer:
             text = trajectories_text(batch.groups, step=step, limit=self._config.metrics.trajectories_per_step)
             self._folder.write_trajectories(step, text)
         self._writing = asyncio.create_task(self._write_when_known(metrics, finished, loads, observed, self._writing))
+
+    def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any) -> None:
+        """Say what the guard did, and keep the batch for study. The weights were those of the version before the step."""
+        path = self._folder.keep_skipped_batch(
+            step,
+            {
+                "step": step,
+                "weight_version": batch.version,
+                "corrected": batch.corrected,
+                "correction": batch.correction,
+                "grad_norms": result.grad_norms,
+                "group_norms": result.group_norms,
+            },
+        )
+        norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
+        self.event(
+            "warning",
+            f"step {step}: {result.skipped_steps} of {len(result.grad_norms)} updates left out, because loss or gradient was not finite "
+            f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch "
+            + (f"is kept in {path}" if path else f"is not kept: skipped_batches holds {KEPT_SKIPPED_BATCHES} already"),
+        )
 
     async def _write_when_known(
         self,

@@ -7,6 +7,7 @@
     events.log                      what happened: time, level, text
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
+    skipped_batches/step_000010.pt  batches whose loss or gradient was not finite: a few, for torch.load
     scatter.npz                     pi_prox against mu (actors/scatter.py)
     checkpoints/step_000050/        hf/ (a Hugging Face folder) and state/ (what a resume needs)
     report.html
@@ -40,6 +41,7 @@ from correction.errors import ConfigError, DataError
 from correction.monitor import Event
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
+KEPT_SKIPPED_BATCHES = 8
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
 
 
@@ -236,6 +238,17 @@ class RunFolder:
     def write_trajectories(self, step: int, text: str, *, kind: str = "step") -> Path:
         """Keep samples as text. kind: "step" for those of a training batch, "held_out" for those of an evaluation."""
         return self.write_text(f"trajectories/{kind}_{step:06d}.txt", text)
+
+    def keep_skipped_batch(self, step: int, content: dict[str, Any]) -> Path | None:
+        """Keep a batch that the learner's guard skipped; None if KEPT_SKIPPED_BATCHES of them are there, of which the first says most.
+
+        Read it with torch.load(path, weights_only=False).
+        """
+        import torch
+
+        if len(list((self.path / "skipped_batches").glob("step_*.pt"))) >= KEPT_SKIPPED_BATCHES:
+            return None
+        return self.write_file(f"skipped_batches/step_{step:06d}.pt", lambda path: torch.save(content, path))
 
     def trajectory_files(self, kind: str = "step") -> list[Path]:
         """Samples of one kind, oldest first."""

@@ -76,6 +76,7 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
     return {
         "learner/loss": result.loss,
         "learner/grad_norm": result.grad_norm,
+        **{f"learner/group_grad_norm/{group}": norm for group, norm in result.group_norms.items()},
         "learner/learning_rate": result.learning_rate,
         "learner/entropy": result.entropy,
         "learner/optimizer_steps": result.optimizer_steps,

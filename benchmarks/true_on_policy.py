@@ -22,6 +22,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the package learner, not its neighbour here of the same name
+
 import psutil
 import torch
 from decode_attention import SHAPES, save_model

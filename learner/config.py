@@ -65,6 +65,8 @@ class LearnerConfig(BaseModel):
     """Adam's epsilon."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient; 0 never clips."""
+    reset_optimizer_on_switch: bool = False
+    """Begin Adam's averages and the warm-up anew when batches come with another correction, as after an alarm that replaces it."""
 
     optimizer_steps_per_batch: int = Field(default=1, ge=1)
     """Minibatches, of whole groups, that a batch is split into; each is one optimizer step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -32,7 +33,7 @@ from learner.export import WeightBucket
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
-from learner.optimizer import GuardedOptimizer
+from learner.optimizer import GuardedOptimizer, Update
 from learner.step import Pass, StepResult, Stopwatch, attach_schedule, run_microbatches, train_step
 
 
@@ -147,7 +148,9 @@ class LearnerRank:
             shares = self._shares(corrected, correction_config, step)
         objective = correction_objective(correction_config)
         state = self._require()
-        done: list[tuple[Pass, float, float, bool]] = []
+        if self.config.reset_optimizer_on_switch:
+            state.optimizer.follow(correction_config.model_dump_json())
+        done: list[tuple[Pass, float, Update]] = []
         for _, share in shares:
             done.append(
                 train_step(
@@ -166,7 +169,7 @@ class LearnerRank:
         logprobs, entropy = _first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics = loss_metrics(sums, correction_config)
-        losses = [loss for _, loss, _, _ in done]
+        losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
         watch.seconds["total"] = time.perf_counter() - started
         return StepResult(
             step=step,
@@ -174,12 +177,13 @@ class LearnerRank:
             metrics={name: value for name, value in metrics.items() if name != "loss"},
             target_logprobs=logprobs,
             entropy=entropy,
-            grad_norms=tuple(norm for _, _, norm, _ in done),
+            grad_norms=tuple(update.norm for update in updates),
+            group_norms={name: math.fsum(update.group_norms[name] for update in updates) / len(updates) for name in updates[0].group_norms},
             learning_rate=state.optimizer.learning_rate,
             tokens=corrected.batch.num_tokens,
             trained_tokens=int(corrected.batch.loss_mask.sum()),
-            optimizer_steps=sum(updated for _, _, _, updated in done),
-            skipped_steps=sum(not updated for _, _, _, updated in done),
+            optimizer_steps=sum(update.is_applied for update in updates),
+            skipped_steps=sum(not update.is_applied for update in updates),
             microbatches=sum(one[0].microbatches for one in done),
             seconds=watch.seconds,
         )
@@ -193,7 +197,7 @@ class LearnerRank:
         """
         corrected = _plain_batch(token_ids, offsets, loss_mask)
         state = self._require()
-        _, loss, _, _ = train_step(
+        _, loss, _ = train_step(
             state.model,
             state.optimizer,
             corrected,

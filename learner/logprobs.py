@@ -1,7 +1,16 @@
 """Logprobs and entropy of sampled tokens, from hidden states, without the logits of a whole batch in memory.
 
-The head is applied to `chunk_tokens` tokens at a time, forward and again backward, and split over the vocabulary under tensor
-parallelism. Peak memory beyond inputs and outputs: chunk_tokens * rows of the head on the rank * 4 bytes * 3.
+The head is applied to `chunk_tokens` tokens at a time, forward and again backward, and split over the vocabulary under tensor parallelism.
+Between the two passes log p of the last chunk is kept, 4 c V: a batch of one chunk isn't computed twice.
+
+Peak memory. With c = chunk_tokens, M predictions of C targets each, hidden size H, and V rows of the head on this rank, in bytes:
+
+    forward    8 c V  +  4 M (C + 2)                               logits and their exponentials; results and normalisers
+    backward   8 c V  +  4 M (C + 2)  +  4 M H  +  4 V H           log p and its slope; what forward kept; the two gradients
+
+both plus O(c C). In bfloat16 backward has 2 M H, and max(8 c V + 4 V H, 2 c V + 6 V H): a chunk's part of the head's gradient is a tensor
+of its own, added up in float32. Padding rows of the vocabulary add a copy of the head's gradient. Only M C and M H grow with the batch; the
+plain way, log_softmax of all logits, takes 8 M V and more. (fixed_order keeps more tables of c V in forward.)
 """
 
 from __future__ import annotations
@@ -14,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from correction.invariance.operators import head_logits, log_softmax
+
+_Values = tuple[Tensor, Tensor, Tensor]
 
 
 def head_logprobs(
@@ -43,8 +54,10 @@ def head_logprobs(
     vocab_size = weight.shape[0] * ranks if vocab_size is None else vocab_size
     real_rows = min(max(vocab_size - start, 0), weight.shape[0])
     columns = targets[:, None] if targets.dim() == 1 else targets
+    if real_rows < weight.shape[0]:  # a slice of everything would copy the gradient
+        weight = weight[:real_rows]
     results: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own lack of types
-        hidden, weight[:real_rows], columns, temperature, start, group if ranks > 1 else None, chunk_tokens, fixed_order
+        hidden, weight, columns, temperature, start, group if ranks > 1 else None, chunk_tokens, fixed_order
     )
     logprobs, entropies = results
     return logprobs.view(targets.shape), entropies
@@ -71,23 +84,15 @@ class _HeadLogprobs(torch.autograd.Function):
         count = hidden.shape[0]
         entropies, normalizers = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(2))
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        log_p = None
         for chunk in _chunks(count, chunk_tokens):
+            del log_p  # before the next chunk's logits come
             if fixed_order:
-                values = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature, group)
-                logprobs[chunk], entropies[chunk], normalizers[chunk] = values
-                continue
-            logits = scaled_logits(hidden[chunk], weight, temperature)
-            largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
-            logits -= largest[:, None]
-            local, is_local = _local_ids(targets[chunk], start, weight.shape[0])
-            target_logits = torch.where(is_local, logits.gather(-1, local), 0.0)
-            exponentials = logits.exp()
-            sums = torch.stack([exponentials.sum(-1), (exponentials.mul_(logits)).sum(-1), *target_logits.unbind(-1)])
-            total, weighted, *columns = _all_reduce(sums, group, dist.ReduceOp.SUM)
-            log_total = total.log()
-            logprobs[chunk] = torch.stack(columns, -1) - log_total[:, None]
-            entropies[chunk] = log_total - weighted / total
-            normalizers[chunk] = log_total + largest
+                values, log_p = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature, group), None
+            else:
+                values, log_p = _values(hidden[chunk], weight, targets[chunk], temperature, start, group)
+            logprobs[chunk], entropies[chunk], normalizers[chunk] = values
+        ctx.last_log_p = log_p  # backward begins with this chunk, so that it needn't be computed again
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
         ctx.settings = temperature, start, group, chunk_tokens, fixed_order
         ctx.set_materialize_grads(False)
@@ -98,26 +103,29 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
         temperature, start, group, chunk_tokens, fixed_order = ctx.settings
         logprob_grad, entropy_grad = grads
-        hidden_grad, weight_grad = torch.zeros_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for chunk in _chunks(hidden.shape[0], chunk_tokens):
-            if fixed_order and hidden.dtype != torch.float32:  # its logits were not rounded, so the normalizers belong to no others
+        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for chunk in reversed(_chunks(hidden.shape[0], chunk_tokens)):
+            log_p, ctx.last_log_p = ctx.last_log_p, None
+            if log_p is None and fixed_order and hidden.dtype != torch.float32:
+                # Its logits were not rounded, so the normalizers belong to no others.
                 log_p = head_logits(hidden[chunk], weight).div(temperature).sub_(normalizers[chunk, None])
-            else:
+            elif log_p is None:
                 log_p = scaled_logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
-            if entropy_grad is None:
-                grad = log_p.exp_()
-                grad *= 0.0 if logprob_grad is None else -logprob_grad[chunk].sum(-1, keepdim=True)
-            else:
-                slope = log_p.add(entropies[chunk, None]).mul_(entropy_grad[chunk, None])
-                if logprob_grad is not None:
-                    slope += logprob_grad[chunk].sum(-1, keepdim=True)
-                grad = log_p.exp_().mul_(slope).neg_()
-            if logprob_grad is not None:
-                local, is_local = _local_ids(targets[chunk], start, weight.shape[0])
-                grad.scatter_add_(-1, local, torch.where(is_local, logprob_grad[chunk], 0.0))
+            grad = _logits_grad(
+                log_p,
+                entropies[chunk, None],
+                None if logprob_grad is None else logprob_grad[chunk],
+                None if entropy_grad is None else entropy_grad[chunk, None],
+                *_local_ids(targets[chunk], start, weight.shape[0]),
+            )
+            del log_p
             grad = grad.div_(temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=hidden_grad[chunk])
-            weight_grad += grad.t() @ hidden[chunk]
+            if grad.dtype == weight_grad.dtype:
+                weight_grad.addmm_(grad.t(), hidden[chunk])
+            else:
+                weight_grad += grad.t() @ hidden[chunk]
+            del grad  # before the next chunk's logits come
         return _all_reduce(hidden_grad, group, dist.ReduceOp.SUM), weight_grad.to(weight.dtype), None, None, None, None, None, None
 
 
@@ -130,9 +138,43 @@ def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return (hidden @ weight.t()).float().div_(temperature)
 
 
-def _fixed_order_values(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, start: int, group: Any) -> tuple[_Values, Tensor]:
+    """Of a chunk: [m, C] logprobs of the targets, [m] entropies, [m] log sum exp of the logits over temperature, and [m, V] log p."""
+    logits = scaled_logits(hidden, weight, temperature)
+    largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
+    logits -= largest[:, None]
+    local, is_local = _local_ids(targets, start, weight.shape[0])
+    target_logits = torch.where(is_local, logits.gather(-1, local), 0.0)
+    exponentials = logits.exp()
+    sums = torch.stack([exponentials.sum(-1), (exponentials.mul_(logits)).sum(-1), *target_logits.unbind(-1)])
+    total, weighted, *columns = _all_reduce(sums, group, dist.ReduceOp.SUM)
+    log_total = total.log()
+    logits -= log_total[:, None]
+    return (torch.stack(columns, -1) - log_total[:, None], log_total - weighted / total, log_total + largest), logits
+
+
+def _logits_grad(
+    log_p: Tensor, entropy: Tensor, logprob_grad: Tensor | None, entropy_grad: Tensor | None, local: Tensor, is_local: Tensor
+) -> Tensor:
+    """Gradient of the logits of a chunk, [m, V] float32, in the memory of their log p.
+
+    Args:
+        entropy, entropy_grad: [m, 1]. logprob_grad, local, is_local: [m, C].
+    """
+    if entropy_grad is None:
+        grad = log_p.exp_()
+        grad *= 0.0 if logprob_grad is None else -logprob_grad.sum(-1, keepdim=True)
+    else:
+        slope = log_p.add(entropy).mul_(entropy_grad)
+        if logprob_grad is not None:
+            slope += logprob_grad.sum(-1, keepdim=True)
+        grad = log_p.exp_().mul_(slope).neg_()
+    if logprob_grad is not None:
+        grad.scatter_add_(-1, local, torch.where(is_local, logprob_grad, 0.0))
+    return grad
+
+
+def _fixed_order_values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None) -> _Values:
     """[m, C] logprobs, bit for bit those of a sampler of fixed order; [m] entropies, and [m] log sum exp of the logits over temperature."""
     logits = head_logits(hidden, weight)
     if group is not None:

@@ -22,10 +22,10 @@ with warnings.catch_warnings():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, param_is_not_tensor_parallel_duplicate
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.module import Float16Module, param_is_not_shared
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -56,4 +56,6 @@ __all__ = [
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "param_is_not_shared",
+    "param_is_not_tensor_parallel_duplicate",
 ]

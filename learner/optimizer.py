@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from learner.config import LearnerConfig
@@ -18,7 +19,36 @@ from learner.megatron import (
     OptimizerParamScheduler,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
+    param_is_not_shared,
+    param_is_not_tensor_parallel_duplicate,
 )
+from learner.model import unwrap
+
+GROUPS = {
+    "router": ".router.",
+    "norms": "layernorm",
+    "attention": ".self_attention.",
+    "mlp": ".mlp.",
+    "embedding": "embedding.",
+    "lm_head": "output_layer.",
+}
+"""Groups of parameters whose gradient norms are told apart, with what a Megatron name of theirs contains; the first that fits counts.
+Experts belong to mlp, a head that is the embedding to embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What became of one accumulated gradient. Equal on all ranks."""
+
+    group_norms: dict[str, float]
+    """L2 norm of the gradient before clipping, by group of parameters (GROUPS); a model that has no router has no entry for it."""
+    is_applied: bool
+    """False: the step was skipped."""
+
+    @property
+    def norm(self) -> float:
+        """Of the whole gradient."""
+        return math.sqrt(math.fsum(norm * norm for norm in self.group_norms.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +70,15 @@ class GuardedOptimizer:
         self._optimizer = get_megatron_optimizer(_optimizer_config(config), [model])
         self._optimizer.reload_model_params()  # float32 master weights, where they are apart, from the weights just loaded
         self._schedule = _schedule(self._optimizer, config)
+        for optimizer in self._optimizer.chained_optimizers:
+            if isinstance(optimizer.optimizer, torch.optim.AdamW):
+                for group in optimizer.param_groups:
+                    group["fused"] = True  # one pass over the weights instead of about ten
+        self._warmup_steps = config.warmup_steps
+        self._objective: str | None = None
+        """What the averages belong to; None: not known."""
+        self._begun_at = 0
+        """Steps made when the averages were begun."""
 
     @property
     def learning_rate(self) -> float:
@@ -61,8 +100,26 @@ class GuardedOptimizer:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
+    def follow(self, objective: str) -> None:
+        """Begin Adam's averages anew if the gradients to come are of another objective than those so far.
+
+        After an alarm the averages hold the gradients that led to it, and the first would go on in their direction for 1 / (1 - beta1)
+        steps. A fresh Adam moves every weight by the whole learning rate whatever its gradient, so that the warm-up is gone through again.
+        Source: Asadi, Fakoor, Sabach (2023), Resetting the Optimizer in Deep RL; the warm-up: Ma and Yarats (2021).
+        """
+        if self._objective not in (None, objective):
+            for optimizer in self._optimizer.chained_optimizers:
+                for averages in optimizer.optimizer.state.values():
+                    for name in averages.keys() & {"exp_avg", "exp_avg_sq", "step"}:
+                        averages[name].zero_()
+                for group in optimizer.param_groups:
+                    if "step" in group:  # where all parameters have it in common
+                        group["step"] = group["step"] * 0
+            self._begun_at = self.steps
+        self._objective = objective
+
     @torch.no_grad()
-    def finish(self, *, gradient_scale: float = 1.0, loss_is_finite: bool = True) -> tuple[float, bool]:
+    def finish(self, *, gradient_scale: float = 1.0, loss_is_finite: bool = True) -> Update:
         """Scale, measure, clip and apply the accumulated gradient, or skip it.
 
         Skipped is what is not finite, and a gradient that is 0 everywhere, of a batch that was rejected to the last token: there is nothing
@@ -70,17 +127,49 @@ class GuardedOptimizer:
         The decision rests on numbers that are equal on all ranks (the norm is reduced), so all ranks skip together or none does.
         Args:
             gradient_scale: factor on the gradient that was known only after the last micro-batch.
-        Returns: norm of the whole gradient before clipping, and whether the weights changed.
         """
         if gradient_scale != 1.0:
             self._model.scale_gradients(gradient_scale)
         found_infinity = self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
-        if found_infinity or not loss_is_finite or not math.isfinite(norm) or norm == 0.0:
-            return norm, False
-        self._clip(norm)
+        update = Update(self._group_norms(), is_applied=False)
+        if found_infinity or not loss_is_finite or not math.isfinite(update.norm) or update.norm == 0.0:
+            return update
+        self._clip(update.norm)
         self._schedule.step(1)  # before the update, so that the first one has a rate above zero
-        return norm, bool(self._optimizer.step_with_ready_grads())
+        if self._begun_at and self.steps - self._begun_at < self._warmup_steps:
+            for group in self._optimizer.param_groups:
+                group["lr"] *= (self.steps - self._begun_at) / self._warmup_steps
+        return replace(update, is_applied=bool(self._optimizer.step_with_ready_grads()))
+
+    def _group_norms(self) -> dict[str, float]:
+        """Of the gradients that `prepare_grads` has left. What several ranks hold counts once: squares are added up over their parts."""
+        sums = torch.zeros(2, len(GROUPS), dtype=torch.float64)  # of squares, and of parameters
+        index = {name: i for i, name in enumerate(GROUPS)}
+        for optimizer in self._optimizer.chained_optimizers:
+            tensor_group = getattr(optimizer, "tp_group", None)
+            parameters = [
+                p
+                for p in optimizer.get_parameters()
+                if p.grad is not None and param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p, tensor_group)
+            ]
+            part = sums.new_zeros(sums.shape)
+            if parameters:
+                norms = torch.stack(torch._foreach_norm([p.grad for p in parameters])).double().cpu()
+                groups = torch.tensor([index[self._groups[id(p)]] for p in parameters])
+                part[0].index_add_(0, groups, norms.square())
+                part[1].index_add_(0, groups, torch.ones_like(norms))
+            group = optimizer.get_grad_stats_parallel_group()
+            if dist.get_world_size(group) > 1:
+                part = part.to(next(self._model.parameters()).device)
+                dist.all_reduce(part, group=group)
+            sums += part.cpu()
+        return {name: math.sqrt(sums[0, i]) for name, i in index.items() if sums[1, i]}
+
+    @cached_property
+    def _groups(self) -> dict[int, str]:
+        """By the id of what Adam updates, the group of its parameter."""
+        names = {parameter: name for name, parameter in unwrap(self._model).named_parameters()}
+        return {id(place.master): _group_of(names[parameter]) for parameter, place in self._places.items()}
 
     # What a checkpoint keeps
 
@@ -119,12 +208,13 @@ class GuardedOptimizer:
         }
 
     def schedule_state(self) -> dict[str, Any]:
-        """Of the learning rate; plain numbers."""
-        return dict(self._schedule.state_dict())
+        """Of the learning rate, and what Adam's averages are of; plain values."""
+        return {**self._schedule.state_dict(), "objective": self._objective, "begun_at": self._begun_at}
 
     def load_schedule_state(self, state: dict[str, Any]) -> None:
         self._schedule.num_steps = 0  # it adds the saved ones; and what a recipe says now wins over what it said then
         self._schedule.load_state_dict(state)
+        self._objective, self._begun_at = state.get("objective"), state.get("begun_at", 0)
 
     @cached_property
     def _places(self) -> dict[torch.nn.Parameter, _Place]:
@@ -147,6 +237,11 @@ class GuardedOptimizer:
         for optimizer in self._optimizer.chained_optimizers:
             if optimizer.config.clip_grad > 0 and not optimizer.is_stub_optimizer:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, norm)
+
+
+def _group_of(name: str) -> str:
+    """The group of a Megatron parameter."""
+    return next(group for group, part in GROUPS.items() if part in name)
 
 
 def _optimizer_config(config: LearnerConfig) -> OptimizerConfig:

@@ -19,7 +19,7 @@ from learner.config import LearnerConfig
 from learner.inputs import ModelInputs, find_families
 from learner.loss import Objective, TokenValues, forward_hidden, token_values, without_loss
 from learner.megatron import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
-from learner.optimizer import GuardedOptimizer
+from learner.optimizer import GuardedOptimizer, Update
 from learner.parallel import Placement
 
 ObjectiveFunction = Callable[[CorrectedBatch, TokenValues], Objective]
@@ -43,6 +43,9 @@ class StepResult:
     """Mean over trained tokens in nats, in those same forward passes; None if no token is trained."""
     grad_norms: tuple[float, ...]
     """Norm of the whole gradient before clipping, for each optimizer step."""
+    group_norms: dict[str, float]
+    """Norm of the gradient of each group of parameters (learner.optimizer.GROUPS) before clipping, mean over the optimizer steps; not
+    finite where a skipped step's was not."""
     learning_rate: float
     """Of the last update."""
     tokens: int
@@ -177,21 +180,21 @@ def train_step(
     config: LearnerConfig,
     placement: Placement,
     watch: Stopwatch,
-) -> tuple[Pass, float, float, bool]:
+) -> tuple[Pass, float, Update]:
     """One optimizer step on a corrected batch.
 
     Args:
         gradient_scale: sums of the whole batch -> factor on its gradient.
         loss_of: sums of the whole batch -> its loss.
-    Returns: the pass, the loss, the gradient norm, whether the weights changed.
+    Returns: the pass, the loss, and what became of the weights.
     """
     optimizer.zero_grad()
     done = run_microbatches(model, corrected, objective, config=config, placement=placement, watch=watch)
     assert done.sums is not None
     loss = loss_of(done.sums)
     with watch.phase("optimizer"):
-        norm, updated = optimizer.finish(gradient_scale=gradient_scale(done.sums), loss_is_finite=math.isfinite(loss))
-    return done, loss, norm, updated
+        update = optimizer.finish(gradient_scale=gradient_scale(done.sums), loss_is_finite=math.isfinite(loss))
+    return done, loss, update
 
 
 def attach_schedule(model: DistributedDataParallel) -> None:

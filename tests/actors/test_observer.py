@@ -10,8 +10,10 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from actors.config import RunConfig
@@ -20,8 +22,10 @@ from actors.correction_service import Observation
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics
 from actors.observer import Observer
-from actors.run_folder import RunFolder
+from actors.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.terminal import TerminalView
+from correction.batch import CorrectedBatch, PackedBatch
+from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from tests.actors.test_metrics import scalars
 
@@ -139,3 +143,30 @@ def test_a_torn_line_is_overlooked(seen: Seen) -> None:
     with RunFolder.open(seen.folder.path) as again:
         again.append_monitor_event(ALARM)
         assert again.read_monitor_events() == [WATCH, ALARM]
+
+
+def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> None:
+    """What comes back trains as it did; of many in a run the first ones are kept."""
+    n = 6
+    batch = PackedBatch(
+        token_ids=torch.arange(n), offsets=torch.tensor([0, 4, n]), loss_mask=torch.tensor([False, True] * 3),
+        behavior_logprobs=torch.full((n,), -math.inf), advantages=torch.ones(n), weight_versions=torch.zeros(n, dtype=torch.int32),
+        group_ids=torch.tensor([0, 1]),
+    )  # fmt: skip
+    corrected = CorrectedBatch(batch, importance_weights=torch.full((n,), math.nan), keep_mask=batch.loss_mask, token_scale=torch.ones(n))
+    prepared = SimpleNamespace(version=6, corrected=corrected, correction=CorrectionConfig(preset="tis-token"))
+    result = SimpleNamespace(skipped_steps=1, loss=math.nan, grad_norms=(math.nan, 0.5), group_norms={"attention": math.nan, "mlp": 0.25})
+    for step in range(7, 7 + KEPT_SKIPPED_BATCHES + 1):
+        seen.observer._keep_skipped(step, prepared, result)  # type: ignore[arg-type]
+    kept = sorted((seen.folder.path / "skipped_batches").iterdir())
+    assert [path.name for path in kept] == [f"step_{step:06d}.pt" for step in range(7, 7 + KEPT_SKIPPED_BATCHES)]
+    told = [event.text for event in seen.folder.read_events()]
+    assert told[0] == (
+        "step 7: 1 of 2 updates left out, because loss or gradient was not finite (loss nan; gradient norms: attention nan, mlp 0.25); "
+        f"the batch is kept in {kept[0]}"
+    )
+    assert told[-1].endswith("the batch is not kept: skipped_batches holds 8 already")
+    back = torch.load(kept[0], weights_only=False)
+    assert (back["step"], back["weight_version"], back["correction"]) == (7, 6, prepared.correction)
+    assert torch.equal(back["corrected"].batch.validate().token_ids, batch.token_ids)
+    assert back["corrected"].importance_weights.isnan().all() and back["corrected"].batch.group_ids.tolist() == [0, 1]

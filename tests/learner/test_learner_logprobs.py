@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -105,25 +106,50 @@ def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that were alive at the same time after any operation, in storages made under this mode."""
 
-    elements = 0
+    def __init__(self, *inputs: Tensor) -> None:
+        super().__init__()
+        self._inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._inputs:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
 
 
-def test_no_tensor_of_all_tokens_by_vocabulary_exists() -> None:
-    """The largest tensor holds chunk x vocabulary elements; log_softmax of everything, which the same probe sees, tokens x vocabulary."""
-    tokens, vocab, chunk = 200, 64, 10
-    hidden, weight, targets = case(count=tokens, width=4, vocab=vocab)
-    sizes = []
-    for function, options in ((head_logprobs, {"chunk_tokens": chunk}), (plain, {"temperature": 1.0})):
-        h = hidden.clone().requires_grad_()
-        with LargestTensor() as probe:
-            function(h, weight, targets, **options)[0].sum().backward()
-        sizes.append(probe.elements)
-    assert sizes == [max(chunk * vocab, tokens * 4), tokens * vocab]
+def peaks(function: Any, dtype: torch.dtype, count: int, width: int, vocab: int, **options: Any) -> tuple[int, int]:
+    """Peak live bytes of the forward pass, and of both passes together; the loss needs logprobs and entropies."""
+    hidden, weight, targets = case(count=count, width=width, vocab=vocab)
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    with LiveBytes(hidden, weight, targets) as probe:
+        logprobs, entropies = function(hidden, weight, targets, **options)
+        forward = probe.peak
+        torch.autograd.backward([logprobs, entropies], [torch.ones(()).expand(count)] * 2)
+    return forward, probe.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "width", "vocab", "chunk"), [(600, 16, 512, 50), (3000, 8, 256, 20), (90, 64, 1000, 30)])
+def test_peak_memory_is_what_the_formula_says(dtype: torch.dtype, count: int, width: int, vocab: int, chunk: int) -> None:
+    """The formula of the module's docstring, C = 1: not exceeded by more than the few numbers per chunk, and no loose bound either.
+
+    The plain way through the same probe exceeds it, so that the probe can tell."""
+    table, kept, per_chunk = chunk * vocab, 4 * count * 3, 100 * chunk
+    forward = 8 * table + kept
+    if dtype is torch.float32:
+        backward = 8 * table + kept + 4 * count * width + 4 * vocab * width
+    else:
+        backward = kept + 2 * count * width + max(8 * table + 4 * vocab * width, 2 * table + 6 * vocab * width)
+    measured = peaks(head_logprobs, dtype, count, width, vocab, chunk_tokens=chunk)
+    assert forward <= measured[0] <= forward + per_chunk
+    assert backward <= measured[1] <= backward + per_chunk
+    naive = peaks(plain, dtype, count, width, vocab, temperature=1.0)
+    assert naive[0] > forward + per_chunk and naive[1] > backward + per_chunk

@@ -55,7 +55,7 @@ def three_steps(learner: LearnerRank) -> dict[str, Any]:
     groups = grouped_batch([([14, 14, 9, 14], [9, 4, 6, 12]), ([20] * 4, [5, 1, 8, 7]), ([17] * 4, [6, 6, 6, 6])])
     results.append(learner.step(defer(groups, TIS), TIS, step=3))
     return {
-        "numbers": [(r.loss, r.grad_norm, r.entropy, r.optimizer_steps, *r.metrics.values()) for r in results],
+        "numbers": [(r.loss, r.grad_norm, r.entropy, r.optimizer_steps, *r.metrics.values(), *r.group_norms.values()) for r in results],
         "logprobs": [r.target_logprobs for r in results],
         "microbatches": [r.microbatches for r in results],
         "weights": weights(learner),

@@ -24,6 +24,7 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer, for_step
 from correction.errors import ConfigError, DataError
 from learner import balance, loss
+from learner.learner_rank import LearnerRank
 from learner.logprobs import head_logprobs
 from tests.learner.learner_cases import (
     TIS,
@@ -94,6 +95,12 @@ def test_gradient_equals_hugging_face_and_autograd(tmp_path: Path, tie: bool, te
     assert largest_difference(ours, theirs) < 2e-5
     norm = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    expected = {"embedding": 0.0, "attention": 0.0, "mlp": 0.0, "norms": 0.0} | ({} if tie else {"lm_head": 0.0})
+    for name, gradient in theirs.items():
+        names = {"embedding": "embed_tokens", "lm_head": "lm_head", "norms": "norm", "attention": "self_attn", "mlp": "mlp"}
+        group = next(group for group, part in names.items() if part in name)
+        expected[group] = math.hypot(expected[group], float(gradient.norm()))
+    assert result.group_norms == pytest.approx(expected, rel=1e-5)
 
 
 def test_three_steps_equal_adamw(tmp_path: Path) -> None:
@@ -220,6 +227,36 @@ def test_learning_rate_follows_warmup_and_decay(tmp_path: Path) -> None:
             learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask)
             rates.append(learner._require().optimizer.learning_rate)
     assert rates == pytest.approx([5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4, 1e-4])
+
+
+def test_adam_begins_anew_when_the_correction_is_switched(tmp_path: Path) -> None:
+    """Two steps with one correction, two with another: bit for bit what a new optimizer, with its warm-up, makes of the same weights and
+    batches. So it is after a resume from before the switch. Without the option the averages of the first two steps show."""
+    other = CorrectionConfig(preset="tis-token", importance={"upper": 1.5})
+    folder = save_model(tmp_path / "m")
+    batches = [random_batch(seed) for seed in range(4)]
+    options = {"learning_rate": 1e-3, "warmup_steps": 2}
+
+    def train(learner: LearnerRank, steps: list[tuple[int, CorrectionConfig]]) -> tuple[list[float], dict[str, Tensor]]:
+        rates = [learner.step(defer(batches[i], config), config, step=i).learning_rate for i, config in steps]
+        return rates, weights(learner)
+
+    before, after = [(0, TIS), (1, TIS)], [(2, other), (3, other)]
+    with learner_on(folder, reset_optimizer_on_switch=True, **options) as learner:
+        train(learner, before)
+        learner.save(tmp_path / "c")
+        learner.save_hf(tmp_path / "half")
+        ours = train(learner, after)
+    with learner_on(folder, reset_optimizer_on_switch=True, **options) as learner:
+        learner.restore(tmp_path / "c")
+        resumed = train(learner, after)
+    with learner_on(tmp_path / "half", **options) as learner:
+        fresh = train(learner, after)
+    with learner_on(folder, **options) as learner:
+        kept = train(learner, before + after)
+    assert ours[0] == resumed[0] == fresh[0] == [5e-4, 1e-3] and kept[0][2:] == [1e-3, 1e-3]
+    assert all(torch.equal(ours[1][name], tensor) and torch.equal(resumed[1][name], tensor) for name, tensor in fresh[1].items())
+    assert largest_difference(kept[1], fresh[1]) > 1e-4
 
 
 # Several optimizer steps for a batch
