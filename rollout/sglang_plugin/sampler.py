@@ -70,7 +70,8 @@ def _signed(word: int) -> int:
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
     """Right shift that fills with zeros; int64's own repeats the sign."""
-    return (word >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (word >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
