@@ -55,7 +55,7 @@ class StepResult:
     optimizer_steps: int
     """Updates made."""
     skipped_steps: int
-    """Updates not made, because loss or gradient was not finite."""
+    """Updates not made, because loss or gradient was not finite, or the gradient 0 everywhere."""
     microbatches: int
     """Forward and backward passes of this rank."""
     seconds: dict[str, float]
