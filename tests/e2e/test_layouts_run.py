@@ -24,7 +24,7 @@ def test_a_run_of_two_stages_goes_on_with_two_data_ranks(tmp_path: Path) -> None
     for words in ([str(RECIPE), f"model={model}", f"run_dir={run_dir}", "max_staleness=0", *STAGES], ["--resume", str(run_dir), *DATA]):
         run = Run(run_dir, *words)
         try:
-            assert run.wait() == 0, run.output()[-4000:]
+            assert run.wait(480.0) == 0, run.output()[-4000:]
         finally:
             run.close()
         assert "goes through the object store" not in run.output()
