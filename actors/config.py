@@ -8,9 +8,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from correction.config import CorrectionConfig
+from correction.correct import needs_proximal_forward
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
+from correction.sense import fold_obstacle
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
@@ -188,6 +190,25 @@ class RunConfig(_Section):
                 f"groups_per_step = {self.groups_per_step} is not a multiple of learner.optimizer_steps_per_batch = {minibatches}: "
                 f"minibatches would differ in size. Use {self.groups_per_step // minibatches * minibatches or minibatches} groups, "
                 f"or another number of optimizer steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit_the_correction(self) -> RunConfig:
+        learner, balances = self.learner, self.learner.moe_aux_loss_coefficient > 0
+        steps = learner.total_optimizer_steps_per_batch
+        has_forward = needs_proximal_forward(self.correction, steps, has_auxiliary_loss=balances)
+        if learner.routing_replay == "recompute" and not has_forward:
+            raise ValueError(
+                f"learner.routing_replay = recompute with {steps} optimizer step{'s' * (steps > 1)} per batch and correction.proximal = "
+                f"{self.correction.proximal}: no proximal forward runs before training whose routing could be replayed. Set "
+                "learner.routing_replay: rollout or none, or have several optimizer steps per batch and correction.proximal: recompute"
+            )
+        obstacle = fold_obstacle(self.correction, is_deferred=not has_forward and steps == 1, has_auxiliary_loss=True)
+        if balances and obstacle is not None:
+            raise ValueError(
+                f"learner.moe_aux_loss_coefficient = {learner.moe_aux_loss_coefficient} with this correction: {obstacle}. Set it to 0, or "
+                "turn batch normalisation and kept counts off"
             )
         return self
 

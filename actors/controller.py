@@ -361,6 +361,7 @@ class Controller:
             max_tokens=config.rollout.sampling.max_tokens,
             dynamic_sampling=config.dynamic_sampling,
             has_reference=config.correction.kl.coefficient > 0,
+            has_auxiliary_loss=config.learner.moe_aux_loss_coefficient > 0,
             batch_s=config.deadlines.batch_s,
             ahead_s=2 * config.deadlines.step_s + config.deadlines.checkpoint_s,
             monitor=config.monitor.thresholds,

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from actors.learner_group import LearnerGroup
@@ -56,6 +55,8 @@ class ServiceConfig:
     max_tokens: int
     dynamic_sampling: bool
     has_reference: bool
+    has_auxiliary_loss: bool
+    """The model adds a balancing loss of its own."""
     batch_s: float
     ahead_s: float
     """The learner has to be at the version of the batch ahead by then: a step, publishing and a checkpoint."""
@@ -196,7 +197,7 @@ class CorrectionService:
         # One batch is prepared at a time, so this holds for all of it.
         self._correction = self._next_correction
         groups: list[Group] = []
-        forwards: list[tuple[list[Group], asyncio.Task[tuple[Tensor | None, Tensor | None, float]]]] = []
+        forwards: list[tuple[list[Group], asyncio.Task[tuple[dict[str, Tensor], float]]]] = []
         while len(groups) < self._config.groups_per_step:
             chunk = await self._draw(version, self._config.groups_per_step - len(groups))
             groups += chunk
@@ -216,7 +217,10 @@ class CorrectionService:
 
     @property
     def _needs_forward(self) -> bool:
-        return needs_proximal_forward(self._correction, self._config.optimizer_steps_per_batch)
+        config = self._config
+        return needs_proximal_forward(
+            self._correction, config.optimizer_steps_per_batch, has_auxiliary_loss=config.has_auxiliary_loss
+        )
 
     @property
     def _wants_forwards(self) -> bool:
@@ -255,13 +259,20 @@ class CorrectionService:
         part = self._correction.advantage
         return partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon)
 
-    async def _forward(self, version: int, groups: list[Group]) -> tuple[Tensor | None, Tensor | None, float]:
+    async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Tensor], float]:
+        """What the learner says of the groups' tokens, by its field of PackedBatch, and how long that took."""
         await wait_for(self._learner_is_at(version), f"forward at version {version} <- learner", deadline_s=self._config.ahead_s)
         batch, _ = self._pack(groups, version)
         began = time.monotonic()
-        proximal = await self._learner.logprobs(batch, version=version) if self._needs_forward else None
-        reference = await self._learner.reference_logprobs(batch) if self._config.has_reference else None
-        return proximal, reference, time.monotonic() - began
+        found: dict[str, Tensor] = {}
+        if self._needs_forward:
+            proximal = await self._learner.proximal(batch, version=version)
+            found["proximal_logprobs"] = proximal.logprobs
+            if proximal.routed_experts is not None:
+                found["routed_experts"] = proximal.routed_experts
+        if self._config.has_reference:
+            found["reference_logprobs"] = await self._learner.reference_logprobs(batch)
+        return found, time.monotonic() - began
 
     async def _learner_is_at(self, version: int) -> None:
         async with self._learner_at:
@@ -270,19 +281,16 @@ class CorrectionService:
     async def _with_forwards(
         self, batch: PackedBatch, groups: list[Group], forwards: list[tuple[list[Group], asyncio.Task[Any]]]
     ) -> tuple[PackedBatch, float]:
-        """The batch with the chunks' logprobs put where their groups stand in it."""
+        """The batch with what the learner said of the chunks put where their groups stand in it."""
         # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
-        proximal = torch.zeros(batch.num_tokens) if self._needs_forward else None
-        reference = torch.zeros(batch.num_tokens) if self._config.has_reference else None
+        whole: dict[str, Tensor] = {}
         seconds = 0.0
         group_of_sequence = batch.group_ids.tolist()
         for chunk, task in forwards:
-            chunk_proximal, chunk_reference, chunk_s = await task
+            found, chunk_s = await task
             seconds += chunk_s
             order = [i for g in chunk for i, group_id in enumerate(group_of_sequence) if group_id == g.group_id]
             index = batch.token_index(order)
-            if proximal is not None and chunk_proximal is not None:
-                proximal[index] = chunk_proximal
-            if reference is not None and chunk_reference is not None:
-                reference[index] = chunk_reference
-        return replace(batch, proximal_logprobs=proximal, reference_logprobs=reference), seconds
+            for name, values in found.items():
+                whole.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[index] = values
+        return replace(batch, **whole), seconds  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from correction.invariance import Processor
     from correction.weight_spec import WeightSpec
     from learner.broadcast import WeightBroadcaster
+    from learner.learner_rank import Proximal
     from learner.step import StepResult
 
 
@@ -87,11 +88,11 @@ class LearnerRankActor:
         self._endpoint.set("weight_version", self._version)
         return result
 
-    def logprobs(self, batch: PackedBatch, version: int) -> Tensor:
-        """[N] float32 at the weights of `version`, which have to be the present ones."""
+    def proximal(self, batch: PackedBatch, version: int) -> Proximal:
+        """At the weights of `version`, which have to be the present ones."""
         if version != self._version:
             raise RuntimeError(f"learner rank {self._rank}: logprobs at version {version} asked, the weights are {self._version}")
-        return self._learner.logprobs(batch)
+        return self._learner.proximal(batch)
 
     def load_reference(self, model: Path) -> None:
         self._learner.load_reference(model)
@@ -219,11 +220,11 @@ class LearnerGroup:
         result: StepResult = results[0]
         return result
 
-    async def logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
-        """[N] float32, nats: log pi of the batch's tokens at the learner's present weights."""
+    async def proximal(self, batch: PackedBatch, *, version: int) -> Proximal:
+        """log pi of the batch's tokens at the learner's present weights, and where they were sent if training is to follow."""
         reference = ray.put(batch)
-        results: list[Tensor] = await self._all(
-            [r.logprobs.remote(reference, version) for r in self._ranks], f"proximal logprobs v{version}"
+        results: list[Proximal] = await self._all(
+            [r.proximal.remote(reference, version) for r in self._ranks], f"proximal logprobs v{version}"
         )
         return results[0]
 

@@ -281,6 +281,10 @@ _LEARNER = [
         "learner/clip_share", _U.SHARE, _R.MEAN, "clipped",
         "Share of trained tokens whose gradient the objective's trust region took away.",
     ),
+    _gauge(
+        "learner/routing_agreement_share", _U.SHARE, _R.MEAN, "equal top k",
+        "Tokens and layers in which the learner's routers chose the experts that were replayed; precision, kernels, staleness lower it.",
+    ),
     _gauge("learner/drift_k3", _U.NATS, _R.MEAN, "drift k3", "k3 KL from pi_prox to pi_theta: what the optimizer did within the batch."),
     _gauge("learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference", "KL from the target policy to the frozen reference policy."),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),

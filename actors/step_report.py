@@ -79,6 +79,7 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
         **{f"learner/group_grad_norm/{group}": norm for group, norm in result.group_norms.items()},
         "learner/learning_rate": result.learning_rate,
         "learner/entropy": result.entropy,
+        "learner/routing_agreement_share": result.routing_agreement,
         "learner/optimizer_steps": result.optimizer_steps,
         "learner/microbatches": result.microbatches,
         **{_LOSS_METRICS.get(name, f"loss/{name}"): value for name, value in result.metrics.items() if name != "entropy"},

@@ -1,9 +1,10 @@
-"""True on-policy: one switch for both sides at the start, and the comparison of each batch."""
+"""Settings that concern engines and learner alike, and for true on-policy the comparison of each batch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -17,10 +18,13 @@ from rollout.engine_config import EngineConfig
 
 
 def with_both_sides(config: RunConfig) -> RunConfig:
-    """The configuration that the parts of a run are given: with true_on_policy, the contract's settings on both sides.
+    """The configuration that the parts of a run are given: with true_on_policy, the contract's settings on both sides; with the engines'
+    routing to be replayed, engines that tell it.
 
     Raises: ConfigError naming what can't be honoured.
     """
+    if config.learner.routing_replay == "rollout":
+        config = _with_settings(config, {"return_routed_experts": True}, {})
     if not config.true_on_policy:
         return config
     steps = config.learner.total_optimizer_steps_per_batch
@@ -31,11 +35,15 @@ def with_both_sides(config: RunConfig) -> RunConfig:
             "and learner.epochs_per_batch to 1, or correction.proximal: recompute"
         )
     contract = contract_of(config.model, config.rollout.engine, config.learner)
-    engine = config.rollout.engine.model_copy(update=contract.engine_settings)
+    return _with_settings(config, contract.engine_settings, contract.learner_settings)
+
+
+def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dict[str, Any]) -> RunConfig:
+    engine = config.rollout.engine.model_copy(update=of_engine)
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"engine": engine}),
-            "learner": config.learner.model_copy(update=contract.learner_settings),
+            "learner": config.learner.model_copy(update=of_learner),
         }
     )
 

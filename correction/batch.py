@@ -15,7 +15,7 @@ from torch import Tensor
 
 from correction.errors import DataError
 
-_PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs")
+_PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ class PackedBatch:
     """[N, K] int64: the sampler's K most likely tokens."""
     topk_logprobs: Tensor | None = None
     """[N, K] float32: their logprobs under the behaviour policy."""
+    routed_experts: Tensor | None = None
+    """[N, layers, k] uint8 or int16: experts that a token was sent to when the model read it, to be replayed; no meaning at a sequence's
+    last token, which nothing reads."""
 
     @property
     def num_tokens(self) -> int:

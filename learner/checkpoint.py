@@ -113,7 +113,7 @@ def restore(
     manifest = _manifest(source, hf_config)
     saved = _Saved(source, manifest["ranks"], hf_config, placement)
     with torch.no_grad():
-        for rule, parameter in _bound(model, hf_config):
+        for rule, parameter in _bound(model, hf_config, placement):
             states = saved.read(rule, parameter)
             parameter.copy_(states.pop(WEIGHT))
             optimizer.set_state(parameter, states)
@@ -134,15 +134,15 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
 # What a rank holds
 
 
-def _bound(model: DistributedDataParallel, hf_config: Any) -> list[tuple[convert.Rule, torch.nn.Parameter]]:
-    return convert.bind(unwrap(model), convert.family_of(hf_config))
+def _bound(model: DistributedDataParallel, hf_config: Any, placement: Placement) -> list[tuple[convert.Rule, torch.nn.Parameter]]:
+    return convert.bind(unwrap(model), convert.family_of(hf_config), placement.expert_rank)
 
 
 def _held_tensors(
     model: DistributedDataParallel, optimizer: GuardedOptimizer, hf_config: Any, placement: Placement
 ) -> Iterator[tuple[str, Tensor]]:
     """What this rank writes: each element is written by one rank."""
-    for rule, parameter in _bound(model, hf_config):
+    for rule, parameter in _bound(model, hf_config, placement):
         is_split = rule.layout is not convert.Layout.REPLICATED
         if getattr(parameter, "shared", False) or (placement.tensor_rank > 0 and not is_split):
             continue  # the last stage's copy of a tied embedding; what tensor-parallel ranks have alike
@@ -199,7 +199,8 @@ class _Saved:
 
 def _model_shape(hf_config: Any) -> dict[str, Any]:
     """What decides which parameters there are, and how large."""
-    names = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts")
+    names = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings"]
+    names += ["num_experts", "moe_intermediate_size"]
     return {name: getattr(hf_config, name, None) for name in names} | asdict(convert.HeadShape.of(hf_config))
 
 

@@ -34,6 +34,8 @@ class LearnerConfig(BaseModel):
     """Between the matrices, tensor-parallel ranks share the rows of a pass as well; saves the memory of their activations."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Stages, of equally many layers, that one copy is cut into; micro-batches pass through them (1F1B)."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Data-parallel ranks over which one copy's experts are spread; tokens travel to them. Divides data_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a rank computes; auto takes a GPU when torch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -78,6 +80,11 @@ class LearnerConfig(BaseModel):
     """Keep only each layer's input for the backward pass and compute the layer again: a third more work, far less memory."""
     shared_prompts: bool = True
     """Compute the prompt of a group once for all its answers; not on GPUs in half precision, nor in fixed order."""
+    moe_aux_loss_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of Megatron's load-balancing loss, of each micro-batch's routing, beside the loss of a mixture of experts; 0: none."""
+    routing_replay: Literal["none", "rollout", "recompute"] = "none"
+    """Experts of a mixture of experts that tokens are sent to in proximal forward and training: the learner's own choice each time; the
+    engine's while it sampled (rollout, R3); or in training that of the proximal forward (recompute, R2)."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
@@ -105,6 +112,15 @@ class LearnerConfig(BaseModel):
             raise ValueError(f"decay_steps = {self.decay_steps} must exceed warmup_steps = {self.warmup_steps}: it counts from the start")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate = {self.min_learning_rate} is above learning_rate = {self.learning_rate}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.data_parallel % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel = {self.expert_parallel} must divide data_parallel = {self.data_parallel}: its ranks are data-parallel "
+                "ranks that hold different experts"
+            )
         return self
 
     @model_validator(mode="after")

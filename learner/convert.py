@@ -1,10 +1,11 @@
 """Weights between Hugging Face and Megatron: for each model family a table of rules, and the layouts that the rules name.
 
-A new dense family is a new table; a new way in which Megatron stores a matrix is a new `Layout`.
+A new family is a new table; a new way in which Megatron stores a matrix is a new `Layout`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -36,11 +37,19 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter and the HF tensors that it is made of; {layer} is the layer's index in the whole model."""
+    """One Megatron parameter and the HF tensors that it is made of.
+
+    {layer} is the layer's index in the whole model; {expert} the expert's, in Megatron's name among those of the rank.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
+
+    @property
+    def is_expert(self) -> bool:
+        """An expert is whole on one rank, and which one decides expert parallelism; tensor parallelism splits none."""
+        return ".local_experts." in self.megatron
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,8 @@ class Family:
     """Queries and keys are normalised head by head."""
     has_qkv_bias: bool = False
     """The projections to q, k and v have a bias."""
+    has_experts: bool = False
+    """Each layer's feed-forward part is a router and its experts."""
 
 
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -61,7 +72,7 @@ def _layer_rule(megatron: str, layout: Layout, *hf: str) -> Rule:
     return Rule(_MEGATRON_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), layout)
 
 
-_DECODER = (
+_TRUNK = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.VOCAB),
     _layer_rule("input_layernorm.weight", Layout.REPLICATED, "input_layernorm.weight"),
     _layer_rule(
@@ -69,10 +80,18 @@ _DECODER = (
     ),
     _layer_rule("self_attention.linear_proj.weight", Layout.ROW, "self_attn.o_proj.weight"),
     _layer_rule("pre_mlp_layernorm.weight", Layout.REPLICATED, "post_attention_layernorm.weight"),
-    _layer_rule("mlp.linear_fc1.weight", Layout.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _layer_rule("mlp.linear_fc2.weight", Layout.ROW, "mlp.down_proj.weight"),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED),
     Rule("output_layer.weight", ("lm_head.weight",), Layout.VOCAB),
+)
+_FEED_FORWARD = (
+    _layer_rule("mlp.linear_fc1.weight", Layout.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer_rule("mlp.linear_fc2.weight", Layout.ROW, "mlp.down_proj.weight"),
+)
+_EXPERT, _HF_EXPERT = "mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."
+_EXPERTS = (
+    _layer_rule("mlp.router.weight", Layout.REPLICATED, "mlp.gate.weight"),
+    _layer_rule(_EXPERT + "linear_fc1.weight", Layout.GATE_UP, _HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"),
+    _layer_rule(_EXPERT + "linear_fc2.weight", Layout.ROW, _HF_EXPERT + "down_proj.weight"),
 )
 _QK_NORM = (
     _layer_rule("self_attention.q_layernorm.weight", Layout.REPLICATED, "self_attn.q_norm.weight"),
@@ -83,9 +102,10 @@ _QKV_BIAS = (
 )
 
 FAMILIES: dict[str, Family] = {
-    "qwen3": Family(_DECODER + _QK_NORM, has_qk_norm=True),
-    "qwen2": Family(_DECODER + _QKV_BIAS, has_qkv_bias=True),
-    "llama": Family(_DECODER),
+    "qwen3": Family(_TRUNK + _FEED_FORWARD + _QK_NORM, has_qk_norm=True),
+    "qwen3_moe": Family(_TRUNK + _EXPERTS + _QK_NORM, has_qk_norm=True, has_experts=True),
+    "qwen2": Family(_TRUNK + _FEED_FORWARD + _QKV_BIAS, has_qkv_bias=True),
+    "llama": Family(_TRUNK + _FEED_FORWARD),
 }
 """By transformers' model_type."""
 
@@ -105,6 +125,8 @@ def family_of(hf_config: Any) -> Family:
         "mlp_bias": (bool(getattr(hf_config, "mlp_bias", False)), False),
         "use_sliding_window": (bool(getattr(hf_config, "use_sliding_window", False)), False),
         "rope_type": (rope_type, "default"),
+        "decoder_sparse_step": (getattr(hf_config, "decoder_sparse_step", 1), 1),  # layers with experts among layers without
+        "mlp_only_layers": (list(getattr(hf_config, "mlp_only_layers", None) or []), []),
     }
     for name, (value, supported) in refused.items():
         if value != supported:
@@ -148,7 +170,7 @@ def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: i
     Args:
         rows: rows of the parameter on this rank; more than the HF tensor has when the vocabulary is padded.
     """
-    parts, part = placement.tensor_parallel, placement.tensor_rank
+    parts, part = (1, 0) if rule.is_expert else (placement.tensor_parallel, placement.tensor_rank)
     match rule.layout:
         case Layout.REPLICATED:
             return tensors[0]
@@ -179,17 +201,23 @@ def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int
             return tuple(torch.cat(list(halves)) for halves in zip(*(part.chunk(2) for part in parts), strict=True))
 
 
-def bind(model: torch.nn.Module, family: Family) -> list[tuple[Rule, torch.nn.Parameter]]:
-    """Each of this rank's parameters with its rule, the layer's index filled in.
+def bind(model: torch.nn.Module, family: Family, expert_rank: int = 0) -> list[tuple[Rule, torch.nn.Parameter]]:
+    """Each of this rank's parameters with its rule, the layer's and the expert's index filled in.
 
+    Args:
+        expert_rank: whose experts this rank's parameters are taken for: its own, or another's when those are gathered.
     Raises: DataError if a parameter has no rule: the table and the model do not describe the same thing.
     """
     rules = {rule.megatron: rule for rule in family.rules}
     numbers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}  # type: ignore[union-attr,arg-type]
+    local_experts = (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size  # type: ignore[union-attr,operator]
     bound = []
     for name, parameter in model.named_parameters():
         layer = next((prefix for prefix in numbers if name.startswith(prefix)), None)
         pattern = name if layer is None else _MEGATRON_LAYER + name.removeprefix(layer)
+        local_expert = re.search(r"local_experts\.(\d+)", pattern)
+        if local_expert:
+            pattern = pattern.replace(local_expert[0], "local_experts.{expert}")
         if pattern not in rules:
             raise DataError(f"learner/convert.py: no rule for Megatron's parameter {name}")
         rule = rules[pattern]
@@ -197,7 +225,8 @@ def bind(model: torch.nn.Module, family: Family) -> list[tuple[Rule, torch.nn.Pa
             rule = replace(rule, hf=rules["embedding.word_embeddings.weight"].hf)
         if layer is not None:
             number = numbers[layer]
-            rule = Rule(name, tuple(hf.format(layer=number) for hf in rule.hf), rule.layout)
+            expert = expert_rank * local_experts + int(local_expert[1]) if local_expert else None
+            rule = Rule(name, tuple(hf.format(layer=number, expert=expert) for hf in rule.hf), rule.layout)
         bound.append((rule, parameter))
     return bound
 
@@ -211,7 +240,7 @@ def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], 
     Raises: DataError if a shape is not what config.json says.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
-    for rule, parameter in bind(model, family):
+    for rule, parameter in bind(model, family, placement.expert_rank):
         weight = to_megatron(rule, [read(name) for name in rule.hf], heads, parameter.shape[0], placement)
         if weight.shape != parameter.shape:
             raise DataError(
@@ -222,15 +251,28 @@ def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], 
 
 @torch.no_grad()
 def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """HF names and whole tensors of this rank's stage, one parameter at a time. Every tensor-parallel rank must go through it; the tensors
-    may share memory with the model's.
+    """HF names and whole tensors of this rank's stage, one parameter at a time. Every rank of the stage's copy must go through it; the
+    tensors may share memory with the model's.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
-    for rule, parameter in bind(model, family):
+    of_ranks = [bind(model, family, rank) for rank in range(placement.expert_parallel)]
+    for same in zip(*of_ranks, strict=True):
+        rule, parameter = same[0]
         if getattr(parameter, "shared", False):  # the last stage's copy of a tied embedding
             continue
-        parts = [parameter.detach()]
-        if placement.tensor_parallel > 1 and rule.layout is not Layout.REPLICATED:
-            parts = [torch.empty_like(parameter) for _ in range(placement.tensor_parallel)]
-            dist.all_gather(parts, parameter.detach().contiguous(), group=placement.tensor_group)
+        if rule.is_expert:  # on each expert-parallel rank another expert stands at this place
+            for (its_rule, _), weight in zip(same, _gathered(parameter, placement.expert_parallel, placement.expert_group), strict=True):
+                yield from zip(its_rule.hf, to_hf(its_rule, [weight], heads, hf_config.vocab_size), strict=True)
+            continue
+        is_split = rule.layout is not Layout.REPLICATED
+        parts = _gathered(parameter, placement.tensor_parallel if is_split else 1, placement.tensor_group)
         yield from zip(rule.hf, to_hf(rule, parts, heads, hf_config.vocab_size), strict=True)
+
+
+def _gathered(parameter: Tensor, ranks: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """A parameter as each rank of a group has it, all of one shape."""
+    if ranks == 1:
+        return [parameter.detach()]
+    parts = [torch.empty_like(parameter) for _ in range(ranks)]
+    dist.all_gather(parts, parameter.detach().contiguous(), group=group)
+    return parts

@@ -7,7 +7,8 @@ that begin with the same tokens are a family: what they have in common is read o
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,10 @@ class ModelInputs:
     """[M] int64: indices in the batch of the tokens in the loss mask, ascending."""
     predicting_row: Tensor
     """[M] int64: the row after which each of them comes. The last row of a shared prompt comes before the first token of every answer."""
+    row_of_token: Tensor
+    """[N] int64: the row in which each token of the batch is read; -1 where none is."""
+    routed_experts: Tensor | None = None
+    """[R, layers, k]: where each row is sent, if the batch says so."""
 
     @classmethod
     def of(cls, batch: PackedBatch, *, share_prompts: bool = True, row_multiple: int = 1) -> ModelInputs:
@@ -78,21 +83,33 @@ class ModelInputs:
             row += rows
         rows_of_tokens = torch.tensor(row_of, dtype=torch.int64)
         is_read = rows_of_tokens >= 0
-        token_ids = torch.zeros(row, dtype=torch.int64)
-        token_ids[rows_of_tokens[is_read]] = batch.token_ids[is_read]  # members write the same tokens into the rows that they share
+
+        def of_rows(per_token: Tensor) -> Tensor:
+            values = per_token.new_zeros(row, *per_token.shape[1:])
+            values[rows_of_tokens[is_read]] = per_token[is_read]  # members write the same into the rows that they share
+            return values
+
         predicted = batch.loss_mask.nonzero()[:, 0]
-        return cls(token_ids, layout, predicted, rows_of_tokens[predicted - 1])
+        return cls(
+            of_rows(batch.token_ids),
+            layout,
+            predicted,
+            rows_of_tokens[predicted - 1],
+            rows_of_tokens,
+            None if batch.routed_experts is None else of_rows(batch.routed_experts),
+        )
 
     def to(self, device: torch.device) -> ModelInputs:
         """The same with its tensors on `device`."""
-        moved = {name: getattr(self, name).to(device) for name in ("token_ids", "predicted", "predicting_row")}
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
         return replace(self, **moved)
 
 
 def find_families(batch: PackedBatch, *, share_prompts: bool) -> list[Family]:
     """Every sequence of a batch in one family, with the rows that it takes to read them.
 
-    Only what comes before the first trained token is shared, and only if the tokens are equal: group ids say where to look.
+    Only what comes before the first trained token is shared, and only if the tokens are equal, and the experts where they are given (a
+    prompt that was prefilled at two weight versions was routed twice): group ids say where to look.
     Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts.
     """
     lengths, prompts = _extents(batch)
@@ -106,7 +123,10 @@ def find_families(batch: PackedBatch, *, share_prompts: bool) -> list[Family]:
         else:  # nothing is trained in it
             families.append(Family.alone(i, lengths[i]))
     for members in groups.values():
-        shared = _common_length([token_ids[starts[i] : starts[i] + prompts[i]] for i in members])
+        texts = [token_ids[starts[i] : starts[i] + prompts[i]] for i in members]
+        if batch.routed_experts is not None:
+            texts = [_with_routes(text, batch.routed_experts[starts[i] :]) for i, text in zip(members, texts, strict=True)]
+        shared = _common_length(texts)
         if (len(members) - 1) * shared > LEAST_SAVED * sum(lengths[i] for i in members):
             families.append(Family(tuple(members), shared, tuple(lengths[i] - shared for i in members)))
         else:
@@ -130,7 +150,12 @@ def _extents(batch: PackedBatch) -> tuple[list[int], list[int]]:
     return lengths.tolist(), prompts.tolist()
 
 
-def _common_length(texts: list[list[int]]) -> int:
+def _with_routes(text: list[int], routed_experts: Tensor) -> list[tuple[int, bytes]]:
+    """Each token with its experts in all layers; routed_experts: [at least as many rows, layers, k]."""
+    return [(token, routes.tobytes()) for token, routes in zip(text, routed_experts[: len(text)].numpy(), strict=True)]
+
+
+def _common_length(texts: list[list[Any]]) -> int:
     """Tokens with which all of them begin: those with which the first and the last in lexical order do."""
     low, high = min(texts), max(texts)
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))

@@ -26,6 +26,7 @@ from correction.invariance import Processor
 from correction.invariance.capture import Capture
 from correction.invariance.operators import head_logits
 from correction.loss import loss_metrics, policy_scale
+from correction.sense import fold_obstacle
 from correction.weight_spec import WeightSpec
 from learner import balance, capture, checkpoint, convert, export, hf_folder, model, parallel
 from learner.config import LearnerConfig
@@ -45,6 +46,18 @@ class _Loaded:
     hf_config: Any
     model: DistributedDataParallel
     optimizer: GuardedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Proximal:
+    """A forward pass over a batch at the weights from which its update starts."""
+
+    logprobs: Tensor
+    """[N] float32, CPU, as LearnerRank.logprobs."""
+    routed_experts: Tensor | None
+    """[N, layers, k], CPU: where the tokens were sent, if training is to follow."""
+    routing_agreement: float | None
+    """As StepResult's."""
 
 
 class LearnerRank:
@@ -98,15 +111,24 @@ class LearnerRank:
         """
         return self._forward(batch).logprobs
 
+    def proximal(self, batch: PackedBatch) -> Proximal:
+        """What the batch's update is to be anchored to: `logprobs`, and with routing_replay recompute the routing that gave them.
+
+        Raises: DataError as `logprobs`, and if the engine's routing is to be replayed and the batch has none.
+        """
+        self._check_routes(batch)
+        done = self._forward(batch, keep_routes=self.config.routing_replay == "recompute")
+        return Proximal(done.logprobs, done.routed_experts, done.routing_agreement)
+
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
-        """[N] float32, CPU: the same under the reference's weights.
+        """[N] float32, CPU: the same under the reference's weights and by its own routing.
 
         Raises: ConfigError without `load_reference`.
         """
         if self._reference is None:
             raise ConfigError("reference_logprobs: no reference model; call load_reference(folder) first")
         with self._swapped(self._reference):
-            return self._forward(batch).logprobs
+            return self._forward(replace(batch, routed_experts=None)).logprobs
 
     def capture(self, batch: PackedBatch) -> tuple[Tensor, Capture]:
         """`logprobs`, and what each operator made of each token, for a comparison with an engine; on one rank."""
@@ -140,11 +162,13 @@ class LearnerRank:
         the minibatch (correction.for_step), so that each step has a loss of the size of a batch's. A deferred batch has one.
         Args:
             step: number of this batch; with the seed it decides the split into minibatches.
-        Raises: ConfigError if a deferred batch is to have several optimizer steps; DataError if nothing is in the batch.
+        Raises: ConfigError if a deferred batch is to have several optimizer steps, or a balancing loss would be scaled with the policy's;
+            DataError if nothing is in the batch.
         """
         started = time.perf_counter()
         watch = Stopwatch(self.placement.device)
         with watch.phase("prepare"):
+            self._check_routes(corrected.batch, is_training=True)
             shares = self._shares(corrected, correction_config, step)
         objective = correction_objective(correction_config)
         state = self._require()
@@ -185,6 +209,7 @@ class LearnerRank:
             optimizer_steps=sum(update.is_applied for update in updates),
             skipped_steps=sum(not update.is_applied for update in updates),
             microbatches=sum(one[0].microbatches for one in done),
+            routing_agreement=_mean([one[0].routing_agreement for one in done[:first_epoch]]),
             seconds=watch.seconds,
         )
 
@@ -309,7 +334,14 @@ class LearnerRank:
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         return export.of_all_stages(convert.export(self._policy, self._require().hf_config, self.placement), self.placement)
 
-    def _forward(self, batch: PackedBatch) -> Pass:
+    def _check_routes(self, batch: PackedBatch, *, is_training: bool = False) -> None:
+        """Raises: DataError if routing is to be replayed, and the batch doesn't have it."""
+        source = self.config.routing_replay
+        if batch.routed_experts is None and (source == "rollout" or (source == "recompute" and is_training)):
+            giver = "the engine's completions (rollout.engine.return_routed_experts)" if source == "rollout" else "LearnerRank.proximal"
+            raise DataError(f"learner.routing_replay = {source}: the batch has no routed_experts to replay; they come from {giver}")
+
+    def _forward(self, batch: PackedBatch, *, keep_routes: bool = False) -> Pass:
         return run_microbatches(
             self._require().model,
             _uncorrected(replace(batch, topk_ids=None, topk_logprobs=None)),  # nobody asks for them here
@@ -317,6 +349,7 @@ class LearnerRank:
             config=self.config,
             placement=self.placement,
             watch=Stopwatch(self.placement.device),
+            keep_routes=keep_routes,
         )
 
     def _shares(self, corrected: CorrectedBatch, correction_config: CorrectionConfig, step: int) -> list[tuple[list[int], CorrectedBatch]]:
@@ -324,6 +357,12 @@ class LearnerRank:
         count, epochs = self.config.optimizer_steps_per_batch, self.config.epochs_per_batch
         if corrected.batch.num_tokens == 0:
             raise DataError(f"learner: batch of step {step} has no tokens; a step needs at least one sequence")
+        obstacle = fold_obstacle(correction_config, is_deferred=corrected.is_deferred, has_auxiliary_loss=True)
+        if self.config.moe_aux_loss_coefficient > 0 and obstacle is not None:
+            raise ConfigError(
+                f"learner.moe_aux_loss_coefficient = {self.config.moe_aux_loss_coefficient} with this correction: {obstacle}. Compute "
+                "proximal logprobs first (correct() instead of defer()), or turn batch normalisation and kept counts off"
+            )
         if count * epochs == 1:
             return [(list(range(corrected.batch.num_sequences)), corrected)]
         if corrected.is_deferred:
@@ -363,6 +402,12 @@ def _first_values(
         logprobs[index], entropies[index] = done.logprobs, done.entropies
     trained = entropies[batch.loss_mask]
     return logprobs, float(trained.double().mean()) if len(trained) else None
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Of those that there are."""
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
 
 
 def _uncorrected(batch: PackedBatch) -> CorrectedBatch:

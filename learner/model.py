@@ -27,6 +27,7 @@ from learner.megatron import (
 )
 from learner.norm import HFRMSNorm
 from learner.parallel import Placement
+from learner.routing import Routing
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
@@ -38,6 +39,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
     real_vocab_size: int
     """Tokens of the Hugging Face model; the rows beyond are padding."""
+    routing: Routing | None = None
+    """Which experts are taken, where that is watched or given."""
 
     def _preprocess(self, *args: Any, position_ids: Tensor, **options: Any) -> tuple[Any, ...]:
         """Megatron's, with the rotary angles already picked for each packed token: it would cut and join the pack again in each layer."""
@@ -82,6 +85,8 @@ def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> Policy
     )
     model.real_vocab_size = hf_config.vocab_size
     model.to(placement.device)
+    if config.routing_replay != "none":
+        model.routing = Routing(model)
     return model
 
 
@@ -107,6 +112,7 @@ def unwrap(model: torch.nn.Module) -> PolicyModel:
 def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placement) -> TransformerConfig:
     """Megatron's settings for a Hugging Face config."""
     family, heads, dtype = convert.family_of(hf_config), convert.HeadShape.of(hf_config), config.torch_dtype
+    experts = _expert_settings(hf_config, config) if family.has_experts else _no_experts(hf_config, config)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -129,6 +135,8 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         recompute_granularity="full" if config.recompute_activations else None,
         recompute_method="uniform" if config.recompute_activations else None,
         recompute_num_layers=1 if config.recompute_activations else None,
+        expert_model_parallel_size=placement.expert_parallel,
+        expert_tensor_parallel_size=1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -147,7 +155,42 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         persist_layer_norm=False,
         batch_p2p_comm=False,
         cuda_graph_scope=[],  # its default warns that it is deprecated
+        **experts,
     )
+
+
+def _no_experts(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
+    """Raises: DataError for settings of experts that a dense model doesn't have."""
+    for name in ("expert_parallel", "moe_aux_loss_coefficient", "routing_replay"):
+        if getattr(config, name) != type(config).model_fields[name].default:
+            raise DataError(f"learner.{name} = {getattr(config, name)}: {hf_config.model_type} has no experts. Leave the setting out")
+    return {}
+
+
+def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
+    """Megatron's settings of a mixture of experts. Raises: DataError for what the learner's experts can't be combined with."""
+    obstacles = {
+        f"learner.tensor_parallel = {config.tensor_parallel}": config.tensor_parallel > 1,
+        f"learner.pipeline_parallel = {config.pipeline_parallel}": config.pipeline_parallel > 1,
+        "learner.fixed_order = true (true_on_policy)": config.fixed_order,
+        f"learner.expert_parallel = {config.expert_parallel}": hf_config.num_experts % config.expert_parallel > 0,
+    }
+    for setting, stands_against in obstacles.items():
+        if stands_against:
+            raise DataError(
+                f"{setting}: {hf_config.model_type} with {hf_config.num_experts} experts can't be trained with it. Tensor parallelism "
+                "would spread the rows that the router sees, and stages its layers, which isn't built for routes watched or given; the "
+                "rows of an expert have no fixed order; and ranks share experts equally. Use data_parallel with an expert_parallel "
+                "that divides the number of experts"
+            )
+    return {
+        "num_moe_experts": hf_config.num_experts,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_router_pre_softmax": not hf_config.norm_topk_prob,  # softmax over all experts and then the top k, or the other way round
+        "moe_router_load_balancing_type": "aux_loss" if config.moe_aux_loss_coefficient else "none",
+        "moe_aux_loss_coeff": config.moe_aux_loss_coefficient,
+    }
 
 
 def _block_spec(transformer: TransformerConfig, fixed_order: bool) -> TransformerBlockSubmodules:
@@ -156,7 +199,9 @@ def _block_spec(transformer: TransformerConfig, fixed_order: bool) -> Transforme
     Args:
         fixed_order: attention and linear layers of fixed order, for true on-policy training.
     """
-    layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=transformer.num_moe_experts, qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = HFRMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention

@@ -1,4 +1,4 @@
-"""A Qwen3-architecture model of a few million parameters with its own tokenizer: something to train where no weights can be had.
+"""A Qwen3 or Qwen3-MoE model of a few million parameters with its own tokenizer: something to train where no weights can be had.
 
 The result is a plain Hugging Face folder: config.json, safetensors, tokenizer with a chat template, generation_config.json.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from correction.errors import DataError
+
+if TYPE_CHECKING:  # reading settings must not cost the import of torch
+    from torch import Tensor
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 CHAT_TEMPLATE = (
@@ -42,7 +45,11 @@ class NanoModelConfig(BaseModel):
     head_dim: int = Field(default=64, ge=2)
     """Channels of a head, even."""
     intermediate_size: int = Field(default=768, ge=1)
-    """Width of the gated feed-forward layer."""
+    """Width of the gated feed-forward layer, or of each expert."""
+    experts: int = Field(default=0, ge=0)
+    """Experts in each layer, a Qwen3-MoE model then; 0: none, a dense Qwen3."""
+    experts_per_token: int = Field(default=2, ge=1)
+    """Experts that a token is sent to."""
     max_position_embeddings: int = Field(default=512, ge=2)
     """Longest sequence, prompt and answer."""
     max_vocab_size: int = Field(default=512, ge=260)
@@ -65,6 +72,10 @@ class NanoModelConfig(BaseModel):
     def _check_heads(self) -> Self:
         if self.heads % self.key_value_heads:
             raise ValueError(f"key_value_heads = {self.key_value_heads} must divide heads = {self.heads}")
+        if 0 < self.experts <= self.experts_per_token:
+            raise ValueError(f"experts_per_token = {self.experts_per_token} must be less than experts = {self.experts}: nothing to route")
+        if self.experts and self.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings = true with experts: SGLang's Qwen3-MoE has a head of its own. Set it to false")
         return self
 
 
@@ -77,7 +88,7 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     Raises: DataError if the folder holds a model already.
     """
     import torch
-    from transformers import GenerationConfig, Qwen3ForCausalLM
+    from transformers import GenerationConfig, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
     from learner import hf_folder
 
@@ -88,15 +99,28 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     tokenizer = _fast_tokenizer(train_tokenizer(list(texts), config.max_vocab_size, config.word_share, lowercase=config.lowercase), config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = Qwen3ForCausalLM(_hf_config(config, tokenizer))  # type: ignore[no-untyped-call]
+        model = (Qwen3MoeForCausalLM if config.experts else Qwen3ForCausalLM)(_hf_config(config, tokenizer))
     tokenizer.save_pretrained(target)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(target)
     generation = {"do_sample": True, "temperature": 1.0, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     GenerationConfig(**generation).save_pretrained(target)  # type: ignore[no-untyped-call]
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    hf_folder.write_shards(target, [{name: weight for name, weight in model.state_dict().items() if name not in tied}])
+    weights = {name: weight for name, weight in _unfused(model.state_dict()) if name not in tied}
+    hf_folder.write_shards(target, [weights])
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _unfused(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """transformers holds a layer's experts in one tensor, files hold them one by one."""
+    for name, weight in state.items():
+        base, _, leaf = name.rpartition(".")
+        if not base.endswith(".experts"):
+            yield name, weight
+            continue
+        for number, expert in enumerate(weight):
+            parts = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True) if leaf == "gate_up_proj" else [(leaf, expert)]
+            yield from ((f"{base}.{number}.{part}.weight", tensor.contiguous()) for part, tensor in parts)
 
 
 def train_tokenizer(texts: Sequence[str], max_vocab_size: int, word_share: float = 0.5, *, lowercase: bool = False) -> Tokenizer:
@@ -148,22 +172,31 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: NanoModelConfig) -> Any:
 
 
 def _hf_config(config: NanoModelConfig, tokenizer: Any) -> Any:
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.key_value_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        initializer_range=config.init_std,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "initializer_range": config.init_std,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if not config.experts:
+        return Qwen3Config(**settings)
+    experts: dict[str, Any] = {
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.intermediate_size,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeConfig(**settings, **experts)

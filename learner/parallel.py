@@ -38,6 +38,9 @@ class Placement:
     pipeline_rank: int = 0
     """Stage of the model that this rank holds."""
     pipeline_parallel: int = 1
+    expert_rank: int = 0
+    """Index of this rank's share of the experts."""
+    expert_parallel: int = 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -51,6 +54,7 @@ class Placement:
             "data_parallel": self.data_parallel,
             "tensor_parallel": self.tensor_parallel,
             "pipeline_parallel": self.pipeline_parallel,
+            "expert_parallel": self.expert_parallel,
         }
 
     @property
@@ -90,6 +94,12 @@ class Placement:
         every: list[set[str]] = [set()] * self.world_size
         dist.all_gather_object(every, names)
         return set.intersection(*every)
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """Ranks that hold different experts and different sequences; each sends its tokens to where their experts are."""
+        group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
+        return group
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """The tensor, summed in place over the ranks that share a batch."""
@@ -140,12 +150,13 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
         raise ConfigError(
             f"learner: this process is rank {dist.get_rank()} of {dist.get_world_size()} already and can't become {rank} of {world_size}"
         )
-    split = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
-    if split != (config.tensor_parallel, config.pipeline_parallel):
-        raise ConfigError(
-            f"learner: tensor_parallel {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}: this process was set up "
-            f"for {split[0]} and {split[1]}; use a fresh process"
-        )
+    built = {
+        "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for name, size in built.items():
+        if getattr(config, name) != size:
+            raise ConfigError(f"learner.{name} = {getattr(config, name)}: this process was set up for {size}; use a fresh process")
     torch.set_num_threads(config.threads)
     model_parallel_cuda_manual_seed(config.seed)
     return Placement(
@@ -156,8 +167,8 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         device=device,
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
     )
 
 
@@ -183,6 +194,8 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
             pipeline_model_parallel_size=config.pipeline_parallel,
+            expert_model_parallel_size=config.expert_parallel,
+            expert_tensor_parallel_size=1,  # an expert is small: it is whole on one rank
         )
 
 

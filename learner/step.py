@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from learner.config import LearnerConfig
 from learner.inputs import ModelInputs, find_families
 from learner.loss import Objective, TokenValues, forward_hidden, token_values, without_loss
 from learner.megatron import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
+from learner.model import unwrap
 from learner.optimizer import GuardedOptimizer, Update
 from learner.parallel import Placement
+from learner.routing import Routes, gather_taken, mean_agreement
 
 ObjectiveFunction = Callable[[CorrectedBatch, TokenValues], Objective]
 Microbatch = tuple[CorrectedBatch, ModelInputs]
@@ -58,6 +60,8 @@ class StepResult:
     """Updates not made, because loss or gradient was not finite, or the gradient 0 everywhere."""
     microbatches: int
     """Forward and backward passes of this rank."""
+    routing_agreement: float | None
+    """Share of tokens and layers, in those same forward passes, in which the learner's routers chose the experts that were replayed."""
     seconds: dict[str, float]
     """By phase: prepare, forward_backward, gather, optimizer, total."""
 
@@ -94,6 +98,10 @@ class Pass:
     entropies: Tensor
     """[N], likewise."""
     microbatches: int
+    routed_experts: Tensor | None = None
+    """[N, layers, k], CPU: where the tokens were sent, in a forward that keeps it."""
+    routing_agreement: float | None = None
+    """Share of tokens and layers in which the routers' own choice was the one taken."""
 
 
 def run_microbatches(
@@ -104,11 +112,14 @@ def run_microbatches(
     config: LearnerConfig,
     placement: Placement,
     watch: Stopwatch,
+    keep_routes: bool = False,
 ) -> Pass:
     """Forward passes of this rank's share through Megatron's schedule, and backward passes if there is an objective.
 
     Gradients are left in Megatron's buffer, summed over micro-batches and ranks: the objective's scales are those of the whole batch,
-    so nothing is averaged.
+    so nothing is averaged. A batch's routed experts are replayed.
+    Args:
+        keep_routes: return where tokens were sent.
     """
     batch = corrected.batch
     with watch.phase("prepare"):
@@ -122,11 +133,20 @@ def run_microbatches(
         row_multiple = placement.tensor_parallel if config.sequence_parallel else 1
         inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
         microbatches = [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
+        if config.moe_aux_loss_coefficient:
+            # Megatron multiplies a micro-batch's balancing loss by its rows: this makes the sum over micro-batches a mean over all rows.
+            model.config.moe_aux_loss_coeff = config.moe_aux_loss_coefficient / sum(family.tokens for family in families)
     outputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    routes: list[Routes] = []
+    routing = unwrap(model).routing
 
     def forward_step(data: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         microbatch, inputs = next(data)
+        if routing is not None:
+            routing.replay(inputs.routed_experts)
         hidden = forward_hidden(model, inputs.token_ids, inputs.layout)
+        if routing is not None:
+            routes.append(Routes(routing.taken() if keep_routes else None, routing.agreement()))
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
@@ -148,7 +168,13 @@ def run_microbatches(
             forward_only=objective is None,
         )
     with watch.phase("gather"):
-        return _gather(outputs, parts, corrected, placement)
+        done = _gather(outputs, parts, corrected, placement)
+        if routing is None:
+            return done
+        routing.forget()
+        rows = [inputs.row_of_token for _, inputs in microbatches]
+        taken = gather_taken(routes, rows, parts, batch, placement) if keep_routes else None
+        return replace(done, routed_experts=taken, routing_agreement=mean_agreement(routes, parts, placement))
 
 
 def _gather(

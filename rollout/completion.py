@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import math
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
 from correction.errors import EngineError
-from rollout.trajectory import FinishReason, TopLogprobs, VersionSpan
+from rollout.trajectory import FinishReason, RoutedExperts, TopLogprobs, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A model's mixture of experts."""
+
+    layers: int
+    experts: int
+    k: int
+    """Experts that a token is sent to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +39,16 @@ class Completion:
     """Times that its KV cache was dropped and computed again: by weight updates, or for want of memory."""
     top_logprobs: TopLogprobs | None = None
     """Of the most likely tokens, where they were asked for."""
+    routed_experts: RoutedExperts | None = None
+    """Of all tokens but the last, the prompt's included, where they were asked for."""
 
     @classmethod
-    def from_sglang(cls, answer: dict[str, Any], engine_name: str, topk: int = 0) -> Completion:
+    def from_sglang(cls, answer: dict[str, Any], engine_name: str, topk: int = 0, experts: ExpertShape | None = None) -> Completion:
         """
         Args:
             topk: most likely tokens that were asked for at each position.
-        Raises: EngineError if logprobs or version spans do not cover the tokens one to one, or a logprob is not finite.
+            experts: of the model, if routes were asked for.
+        Raises: EngineError if logprobs, version spans or routes do not cover the tokens one to one, or a logprob is not finite.
         """
         meta = answer["meta_info"]
         token_ids = tuple(answer["output_ids"])
@@ -54,14 +69,17 @@ class Completion:
                 f"{engine_name}: version spans {spans} do not cover {len(token_ids)} tokens: "
                 "SGLang's answer has another form than in 0.5.21"
             )
+        reason = FinishReason((meta.get("finish_reason") or {"type": "abort"})["type"])
+        wants_routes = experts is not None and reason is not FinishReason.ABORT  # an aborted request may not have been read at all
         return cls(
             token_ids=token_ids,
             logprobs=logprobs,
             version_spans=spans,
-            finish_reason=FinishReason((meta.get("finish_reason") or {"type": "abort"})["type"]),
+            finish_reason=reason,
             cached_tokens=int(meta.get("cached_tokens", 0)),
             retractions=int(meta.get("num_retractions", 0)),
             top_logprobs=_top_logprobs(meta, len(token_ids), topk, engine_name) if topk else None,
+            routed_experts=_routed_experts(meta, len(token_ids), experts, engine_name) if experts and wants_routes else None,
         )
 
 
@@ -74,3 +92,16 @@ def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str
             "not finite: the weights hold a NaN, or SGLang's answer has another form than in 0.5.21"
         )
     return found
+
+
+def _routed_experts(meta: dict[str, Any], tokens: int, shape: ExpertShape, engine_name: str) -> RoutedExperts:
+    """SGLang sends int32 [prompt + response - 1, layers, k], base64."""
+    wide = array("i", base64.b64decode(meta.get("routed_experts") or ""))
+    expected = (int(meta["prompt_tokens"]) + tokens - 1) * shape.layers * shape.k
+    if len(wide) != expected or not all(0 <= expert < shape.experts for expert in wide):
+        raise EngineError(
+            f"{engine_name}: {meta['prompt_tokens']} + {tokens} tokens came with {len(wide)} routed experts instead of {expected}, or one "
+            f"is not below {shape.experts}: the engine was started without rollout.engine.return_routed_experts, or SGLang's answer has "
+            "another form than in 0.5.21"
+        )
+    return RoutedExperts(shape.layers, shape.k, array("B" if shape.experts <= 256 else "h", wide))

@@ -18,7 +18,7 @@ from correction.invariance import Processor
 from correction.weight_spec import WeightSpec
 from rollout import weight_transfer
 from rollout.capabilities import EngineCapabilities
-from rollout.completion import Completion
+from rollout.completion import Completion, ExpertShape
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
 from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
@@ -36,7 +36,9 @@ class RolloutEngine:
     answers every call with an EngineError: shut it down and start another. All methods belong to the event loop that started the engine.
     """
 
-    def __init__(self, name: str, config: EngineConfig, process: EngineProcess, vocab_size: int, version: int) -> None:
+    def __init__(
+        self, name: str, config: EngineConfig, process: EngineProcess, vocab_size: int, version: int, experts: ExpertShape | None = None
+    ) -> None:
         """Use RolloutEngine.start."""
         self.name = name
         self.config = config
@@ -47,6 +49,7 @@ class RolloutEngine:
         self.context_length = self.longest_prompt + 5
         """Longest prompt and response together, tokens: SGLang keeps two of the model's context, or of the KV cache, for itself."""
         self._process = process
+        self._experts = experts
         self._version = version
         self._dirty: str | None = None
         self._failed_updates = 0
@@ -63,15 +66,20 @@ class RolloutEngine:
             name: for messages, e.g. "rollout worker 3".
         Raises: DataError for a folder without a model, ConfigError, EngineError, DeadlineExceeded; no process is left then.
         """
-        vocab_size, model_context = _read_model_config(Path(model_folder))
+        vocab_size, model_context, experts = _read_model_config(Path(model_folder))
         if config.context_length is not None and config.context_length > model_context:
             raise ConfigError(
                 f"rollout.engine.context_length = {config.context_length}: the model in {model_folder} was made for {model_context} "
                 "tokens. Lower it, or leave it unset"
             )
+        if config.return_routed_experts and experts is None:
+            raise ConfigError(
+                f"rollout.engine.return_routed_experts = true (learner.routing_replay: rollout): the model in {model_folder} has no "
+                "experts. Set learner.routing_replay: none"
+            )
         process = EngineProcess(name, config)
         await process.start(config.sglang_arguments(str(model_folder), model_context, version))
-        engine = cls(name, config, process, vocab_size, version)
+        engine = cls(name, config, process, vocab_size, version, experts if config.return_routed_experts else None)
         try:
             await engine.weight_specs()
             # Full garbage collections walk through all that the imports made: in this process a third of its time. Freeze it, everywhere.
@@ -141,10 +149,12 @@ class RolloutEngine:
         if samples > 1 and self.config.prefix_cache:
             await self._request(prompt_ids, {"max_new_tokens": 0, "temperature": 1.0}, deadline_s, "prefill a shared prompt")
         sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "ignore_eos": ignore_stop}
-        options = {"top_logprobs_num": topk} if topk else {}
+        options: dict[str, Any] = {"top_logprobs_num": topk} if topk else {}
+        if self._experts is not None:
+            options["return_routed_experts"] = True
         samplings = [sampling | ({"sampling_seed": seeds[i]} if seeds else {}) for i in range(samples)]
         answers = await _all_or_none(self._request(prompt_ids, one, deadline_s, "generate", **options) for one in samplings)
-        return [Completion.from_sglang(answer, self.name, topk) for answer in answers]
+        return [Completion.from_sglang(answer, self.name, topk, self._experts) for answer in answers]
 
     def check_topk(self, topk: int) -> None:
         """Raises: ConfigError if the model has fewer tokens than are to be reported at each position."""
@@ -403,14 +413,21 @@ class RolloutEngine:
         return self._process.engine.tokenizer_manager
 
 
-def _read_model_config(folder: Path) -> tuple[int, int]:
-    """(vocabulary, context length) of a Hugging Face folder."""
+def _read_model_config(folder: Path) -> tuple[int, int, ExpertShape | None]:
+    """(vocabulary, context length, experts) of a Hugging Face folder."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder}: no config.json: not a Hugging Face model folder. Give a folder that transformers can load")
     config = AutoConfig.from_pretrained(folder).get_text_config()
-    return int(config.vocab_size), int(config.max_position_embeddings)
+    has_experts = getattr(config, "num_experts", None) is not None
+    if has_experts and config.tie_word_embeddings:
+        raise DataError(
+            f"{folder}: tie_word_embeddings = true: SGLang's mixtures of experts have a head of their own, which stays unset. Save the "
+            "model with its head (lm_head.weight) and tie_word_embeddings false"
+        )
+    experts = ExpertShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) if has_experts else None
+    return int(config.vocab_size), int(config.max_position_embeddings), experts
 
 
 async def _all_or_none(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -19,6 +19,7 @@ RESERVED_ARGUMENTS = {
     "disable_radix_cache": "rollout.engine.prefix_cache",
     "random_seed": "seed, at the top of the recipe (each request has a seed of its own)",
     "log_level": "rollout.engine.log_level",
+    "enable_return_routed_experts": "learner.routing_replay: rollout",
     "skip_tokenizer_init": "nothing: evenkeel works on token ids",
     "weight_version": "nothing: evenkeel numbers the versions",
     "sampling_backend": "nothing: behaviour logprobs come from evenkeel's sampler",
@@ -68,6 +69,8 @@ class EngineConfig(BaseModel):
     """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the learner's."""
     projection_parts: int = Field(default=1, ge=1)
     """With fixed_order: parts in which attention and MLP are projected back and then added, as the learner's tensor-parallel ranks do."""
+    return_routed_experts: bool = False
+    """Tell with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
     prefix_cache: bool = True
     """Keep keys and values of shared prefixes; those of an older weight version are never reused."""
     weight_update_mode: Literal["retract", "in_place"] = "retract"
@@ -147,4 +150,6 @@ class EngineConfig(BaseModel):
                 "mem_fraction_static": self.memory_fraction,
             }
             arguments |= {name: value for name, value in optional.items() if value is not None}
+        if self.return_routed_experts:
+            arguments["enable_return_routed_experts"] = True
         return arguments | self.engine_args

@@ -158,6 +158,7 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
         temperature=temperature,
         topk_ids=topk_ids,
         topk_logprobs=topk_logprobs,
+        routed_experts=_routed_experts([trajectory for _, trajectory in kept]),
     ).validate()
 
 
@@ -180,6 +181,28 @@ def _top_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> tuple[Ten
     ids[mask] = torch.cat([torch.frombuffer(top.ids, dtype=torch.int32).view(-1, k) for top in found]).long()
     logprobs[mask] = torch.cat([torch.frombuffer(top.logprobs, dtype=torch.float32).view(-1, k) for top in found])
     return ids, logprobs
+
+
+def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """[N, layers, k] uint8 or int16; None where no routes were asked for. At the last token of a sequence, which has none: 0 to k - 1.
+
+    Raises: DataError if only some trajectories have them, or they don't fit the tokens.
+    """
+    found = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
+    if not found:
+        return None
+    positions = [len(trajectory.prompt_ids) + len(trajectory.response_ids) - 1 for trajectory in trajectories]
+    shapes = {(routes.layers, routes.k, routes.ids.typecode) for routes in found}
+    if [routes.positions for routes in found] != positions or len(shapes) > 1:
+        raise DataError(
+            f"{len(found)} of {len(trajectories)} trajectories have routed experts, of (layers, k, type) {sorted(shapes)}: they must be "
+            "there for every token but the last of all trajectories of a batch, or of none, from one model"
+        )
+    layers, k, typecode = shapes.pop()
+    dtype = torch.uint8 if typecode == "B" else torch.int16
+    nowhere = torch.arange(k, dtype=dtype).expand(1, layers, k)
+    rows = [torch.frombuffer(routes.ids, dtype=dtype).view(-1, layers, k) for routes in found]
+    return torch.cat([piece for one in rows for piece in (one, nowhere)])
 
 
 def _token_versions(trajectory: Trajectory) -> list[int]:

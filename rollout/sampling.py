@@ -67,6 +67,7 @@ def to_trajectory(prompt: Prompt, completion: Completion, tokenizer: Tokenizer) 
         version_spans=completion.version_spans,
         finish_reason=completion.finish_reason,
         top_logprobs=completion.top_logprobs,
+        routed_experts=completion.routed_experts,
         text=tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
         error="the engine aborted the request" if is_aborted else None,
     )

@@ -68,6 +68,21 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """Experts that each of T tokens was sent to when the model read it, in each layer."""
+
+    layers: int
+    k: int
+    ids: array[int]
+    """[T * layers * k] expert numbers, of 8 bits for up to 256 experts and of 16 for more."""
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return len(self.ids) // (self.layers * self.k)
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One sampled answer."""
 
@@ -82,6 +97,9 @@ class Trajectory:
     finish_reason: FinishReason
     top_logprobs: TopLogprobs | None = None
     """The behaviour policy's most likely tokens at each response token, where the correction needs them."""
+    routed_experts: RoutedExperts | None = None
+    """Of every token of prompt and response but the last, which the model didn't read; where the learner replays them. The positions of
+    a trajectory that a weight update found under way were read anew then: these are the routes of the last reading."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None

@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from actors.config import RunConfig
 from actors.config_tools import load_config
+from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -102,3 +103,24 @@ def test_what_an_alarm_goes_on_with() -> None:
     assert switched is not None and switched.preset == "mis-full" and switched.veto is not None
     tightened = small("monitor.on_alarm=tighten", "monitor.tighten_factor=0.25").correction_after_alarm()    # tis-token: at most 2
     assert tightened is not None and tightened.importance.upper == pytest.approx(2**0.25)
+
+
+def test_replaying_the_proximal_forwards_routing_needs_that_forward() -> None:
+    """With one optimizer step a batch it is skipped, and in bypass there is none."""
+    assert small("learner.routing_replay=recompute", "learner.optimizer_steps_per_batch=2").learner.routing_replay == "recompute"
+    for other in (["learner.optimizer_steps_per_batch=1"], ["learner.optimizer_steps_per_batch=2", "correction.preset=bypass"]):
+        with pytest.raises(ConfigError, match=r"routing_replay = recompute with . optimizer steps? per batch.*no proximal forward"):
+            small("learner.routing_replay=recompute", *other)
+
+
+def test_the_engines_tell_their_routing_where_it_is_replayed() -> None:
+    assert with_both_sides(small("learner.routing_replay=rollout")).rollout.engine.return_routed_experts
+    assert not with_both_sides(small()).rollout.engine.return_routed_experts
+
+
+def test_a_balancing_loss_beside_a_late_factor_is_refused() -> None:
+    """Where importance weights are known before training it is fine, for that the forward runs first; interpolated ones are not."""
+    normalised = ["learner.moe_aux_loss_coefficient=0.01", "correction.normalize.population=all"]
+    assert small(*normalised).learner.moe_aux_loss_coefficient == 0.01
+    with pytest.raises(ConfigError, match=r"moe_aux_loss_coefficient = 0\.01 with this correction: normaliser.*scale"):
+        small(*normalised, "correction.proximal=interpolate")

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,16 +40,21 @@ def code(token_ids: Tensor) -> Tensor:
     return -1.0 - token_ids / 10_000.0
 
 
+def routes(token_ids: Tensor) -> Tensor:
+    """[N, 1 layer, 2 experts]: likewise."""
+    return torch.stack([token_ids % 100, token_ids // 100], -1)[:, None].to(torch.uint8)
+
+
 class Learner:
     """Keeps what it was asked, at which version."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, PackedBatch]] = []
 
-    async def logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
+    async def proximal(self, batch: PackedBatch, *, version: int) -> SimpleNamespace:
         self.asked.append((version, batch))
         await asyncio.sleep(0)
-        return code(batch.token_ids)
+        return SimpleNamespace(logprobs=code(batch.token_ids), routed_experts=routes(batch.token_ids))
 
     async def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         return 2 * code(batch.token_ids)
@@ -84,6 +90,7 @@ class Scene:
             "max_tokens": 16,
             "dynamic_sampling": False,
             "has_reference": False,
+            "has_auxiliary_loss": False,
             "batch_s": 5.0,
             "ahead_s": 5.0,
             "monitor": MonitorConfig(),
@@ -144,6 +151,7 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
         assert batch.proximal_logprobs is not None and batch.reference_logprobs is not None
         torch.testing.assert_close(batch.proximal_logprobs, code(batch.token_ids), rtol=0, atol=0)
         torch.testing.assert_close(batch.reference_logprobs, 2 * code(batch.token_ids), rtol=0, atol=0)
+        assert batch.routed_experts is not None and torch.equal(batch.routed_experts, routes(batch.token_ids))
         trained = batch.token_ids[batch.loss_mask].tolist()
         assert trained == [token for g in prepared.groups for t in g.trajectories for token in t.response_ids]
 

@@ -26,7 +26,7 @@ from learner.loss import forward_hidden
 from learner.model import unwrap
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 
-FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False)]
+FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False), ("qwen3_moe", False)]
 
 
 @pytest.mark.parametrize(("family", "tie"), FAMILIES)
@@ -137,7 +137,7 @@ def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "gpt2.*llama, qwen2, qwen3, qwen3_moe"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = yarn"),
         ({"intermediate_size": 64}, "gate_proj.*shape"),

@@ -97,3 +97,21 @@ def test_demonstrations_are_packed_with_the_answers_masked() -> None:
     assert mask.tolist() == [False, False, True, False, True, True]
     with pytest.raises(DataError, match="demonstration 1: 2 prompt and 0 answer"):
         pack_demonstrations([Demonstration((1,), (2,)), Demonstration((1, 2), ())])
+
+
+def test_a_nano_mixture_of_experts(tmp_path: Path) -> None:
+    """Every expert has the initial spread, in transformers and under the learner's names; a tied head is refused, since SGLang has none."""
+    from transformers import AutoModelForCausalLM
+
+    shape = SMALL.model_dump() | {"experts": 4, "tie_word_embeddings": False}
+    build_nano_model(tmp_path / "m", QUESTIONS, NanoModelConfig(**shape))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    experts = model.model.layers[0].mlp.experts
+    assert model.config.model_type == "qwen3_moe" and experts.gate_up_proj.shape == (4, 128, 32)
+    assert all(float(e.std()) == pytest.approx(0.02, rel=0.1) for e in [*experts.gate_up_proj.detach(), *experts.down_proj.detach()])
+    with learner_on(tmp_path / "m") as learner:
+        names = [name for bucket in learner.weight_specs() for name in (spec.name for spec in bucket) if "experts" in name]
+    assert len(names) == 4 * 3
+    for changes, reason in (({"experts": 2}, "experts_per_token = 2"), ({"tie_word_embeddings": True}, "head of its own")):
+        with pytest.raises(ValueError, match=reason):
+            NanoModelConfig(**shape | changes)

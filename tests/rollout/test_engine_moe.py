@@ -1,13 +1,21 @@
-"""An engine on a tiny mixture of experts with a head of its own: its fused experts, seen and updated under Hugging Face's names."""
+"""An engine on a tiny mixture of experts with a head of its own: its fused experts, seen and updated under Hugging Face's names, and the
+experts that it sends tokens to, beside those that Hugging Face's routers choose."""
 
 from __future__ import annotations
 
+import asyncio
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from correction.checksum import tensor_checksum
 from correction.weight_spec import WeightSpec
+from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop
@@ -23,23 +31,75 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny_moe"), "qwen3_moe", tie=False)
 
 
-def test_experts_under_their_own_names(moe_folder: Path, engine_loop: BackgroundLoop) -> None:
-    weights = tiny_weights(moe_folder)
-    engine = engine_loop.run(RolloutEngine.start(moe_folder, EngineConfig(device="cpu", max_total_tokens=8192), name="moe engine"))
-    try:
-        assert engine_loop.run(engine.weight_specs()) == {name: WeightSpec.of(name, tensor) for name, tensor in weights.items()}
-        assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
-        new = perturbed(weights, seed=1, scale=0.02)
-        engine_loop.run(engine.update_weights(1, new))
-        assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in new.items()}
-        saved = moe_folder.parent / "updated"
-        updated = hf_model(moe_folder)
-        updated.save_pretrained(saved)
-        from safetensors.torch import save_file
+@pytest.fixture(scope="module")
+def moe_engine(moe_folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
+    config = EngineConfig(device="cpu", max_total_tokens=8192, return_routed_experts=True)
+    engine = engine_loop.run(RolloutEngine.start(moe_folder, config, name="moe engine"))
+    yield engine
+    engine_loop.run(engine.shutdown())
 
-        save_file(new, saved / "model.safetensors", metadata={"format": "pt"})    # transformers fuses experts in memory, not in files
-        completion = engine_loop.run(engine.generate([5, 6, 7, 8], max_tokens=40, ignore_stop=True))[0]
-        reference = response_logprobs(hf_model(saved), [5, 6, 7, 8], completion.token_ids)
-        assert largest_difference(completion.logprobs, reference) < 2e-5
-    finally:
-        engine_loop.run(engine.shutdown())
+
+def updated_model(folder: Path, weights: dict[str, Tensor], target: Path) -> Any:
+    """Hugging Face's with other weights: transformers fuses experts in memory, not in files."""
+    from safetensors.torch import save_file
+
+    hf_model(folder).save_pretrained(target)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return hf_model(target)
+
+
+def differing_rows(model: Any, prompt: Sequence[int], completion: Completion) -> list[int]:
+    """Rows whose experts are not those of Hugging Face's routers in some layer; every row that was read has some."""
+    routes, rows = completion.routed_experts, len(prompt) + len(completion.token_ids) - 1
+    assert routes is not None and routes.ids.typecode == array("B").typecode and routes.positions == rows
+    found = torch.frombuffer(routes.ids, dtype=torch.uint8).view(rows, routes.layers, routes.k).long()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion.token_ids][:-1]]), output_router_logits=True).router_logits
+    own = torch.stack([layer.topk(routes.k).indices for layer in logits], 1)
+    return (found.sort(-1).values != own.sort(-1).values).flatten(1).any(1).nonzero()[:, 0].tolist()
+
+
+def test_routes_line_up_with_the_tokens(moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path) -> None:
+    """Prompts prefilled for several samples at once, found in the prefix cache again, and of a single token; many requests together."""
+    model = hf_model(moe_folder)
+    asked = [[7], list(range(20, 90)), list(range(20, 60)), list(range(20, 90)), [5, 6, 7, 8]]
+
+    async def sample() -> list[list[Completion]]:
+        return await asyncio.gather(*(moe_engine.generate(p, max_tokens=30, samples=3) for p in asked))
+
+    sampled = [(p, c) for p, completions in zip(asked, engine_loop.run(sample()), strict=True) for c in completions]
+    assert max(completion.cached_tokens for _, completion in sampled) >= 69
+    assert [differing_rows(model, prompt, completion) for prompt, completion in sampled] == [[]] * len(sampled)
+
+
+def test_routes_of_a_request_that_an_update_found_under_way(
+    moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path, tmp_path: Path
+) -> None:
+    """Its tokens are read again by the new weights: all routes are theirs, also at tokens that the old ones sampled."""
+    new, prompt = perturbed(tiny_weights(moe_folder), seed=3), list(range(100, 140))
+
+    async def run() -> Completion:
+        running = asyncio.ensure_future(moe_engine.generate(prompt, max_tokens=200, ignore_stop=True))
+        await moe_engine.generate([5], max_tokens=20, ignore_stop=True)
+        await moe_engine.update_weights(moe_engine.version + 1, new)
+        return (await running)[0]
+
+    completion = engine_loop.run(run())
+    assert completion.retractions == 1 and len(completion.version_spans) == 2
+    assert differing_rows(updated_model(moe_folder, new, tmp_path / "new"), prompt, completion) == []
+    assert len(differing_rows(hf_model(moe_folder), prompt, completion)) > 20, "the update must matter"
+
+
+def test_experts_under_their_own_names(
+    moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path, tmp_path: Path
+) -> None:
+    weights = tiny_weights(moe_folder)
+    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, weights))
+    assert engine_loop.run(moe_engine.weight_specs()) == {name: WeightSpec.of(name, tensor) for name, tensor in weights.items()}
+    assert engine_loop.run(moe_engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+    new = perturbed(weights, seed=1, scale=0.02)
+    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, new))
+    assert engine_loop.run(moe_engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in new.items()}
+    completion = engine_loop.run(moe_engine.generate([5, 6, 7, 8], max_tokens=40, ignore_stop=True))[0]
+    reference = response_logprobs(updated_model(moe_folder, new, tmp_path / "new"), [5, 6, 7, 8], completion.token_ids)
+    assert largest_difference(completion.logprobs, reference) < 2e-5

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from correction.checksum import tensor_checksum
 from correction.errors import ConfigError, EngineError, SyncError
 from correction.weight_spec import WeightSpec
 from rollout.capabilities import EngineCapabilities
-from rollout.completion import Completion
+from rollout.completion import Completion, ExpertShape
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import FinishReason, VersionSpan
 from rollout.weight_bucket import UpdateCheck
@@ -108,6 +111,29 @@ def test_completion_reads_spans() -> None:
 def test_completion_refuses_what_does_not_cover_the_tokens(spans: list[tuple[str, int, int]], logprobs: list[float]) -> None:
     with pytest.raises(EngineError):
         Completion.from_sglang(answer(spans, logprobs), "engine")
+
+
+def routes(count: int) -> str:
+    """As SGLang sends them: token t goes to expert t in layer 0 and to expert 1 in layer 1."""
+    return base64.b64encode(array("i", [x for t in range(count) for x in (t, 1)]).tobytes()).decode()
+
+
+def test_completion_reads_routes_of_all_tokens_but_the_last() -> None:
+    """3 prompt tokens and 4 sampled ones: 6 were read. An aborted request may not have been read at all."""
+    shape = ExpertShape(layers=2, experts=6, k=1)
+    sent = answer([("3", 0, 4)], [-1.0] * 4)
+    sent["meta_info"] |= {"prompt_tokens": 3, "routed_experts": routes(6)}  # type: ignore[operator]
+    found = Completion.from_sglang(sent, "engine", experts=shape).routed_experts
+    assert found is not None and (found.positions, found.ids.typecode) == (6, "B")
+    assert found.ids.tolist() == [0, 1, 1, 1, 2, 1, 3, 1, 4, 1, 5, 1]
+    assert Completion.from_sglang(sent, "engine").routed_experts is None
+    wide = Completion.from_sglang(sent, "engine", experts=replace(shape, experts=257)).routed_experts
+    assert wide is not None and wide.ids.typecode == "h"
+    for changes, wrong in (({"routed_experts": routes(5)}, shape), ({"routed_experts": None}, shape), ({}, replace(shape, experts=5))):
+        with pytest.raises(EngineError, match="routed experts"):
+            Completion.from_sglang({**sent, "meta_info": {**sent["meta_info"], **changes}}, "engine", experts=wrong)  # type: ignore[dict-item]
+    aborted = {**sent["meta_info"], "finish_reason": {"type": "abort"}, "routed_experts": None}  # type: ignore[dict-item]
+    assert Completion.from_sglang({**sent, "meta_info": aborted}, "engine", experts=shape).routed_experts is None
 
 
 def test_capabilities_name_what_is_missing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from correction.batch import PackedBatch
 from correction.errors import DataError
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
 from rollout.packing import PackingCounts, is_trainable, overlong_penalty, pack_groups
-from rollout.trajectory import FinishReason, Group, Prompt, TopLogprobs, Trajectory, VersionSpan
+from rollout.trajectory import FinishReason, Group, Prompt, RoutedExperts, TopLogprobs, Trajectory, VersionSpan
 
 PROMPT_IDS = (7, 8, 9)
 MAX_TOKENS = 6
@@ -188,6 +189,36 @@ def test_top_k_logprobs_stand_at_their_tokens_also_after_pickling() -> None:
     assert (batch.topk_ids.dtype, batch.topk_logprobs.dtype) == (torch.int64, torch.float32)
     assert batch.select([1]).topk_ids.tolist() == [*nothing, [50, 51]]
     assert pack(group(1, trajectory(1.0), trajectory(0.0)))[0].topk_ids is None
+
+
+def with_routes(one: Trajectory, first: int, *, experts: int = 8, positions: int | None = None) -> Trajectory:
+    """Two layers, 2 experts a token: token t of the sequence goes to first + t and 0 in layer 0, to 1 and first + t in layer 1."""
+    count = len(one.prompt_ids) + len(one.response_ids) - 1 if positions is None else positions
+    ids = array("B" if experts <= 256 else "h", [x for t in range(count) for x in (first + t, 0, 1, first + t)])
+    return replace(one, routed_experts=RoutedExperts(2, 2, ids))
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (512, torch.int16)])
+def test_routes_stand_at_the_tokens_that_were_read(experts: int, dtype: torch.dtype) -> None:
+    """The last token of a sequence wasn't; what stands there are k different experts, as a dispatcher needs them."""
+    first = 100 if experts == 256 else 300
+    pair = group(1, with_routes(trajectory(1.0, 2), first, experts=experts), with_routes(trajectory(0.0, 1), first, experts=experts))
+    batch, _ = pack(pickle.loads(pickle.dumps(pair)))
+    assert batch.routed_experts is not None and batch.routed_experts.dtype is dtype
+    routes = [[[first + t, 0], [1, first + t]] for t in range(4)]
+    nowhere = [[0, 1], [0, 1]]
+    assert batch.routed_experts.tolist() == [*routes, nowhere, *routes[:3], nowhere]
+    assert batch.select([1]).routed_experts.tolist() == [*routes[:3], nowhere]  # type: ignore[union-attr]
+    assert pack(group(1, trajectory(1.0), trajectory(0.0)))[0].routed_experts is None
+
+
+@pytest.mark.parametrize("other", ["none", "too short", "too long"])
+def test_routes_of_some_tokens_alone_are_refused(other: str) -> None:
+    one, two = with_routes(trajectory(1.0, 2), 2), trajectory(0.0, 2)
+    if other != "none":
+        two = with_routes(two, 2, positions=3 if other == "too short" else 5)
+    with pytest.raises(DataError, match="routed experts"):
+        pack(group(1, one, two))
 
 
 @pytest.mark.parametrize("other", ["none", "another k", "too short"])
