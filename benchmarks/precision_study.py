@@ -65,7 +65,7 @@ async def sample(folder: Path, settings: dict[str, Any], prompts: int, samples: 
     """The answers of a fresh engine to random prompts of 16 tokens."""
     draw = random.Random(0)
     texts = [[draw.randrange(3, VOCABULARY) for _ in range(16)] for _ in range(prompts)]
-    engine = await RolloutEngine.start(folder, EngineConfig(device="cpu", seed=0, max_running_requests=64, **settings))
+    engine = await RolloutEngine.start(folder, EngineConfig(device="cpu", max_running_requests=64, **settings))
     try:
         answers = await asyncio.gather(*(engine.generate(text, max_tokens=tokens, samples=samples, ignore_stop=True) for text in texts))
     finally:
