@@ -26,6 +26,7 @@ from rollout import capture
 from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
+from rollout.sampling import sample_seed
 
 LONGEST_PROMPT = 200
 """Tokens: more than three blocks of the attention of fixed order."""
@@ -109,7 +110,12 @@ async def capture_engine(model: Path, config: EngineConfig, *, prompts: int, tok
         arguments = config.engine_args | capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
         engine = await RolloutEngine.start(model, config.model_copy(update={"engine_args": arguments}))
         try:
-            answers = await asyncio.gather(*(engine.generate(one, max_tokens=tokens, ignore_stop=True) for one in asked))
+            answers = await asyncio.gather(
+                *(
+                    engine.generate(one, max_tokens=tokens, ignore_stop=True, seeds=[sample_seed(seed, str(i), 0)])
+                    for i, one in enumerate(asked)
+                )
+            )
         finally:
             await engine.shutdown()
         batch = _batch(asked, [answer[0] for answer in answers])

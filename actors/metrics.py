@@ -115,8 +115,8 @@ _PROGRESS = [
     _gauge("step", _U.ONE, _R.LAST, "step", "Training steps finished."),
     _gauge("weight_version", _U.ONE, _R.LAST, "weight version", "Version of the published weights; one more for each published batch."),
     _counter(
-        "steps/skipped_total", "skipped steps",
-        "Steps that left the weights as they were: loss or gradient was not finite, or no token was left to learn from.",
+        "steps/skipped_total", "skipped updates",
+        "Optimizer updates left out: loss or gradient was not finite, or no token was left to learn from.",
     ),
 ]
 _TIME = [

@@ -210,7 +210,7 @@ class Observer:
         norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
         self.event(
             "warning",
-            f"step {step}: {result.skipped_steps} of {len(result.grad_norms)} updates left out, because loss or gradient was not finite "
+            f"step {step}: {result.skipped_steps} of {len(result.grad_norms)} updates left out; loss or gradient was not finite "
             f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch "
             + (f"is kept in {path}" if path else f"is not kept: skipped_batches holds {KEPT_SKIPPED_BATCHES} already"),
         )

@@ -23,8 +23,8 @@ def with_both_sides(config: RunConfig) -> RunConfig:
 
     Raises: ConfigError naming what can't be honoured.
     """
-    if config.learner.routing_replay == "rollout":
-        config = _with_settings(config, {"return_routed_experts": True}, {})
+    # Never without: a batch that has routes is computed with them, and "recompute" is to replay the learner's own.
+    config = _with_settings(config, {"return_routed_experts": config.learner.routing_replay == "rollout"}, {})
     if not config.true_on_policy:
         return config
     steps = config.learner.total_optimizer_steps_per_batch

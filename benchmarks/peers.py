@@ -14,7 +14,6 @@ are the first steps of a run. Held-out questions have words that training has no
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import re
@@ -146,15 +145,21 @@ def run_evenkeel(recipe: Path, steps: int, level: float, run_dir: Path) -> Measu
         step_s=[line["time/step_s"] for line in lines],
         generate_s=[line["wait/learner_s"] for line in lines],
         train_s=[line["time/train_s"] for line in lines],
-        cpu_s=[later - earlier for earlier, later in itertools.pairwise(cpu_at)],
+        cpu_s=_per_step(cpu_at),
         rewards=[line["reward/mean"] for line in lines],
         level=level,
         accuracy=_accuracy(run_dir / "checkpoints" / f"step_{steps:06d}" / "hf", recipe),
     )
 
 
-def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> Iterator[float]:
-    """CPU seconds of a process and all that it started, at each new line of its metrics."""
+def _per_step(cpu_at: list[tuple[int, float]]) -> float:
+    """CPU seconds of a step, from pairs (steps done, CPU seconds so far), the warm-up left out."""
+    (first, before), (last, after) = next(one for one in cpu_at if one[0] >= WARM_UP_STEPS), cpu_at[-1]
+    return (after - before) / (last - first)
+
+
+def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> Iterator[tuple[int, float]]:
+    """Steps done, and CPU seconds so far of a process and all that it started; whenever there are new lines in its metrics."""
     seen: dict[int, float] = {}
     lines = 0
     while process.poll() is None:
@@ -172,7 +177,7 @@ def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> It
         now = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         if now > lines:
             lines = now
-            yield sum(seen.values())
+            yield lines, sum(seen.values())
 
 
 def trl_settings(recipe: Path, shape: Shape, steps: int, microbatch: int, folder: Path, name: str) -> dict[str, Any]:
@@ -201,12 +206,11 @@ def run_trl(python: Path, settings: dict[str, Any], level: float, recipe: Path |
     if done.returncode != 0:
         sys.exit(f"trl failed:\n{done.stderr[-3000:]}")
     lines = [json.loads(line) for line in Path(settings["metrics"]).read_text().splitlines()]
-    cpu_at = [line["cpu_s"] for line in lines]
     return measured(
         step_s=[line["step_s"] for line in lines],
         generate_s=[line["generate_s"] for line in lines],
         train_s=[line["step_s"] - line["generate_s"] for line in lines],
-        cpu_s=[later - earlier for earlier, later in itertools.pairwise(cpu_at)],
+        cpu_s=_per_step([(number + 1, line["cpu_s"]) for number, line in enumerate(lines)]),
         rewards=[line["reward"] for line in lines],
         level=level,
         accuracy=_accuracy(Path(settings["output"]), recipe) if recipe else "",
@@ -218,14 +222,15 @@ def measured(
     step_s: list[float],
     generate_s: list[float],
     train_s: list[float],
-    cpu_s: list[float],
+    cpu_s: float,
     rewards: list[float],
     level: float,
     accuracy: str,
 ) -> Measured:
     reached = next((k for k in range(5, len(rewards) + 1) if statistics.fmean(rewards[k - 5 : k]) >= level), None)
     return Measured(
-        *(statistics.fmean(values[WARM_UP_STEPS:]) for values in (step_s, generate_s, train_s, cpu_s)),
+        *(statistics.fmean(values[WARM_UP_STEPS:]) for values in (step_s, generate_s, train_s)),
+        cpu_s,
         seconds_to_level=None if reached is None else sum(step_s[:reached]),
         rewards=tuple(rewards),
         accuracy=accuracy,

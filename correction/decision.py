@@ -113,6 +113,8 @@ def decision_sums(scene: Scene, decision: Decision, config: CorrectionConfig, *,
     advantages = scene.batch.advantages if segments.offsets is None else unit_advantages(scene, segments)
     is_zero = counted & ~decision.unit_weights.bool()
     is_other = counted & (decision.unit_weights - decision.unit_ratios).bool()  # both are finite
+    if config.importance.only_negative:
+        is_other &= advantages < 0  # the others have weight 1 whatever their ratio: no bound was met
     sums["units"] = int(counted.count_nonzero())
     for name, chosen in (("truncated", is_other & ~is_zero), ("masked", is_zero)):
         index = chosen.nonzero().squeeze(1)  # few

@@ -8,6 +8,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from correction.errors import EngineError
 from rollout.trajectory import FinishReason, RoutedExperts, TopLogprobs, VersionSpan
 
@@ -96,12 +98,13 @@ def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str
 
 def _routed_experts(meta: dict[str, Any], tokens: int, shape: ExpertShape, engine_name: str) -> RoutedExperts:
     """SGLang sends int32 [prompt + response - 1, layers, k], base64."""
-    wide = array("i", base64.b64decode(meta.get("routed_experts") or ""))
+    wide = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
     expected = (int(meta["prompt_tokens"]) + tokens - 1) * shape.layers * shape.k
-    if len(wide) != expected or not all(0 <= expert < shape.experts for expert in wide):
+    if len(wide) != expected or wide.min() < 0 or wide.max() >= shape.experts:
         raise EngineError(
             f"{engine_name}: {meta['prompt_tokens']} + {tokens} tokens came with {len(wide)} routed experts instead of {expected}, or one "
             f"is not below {shape.experts}: the engine was started without rollout.engine.return_routed_experts, or SGLang's answer has "
             "another form than in 0.5.21"
         )
-    return RoutedExperts(shape.layers, shape.k, array("B" if shape.experts <= 256 else "h", wide))
+    code, narrow = ("B", np.uint8) if shape.experts <= 256 else ("h", np.int16)
+    return RoutedExperts(shape.layers, shape.k, array(code, wide.astype(narrow).tobytes()))

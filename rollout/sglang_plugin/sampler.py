@@ -44,7 +44,7 @@ def draw(probabilities: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     Args:
         probabilities: [B, V] float32, of any sum.
         seeds: [B] int64. positions: [B], of the last token that is known.
-    Returns: [B] int64. A row's token depends on that row alone: sums along a row go from left to right, in float64.
+    Returns: [B] int64. A row's token depends on that row alone: on a CPU, sums along a row go from left to right, in float64.
     """
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     below = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
