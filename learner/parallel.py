@@ -152,6 +152,7 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
         )
     built = {
         "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
         "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
     }
     for name, size in built.items():
@@ -167,6 +168,8 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         device=device,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
     )
