@@ -73,6 +73,7 @@ class Controller:
         """Why an alarm ends the run; empty: none does."""
         self._evaluation: asyncio.Task[Evaluation] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._ends_at_once = False
         self._watch = Stopwatch()
 
     async def run(self) -> RunSummary:
@@ -274,8 +275,8 @@ class Controller:
     async def _saved(self) -> None:
         """Wait for the checkpoint under way, if there is one. Raises: what went wrong with it."""
         if self._saving is not None:
-            saving, self._saving = self._saving, None
-            await saving
+            await asyncio.shield(self._saving)  # an error elsewhere doesn't take it along
+            self._saving = None
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -392,7 +393,10 @@ class Controller:
                     await waiting
 
     async def _end(self) -> None:
-        """Stop what was started, whatever state it is in."""
+        """Stop what was started, whatever state it is in. What ended the run need not cost the checkpoint that is being written."""
+        if self._saving is not None and not self._ends_at_once:
+            with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
+                await wait_for(self._saved(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
         for beside in (self._evaluation, self._saving):
             if beside is not None:
                 beside.cancel()
@@ -419,6 +423,7 @@ class Controller:
                 self._observer.event("warning", "interrupted: ending after this step with a checkpoint (once more: at once)")
             elif main is not None:
                 self._observer.event("warning", "interrupted: ending at once")
+                self._ends_at_once = True
                 main.cancel()
             self._stop_requested = True
 

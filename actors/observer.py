@@ -196,23 +196,24 @@ class Observer:
 
     def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any) -> None:
         """Say what the guard did, and keep the batch for study. The weights were those of the version before the step."""
-        path = self._folder.keep_skipped_batch(
-            step,
-            {
-                "step": step,
-                "weight_version": batch.version,
-                "corrected": batch.corrected,
-                "correction": batch.correction,
-                "grad_norms": result.grad_norms,
-                "group_norms": result.group_norms,
-            },
-        )
+        content = {
+            "step": step,
+            "weight_version": batch.version,
+            "corrected": batch.corrected,
+            "correction": batch.correction,
+            "grad_norms": result.grad_norms,
+            "group_norms": result.group_norms,
+        }
+        try:
+            path = self._folder.keep_skipped_batch(step, content)
+            kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT_SKIPPED_BATCHES} already"
+        except OSError as error:
+            kept = f"not kept: {error}"
         norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
         self.event(
             "warning",
             f"step {step}: {result.skipped_steps} of {len(result.grad_norms)} updates left out; loss or gradient was not finite "
-            f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch "
-            + (f"is kept in {path}" if path else f"is not kept: skipped_batches holds {KEPT_SKIPPED_BATCHES} already"),
+            f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch is {kept}",
         )
 
     async def _write_when_known(

@@ -287,11 +287,13 @@ class RunFolder:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        for written in [*partial.rglob("*"), partial]:  # on disk before the name says that it is complete
+            _fsync(written)
         replaced = final.with_name(final.name + ".replaced.partial")
         if final.exists():    # a resumed run reaches the step of an earlier checkpoint again
             final.rename(replaced)
         partial.rename(final)
-        _fsync_folder(final.parent)
+        _fsync(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -307,8 +309,12 @@ class RunFolder:
         return checkpoints[-1]
 
     def best_checkpoint(self) -> Checkpoint | None:
-        """The one whose weights had the highest held-out accuracy, the latest of equals; None if no checkpoint's step was evaluated."""
-        accuracies = {metrics.step: metrics["held_out/accuracy"] for metrics in self.read_evaluations() if "held_out/accuracy" in metrics}
+        """The one with the best evaluation, the latest of equals; None if no checkpoint's step was evaluated.
+
+        An evaluation belongs to the step at which it began; beside training its last answers come from newer weights. Best is the highest
+        lower end of the Wilson interval, so that luck with few problems doesn't win against many.
+        """
+        accuracies = {m.step: m["held_out/wilson_low"] for m in self.read_evaluations() if "held_out/wilson_low" in m}
         evaluated = [checkpoint for checkpoint in self.checkpoints() if checkpoint.step in accuracies]
         return max(evaluated, key=lambda checkpoint: (accuracies[checkpoint.step], checkpoint.step), default=None)
 
@@ -399,8 +405,8 @@ def _move_lines_after(path: Path, step: int, target: Path) -> int:
     return len(moved)
 
 
-def _fsync_folder(path: Path) -> None:
-    """Make a rename inside the folder outlive a power cut."""
+def _fsync(path: Path) -> None:
+    """Make a file, or a rename inside a folder, outlive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

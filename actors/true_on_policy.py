@@ -34,6 +34,8 @@ def with_both_sides(config: RunConfig) -> RunConfig:
             "step the learner's weights are not those that sampled, and nothing could be compared. Set learner.optimizer_steps_per_batch "
             "and learner.epochs_per_batch to 1, or correction.proximal: recompute"
         )
+    if config.learner.float32_head:
+        raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't compute so. Set it to false")
     contract = contract_of(config.model, config.rollout.engine, config.learner)
     return _with_settings(config, contract.engine_settings, contract.learner_settings)
 

@@ -132,9 +132,8 @@ class LearnerConfig(BaseModel):
                 f"{self.dtype}: neither a sum over more than two ranks nor one of rounded parts has a fixed order, and rows that are "
                 "shared can't be padded; set true_on_policy: false, or tensor_parallel: 1 (2 in float32) and sequence_parallel: false"
             )
-        for name in ("sequence_parallel", "float32_head"):
-            if self.fixed_order and getattr(self, name):
-                raise ValueError(f"fixed_order = true with {name} = true: the engines don't compute so; set {name}: false")
+        if self.fixed_order and self.float32_head:
+            raise ValueError("fixed_order = true with float32_head = true: the engines don't compute so; set float32_head: false")
         return self
 
     @property

@@ -123,7 +123,7 @@ class GuardedOptimizer:
         """Scale, measure, clip and apply the accumulated gradient, or skip it.
 
         Skipped is what is not finite, and a gradient that is 0 everywhere, of a batch that was rejected to the last token: there is nothing
-        to learn from it, but Adam's averages would go on in the direction of earlier steps.
+        to learn from it, but Adam's averages would go on in the direction of earlier steps. (A balancing loss still has a gradient then.)
         The decision rests on numbers that are equal on all ranks (the norm is reduced), so all ranks skip together or none does.
         Args:
             gradient_scale: factor on the gradient that was known only after the last micro-batch.
@@ -204,7 +204,7 @@ class GuardedOptimizer:
 
         place.master.copy_(kept(states.pop("master", parameter)))
         place.adam.state[place.master] = {
-            kind: value.clone() if value.dim() == 0 else kept(value).to(place.master.device, copy=True) for kind, value in states.items()
+            kind: (kept(value) if value.dim() else value).to(place.master.device, copy=True) for kind, value in states.items()
         }
 
     def schedule_state(self) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
     assert [path.name for path in kept] == [f"step_{step:06d}.pt" for step in range(7, 7 + KEPT_SKIPPED_BATCHES)]
     told = [event.text for event in seen.folder.read_events()]
     assert told[0] == (
-        "step 7: 1 of 2 updates left out, because loss or gradient was not finite (loss nan; gradient norms: attention nan, mlp 0.25); "
+        "step 7: 1 of 2 updates left out; loss or gradient was not finite (loss nan; gradient norms: attention nan, mlp 0.25); "
         f"the batch is kept in {kept[0]}"
     )
     assert told[-1].endswith("the batch is not kept: skipped_batches holds 8 already")

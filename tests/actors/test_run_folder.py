@@ -163,12 +163,12 @@ def test_the_best_checkpoint_stays(folder: RunFolder) -> None:
     for step, accuracy in accuracies.items():
         if step != 10:
             write_checkpoint(folder, step)
-        folder.append_evaluation(StepMetrics(step, {"held_out/accuracy": accuracy}))
+        folder.append_evaluation(StepMetrics(step, {"held_out/wilson_low": accuracy}))
         folder.prune_checkpoints(1)
         kept[step] = [checkpoint.step for checkpoint in folder.checkpoints()]
     assert kept == {10: [], 20: [20], 30: [30], 40: [30, 40], 50: [30, 50]}
     write_checkpoint(folder, 60)
-    folder.append_evaluation(StepMetrics(60, {"held_out/accuracy": 0.8}))
+    folder.append_evaluation(StepMetrics(60, {"held_out/wilson_low": 0.8}))
     assert [checkpoint.step for checkpoint in folder.prune_checkpoints(1)] == [30, 50]
 
 

@@ -37,8 +37,18 @@ def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
 
 def test_without_the_switch_nothing_is_touched(tmp_path: Path) -> None:
     config = run_config(tmp_path, true_on_policy=False)
-    assert with_both_sides(config) is config
+    assert with_both_sides(config) == config
     assert not config.learner.fixed_order and not config.rollout.engine.fixed_order
+
+
+def test_engines_tell_their_routing_only_where_it_is_replayed(tmp_path: Path) -> None:
+    """A batch that has routes is computed with them: with "recompute" these would take the place of the learner's own."""
+    for replay, told in (("none", False), ("recompute", False), ("rollout", True)):
+        config = run_config(tmp_path, true_on_policy=False)
+        engine = config.rollout.engine.model_copy(update={"return_routed_experts": True})
+        rollout = config.rollout.model_copy(update={"engine": engine})
+        config = config.model_copy(update={"rollout": rollout, "learner": config.learner.model_copy(update={"routing_replay": replay})})
+        assert with_both_sides(config).rollout.engine.return_routed_experts is told
 
 
 def test_later_optimizer_steps_need_a_proximal_forward(tmp_path: Path) -> None:
