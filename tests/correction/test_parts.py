@@ -1,7 +1,7 @@
 """Parts that no preset turns on: bounds by staleness, top-K gates, turns, modulation, advantages of unequal groups."""
 
 import math
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,29 +28,40 @@ def test_bounds_by_staleness_of_tokens_and_of_a_sequences_oldest_token():
     assert keep.tolist() == [x <= c for x, c in zip(RHO, table, strict=True)]
 
 
-def test_topk_gate_sees_what_the_binary_one_misses():
-    """Vocabulary of 5, K = 2, sampled token 3: top-K KL 0.089 is over 0.05, binary KL 0.011 is not; A > 0 and q = 1.5 moves out."""
-    mu = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64).log()
-    theta = torch.tensor([0.3, 0.3, 0.15, 0.15, 0.10], dtype=torch.float64).log()
+MU_OF_FIVE = [0.5, 0.2, 0.15, 0.1, 0.05]
+
+
+def gradient_of_token_three(preset: str | dict[str, Any], theta: list[float], advantage: float = 1.0) -> float:
+    """d loss / d log theta of the one sampled token, 3 of a vocabulary of 5, of which tokens 0 and 1 are the top K."""
+    mu, now = (torch.tensor(p, dtype=torch.float64).log() for p in (MU_OF_FIVE, theta))
     batch = worked_example(
         token_ids=torch.tensor([3]), offsets=torch.tensor([0, 1]), loss_mask=torch.ones(1, dtype=torch.bool), behavior_logprobs=mu[3:4],
-        proximal_logprobs=None, advantages=torch.ones(1, dtype=torch.float64), weight_versions=torch.zeros(1, dtype=torch.int32),
+        proximal_logprobs=None, advantages=torch.tensor([advantage]).double(), weight_versions=torch.zeros(1, dtype=torch.int32),
         group_ids=torch.zeros(1, dtype=torch.int64), topk_ids=torch.tensor([[0, 1]]), topk_logprobs=mu[None, :2],
     )  # fmt: skip
+    config = CorrectionConfig.model_validate({"preset": preset} if isinstance(preset, str) else preset)
+    leaf = now[3:4].clone().requires_grad_()
+    policy_loss(correct(batch, config), leaf, config, target_topk_logprobs=now[None, :2]).loss.backward()
+    return float(leaf.grad)
 
-    def gradient(preset, advantage=1.0):
-        config = CorrectionConfig(preset=preset)
-        leaf = theta[3:4].clone().requires_grad_()
-        batch_ = replace(batch, advantages=batch.advantages * advantage)
-        policy_loss(correct(batch_, config), leaf, config, target_topk_logprobs=theta[None, :2]).loss.backward()
-        return float(leaf.grad)
 
-    assert gradient("dppo-topk-kl") == 0
-    assert gradient("dppo-binary-kl") == pytest.approx(-1.5)
-    assert gradient("dppo-topk-kl", -1.0) == pytest.approx(1.5)  # moves back in: free
-    config = CorrectionConfig(preset="pg-is", rejection=[{"statistic": "topk_tv", "ratio": "q", "upper": 0.15}])
-    out = policy_loss(correct(batch, config), theta[3:4].clone().requires_grad_(), config, target_topk_logprobs=theta[None, :2])
-    assert out.partials[4] == 0  # top-K TV is 0.2
+def test_topk_kl_sees_what_the_binary_one_misses():
+    """Top-K KL 0.089 is over 0.05, binary KL 0.011 is not; A > 0 and q = 1.5 moves out, A < 0 back in."""
+    theta = [0.3, 0.3, 0.15, 0.15, 0.10]
+    assert gradient_of_token_three("dppo-topk-kl", theta) == 0
+    assert gradient_of_token_three("dppo-binary-kl", theta) == pytest.approx(-1.5)
+    assert gradient_of_token_three("dppo-topk-kl", theta, -1.0) == pytest.approx(1.5)
+    dropped = {"preset": "pg-is", "rejection": [{"statistic": "topk_tv", "ratio": "q", "upper": 0.15}]}
+    assert gradient_of_token_three(dropped, theta) == 0  # top-K TV is 0.2
+
+
+def test_topk_tv_sees_what_the_binary_one_misses():
+    """(0.24 + 0.1 + 0.07 + 0.07) / 2 = 0.24 is over 0.2, the sampled token's 0.07 alone is not; without 0.06 of token 0's it is 0.18."""
+    far, near = [0.26, 0.3, 0.15, 0.17, 0.12], [0.32, 0.24, 0.15, 0.17, 0.12]
+    assert gradient_of_token_three("dppo-topk-tv", far) == 0
+    assert gradient_of_token_three("dppo-binary-tv", far) == pytest.approx(-1.7)
+    assert gradient_of_token_three("dppo-topk-tv", far, -1.0) == pytest.approx(1.7)
+    assert gradient_of_token_three("dppo-topk-tv", near) == pytest.approx(-1.7)
 
 
 def test_a_turn_is_rejected_alone():
