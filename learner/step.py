@@ -123,19 +123,7 @@ def run_microbatches(
     """
     batch = corrected.batch
     with watch.phase("prepare"):
-        shares = config.shared_prompts and not config.fixed_order and can_share_prompts(placement.device.type, config.torch_dtype)
-        families = find_families(batch, share_prompts=shares)
-        plan = balance.plan(families, placement.data_parallel, config.tokens_per_microbatch, model.config.hidden_size)
-        parts = plan.microbatches[placement.data_rank]
-        lengths = batch.lengths.tolist()
-        blank = [i for i, length in enumerate(lengths) if length > 0][:1]
-        chosen = [corrected.select(part) if any(lengths[i] for i in part) else without_loss(corrected.select(blank)) for part in parts]
-        row_multiple = placement.tensor_parallel if config.sequence_parallel else 1
-        inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
-        microbatches = [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
-        if config.moe_aux_loss_coefficient:
-            # Megatron multiplies a micro-batch's balancing loss by its rows: this makes the sum over micro-batches a mean over all rows.
-            model.config.moe_aux_loss_coeff = config.moe_aux_loss_coefficient / sum(family.tokens for family in families)
+        parts, microbatches = _share_of_this_rank(model, corrected, config, placement)
     outputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
     routes: list[Routes] = []
     routing = unwrap(model).routing
@@ -175,6 +163,29 @@ def run_microbatches(
         rows = [inputs.row_of_token for _, inputs in microbatches]
         taken = gather_taken(routes, rows, parts, batch, placement) if keep_routes else None
         return replace(done, routed_experts=taken, routing_agreement=mean_agreement(routes, parts, placement))
+
+
+def _share_of_this_rank(
+    model: DistributedDataParallel, corrected: CorrectedBatch, config: LearnerConfig, placement: Placement
+) -> tuple[tuple[tuple[int, ...], ...], list[Microbatch]]:
+    """Which sequences are this rank's, micro-batch by micro-batch, and those as the model takes them.
+
+    Ranks pass through equally many micro-batches; one that has nothing left computes a sequence without loss.
+    """
+    batch = corrected.batch
+    shares = config.shared_prompts and not config.fixed_order and can_share_prompts(placement.device.type, config.torch_dtype)
+    families = find_families(batch, share_prompts=shares)
+    plan = balance.plan(families, placement.data_parallel, config.tokens_per_microbatch, model.config.hidden_size)
+    parts = plan.microbatches[placement.data_rank]
+    lengths = batch.lengths.tolist()
+    blank = [i for i, length in enumerate(lengths) if length > 0][:1]
+    chosen = [corrected.select(part) if any(lengths[i] for i in part) else without_loss(corrected.select(blank)) for part in parts]
+    row_multiple = placement.tensor_parallel if config.sequence_parallel else 1
+    inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
+    if config.moe_aux_loss_coefficient:
+        # Megatron multiplies a micro-batch's balancing loss by its rows: this makes the sum over micro-batches a mean over all rows.
+        model.config.moe_aux_loss_coeff = config.moe_aux_loss_coefficient / sum(family.tokens for family in families)
+    return parts, [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
 
 
 def _gather(
