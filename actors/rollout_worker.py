@@ -86,6 +86,8 @@ class RolloutWorker:
         """
         self._name, self._config, self._queue, self._bind, self._seed, self._topk = name, config, queue, bind, seed, topk
         self._tokens = 0
+        self._finished: list[Group] = []
+        self._handing_over = asyncio.Lock()
 
     async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
         """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now."""
@@ -119,10 +121,23 @@ class RolloutWorker:
             generate_s=generate_s,
             reward_s=time.monotonic() - began,
         )
-        what = f"group {ticket.group_id} of rollout worker {self._name} -> trajectory queue"
-        await wait_for(self._queue.put.remote(group), what, deadline_s=ANSWER_S)
+        self._finished.append(group)
+        await self._hand_over(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
         return _summary(group)
+
+    async def _hand_over(self, group: Group) -> None:
+        """Put a finished group into the queue, and with it all others that are finished: short answers come by the dozen.
+
+        Groups whose call failed stay; the queue knows a repeated delivery.
+        """
+        async with self._handing_over:
+            groups = list(self._finished)
+            if group not in groups:
+                return  # an earlier call took it along
+            what = f"groups {groups[0].group_id} to {groups[-1].group_id} of rollout worker {self._name} -> trajectory queue"
+            await wait_for(self._queue.put.remote(groups), what, deadline_s=ANSWER_S)
+            del self._finished[: len(groups)]
 
     async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
         """One scored answer to each prompt (evaluation); not put into the queue."""

@@ -273,10 +273,10 @@ class TrajectoryQueueActor:
     async def admit(self, prompts: list[Prompt]) -> list[Ticket]:
         return self._queue.admit(prompts)
 
-    async def put(self, group: Group) -> bool:
-        taken = self._queue.put(group)
+    async def put(self, groups: list[Group]) -> None:
+        for group in groups:
+            self._queue.put(group)
         await self._notify()
-        return taken
 
     async def discard(self, group_ids: list[int], reason: str) -> None:
         self._queue.discard(group_ids, reason)

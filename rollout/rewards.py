@@ -25,6 +25,9 @@ from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask,
 from rollout.reward_process import LENGTH, SINGLE, pack_message
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
+_RECEIVE_BYTES = 1 << 16
+"""Most that is read from a scoring process at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class RewardCounts:
@@ -274,15 +277,10 @@ async def _exchange(connection: socket.socket, message: bytes) -> dict[str, Any]
     loop = asyncio.get_running_loop()
     if message:
         await loop.sock_sendall(connection, message)
-    (size,) = LENGTH.unpack(await _exactly(loop, connection, LENGTH.size))
-    return pickle.loads(await _exactly(loop, connection, size))  # type: ignore[no-any-return]
-
-
-async def _exactly(loop: asyncio.AbstractEventLoop, connection: socket.socket, size: int) -> bytes:
     data = bytearray()
-    while len(data) < size:
-        chunk = await loop.sock_recv(connection, size - len(data))
+    while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
+        chunk = await loop.sock_recv(connection, _RECEIVE_BYTES)  # the reply is all that can come: no other request is under way
         if not chunk:
             raise EOFError
         data += chunk
-    return bytes(data)
+    return pickle.loads(memoryview(data)[LENGTH.size :])  # type: ignore[no-any-return]

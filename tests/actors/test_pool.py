@@ -50,7 +50,7 @@ class Worker:
     async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         await self._play()
         self.sampled.append(ticket.group_id)
-        await self.scene.queue.put(group(ticket))
+        await self.scene.queue.put([group(ticket)])
         return GroupSummary(ticket.group_id, 4, 2, (), 0.1)
 
     async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
@@ -264,7 +264,7 @@ def test_a_group_that_was_delivered_before_the_worker_died_counts_once(monkeypat
 
         async def deliver_and_die() -> None:
             snapshot = await scene.queue.snapshot()
-            await scene.queue.put(group(snapshot.in_flight[0]))
+            await scene.queue.put([group(snapshot.in_flight[0])])
             raise DEAD
 
         scene.faults["0"] = deliver_and_die

@@ -258,7 +258,7 @@ def test_the_actor_waits_for_places_and_groups() -> None:
         placing = asyncio.create_task(actor.wait_for_places(60.0))
         await asyncio.sleep(0.05)
         assert not drawing.done()
-        assert await actor.put(group(ticket))
+        await actor.put([group(ticket)])
         assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
         assert not placing.done()
         await actor.publish(1)

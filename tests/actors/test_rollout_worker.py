@@ -1,0 +1,68 @@
+"""What a rollout worker does with finished groups. Sampling itself is tested with real engines (tests/rollout, tests/e2e)."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.rollout_worker import RolloutWorker
+from actors.trajectory_queue import Ticket
+from correction.errors import EngineError
+from rollout.config import RolloutConfig
+from rollout.trajectory import Group
+from tests.actors.cases import group, prompt
+
+
+class SlowQueue:
+    """Stands where the queue's actor handle stands: each call waits for the gate; calls named in `failing` lose their way."""
+
+    def __init__(self, failing: frozenset[int] = frozenset()) -> None:
+        self.calls: list[list[int]] = []
+        self.gate = asyncio.Event()
+        self._failing = failing
+        self.put = SimpleNamespace(remote=self._put)
+
+    async def _put(self, groups: list[Group]) -> None:
+        self.calls.append([one.group_id for one in groups])
+        number = len(self.calls) - 1
+        await self.gate.wait()
+        if number in self._failing:
+            raise EngineError("the queue's actor is gone")
+
+
+async def hand_over_three(queue: SlowQueue) -> list[Any]:
+    """The first group's call is under way when two more finish. Returns what each of the three got."""
+    worker = RolloutWorker("0", RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}}), queue, bind="127.0.0.1")
+    tasks = []
+    for finished in [group(Ticket(i, prompt(i), 0)) for i in range(3)]:
+        worker._finished.append(finished)
+        tasks.append(asyncio.create_task(worker._hand_over(finished)))
+        await asyncio.sleep(0)
+    queue.gate.set()
+    return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+
+def test_groups_that_finish_during_a_call_share_the_next_one() -> None:
+    async def scenario() -> None:
+        queue = SlowQueue()
+        assert await hand_over_three(queue) == [None] * 3
+        assert queue.calls == [[0], [1, 2]]
+
+    asyncio.run(scenario())
+
+
+def test_no_group_is_taken_for_delivered_by_a_call_that_failed() -> None:
+    """Group 1's call fails with 2 on board: 2 makes its own, and 1, which its owner hears of, goes along once more."""
+
+    async def scenario() -> None:
+        queue = SlowQueue(failing=frozenset({1}))
+        first, second, third = await hand_over_three(queue)
+        assert first is None and third is None
+        with pytest.raises(EngineError, match="the queue's actor is gone"):
+            raise second
+        assert queue.calls == [[0], [1, 2], [1, 2]]
+
+    asyncio.run(scenario())
