@@ -27,6 +27,7 @@ from actors.ledger import Ledger
 from actors.observer import Observer
 from actors.pool import RolloutPool
 from actors.resume import TrainingState
+from actors.rollout_worker import SyncReceipt
 from actors.run_folder import Checkpoint, RunFolder
 from actors.step_report import learned_numbers
 from actors.supervision import Stopwatch, wait_for
@@ -73,6 +74,7 @@ class Controller:
         """Why an alarm ends the run; empty: none does."""
         self._evaluation: asyncio.Task[Evaluation] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._ends_at_once = False
         self._watch = Stopwatch()
 
@@ -107,7 +109,7 @@ class Controller:
             await self._save()
         await self._saved()
         after = None if self._ends_early else await self._evaluate_now("after training")
-        await self._observer.flush()
+        await self._flush()
         self._observer.keep_scatter(await self._ask(self._service.scatter))
         return RunSummary(self._step, before, after, time.monotonic() - self._began, self._ends_early, self._alarm)
 
@@ -124,6 +126,7 @@ class Controller:
                 await self._saved()
             batch = await self._next_batch()
             result = await self._learn(batch)
+            await self._told()  # what is noted from here on belongs to this step
             self._compare_bits(batch, result)
             self._version += 1
             with self._watch.phase("publish"):
@@ -132,9 +135,7 @@ class Controller:
             discarded = await self._ask(self._queue.settle, [g.group_id for g in batch.groups])
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
-            observed = self._observe(batch, result)
-            counts = await self._ask(self._queue.counts)
-            await self._observer.step(self._step, self._version, batch, result, observed, self._watch.read(), counts, discarded)
+            self._telling = asyncio.create_task(self._tell(batch, result, self._step, self._version, self._watch.read(), discarded))
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
             await self._answer_alarms()
@@ -142,6 +143,24 @@ class Controller:
             if self._step < config.steps and not self._ends_early:
                 await self._ask(self._service.learner_reached, self._version)
             self._evaluate_beside()
+
+    async def _tell(
+        self, batch: PreparedBatch, result: Any, step: int, version: int, phases: dict[str, float], discarded: list[tuple[str, str]]
+    ) -> None:
+        """Hand the numbers of a finished step to the observer, beside the next one."""
+        observed = self._observe(batch, result, step)
+        counts = await self._ask(self._queue.counts)
+        await self._observer.step(step, version, batch, result, observed, phases, counts, discarded)
+
+    async def _told(self) -> None:
+        """Wait until the observer has the numbers of all finished steps. Raises: what went wrong with them."""
+        if self._telling is not None:
+            await self._telling
+
+    async def _flush(self) -> None:
+        """Have the lines of all finished steps written."""
+        await self._told()
+        await self._observer.flush()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
         """A short call to the queue or the service."""
@@ -163,9 +182,9 @@ class Controller:
         with self._watch.phase("train"):
             return await self._learner.step(batch.corrected, batch.correction, step=self._step)
 
-    def _observe(self, batch: PreparedBatch, result: Any) -> Awaitable[Observation | None]:
+    def _observe(self, batch: PreparedBatch, result: Any, step: int) -> Awaitable[Observation | None]:
         """Diagnostics of the batch that was just trained, in the making; their alarms are answered between two steps, once known."""
-        reference = self._service.observe.remote(self._step, batch.version, result.target_logprobs, learned_numbers(batch, result))
+        reference = self._service.observe.remote(step, batch.version, result.target_logprobs, learned_numbers(batch, result))
 
         async def with_alarms() -> Observation | None:
             observation: Observation | None = await reference
@@ -180,7 +199,7 @@ class Controller:
         action = self._alarms.decide()
         if action is None or self._alarm:
             return
-        await self._observer.flush()  # the alarm is told before what it leads to
+        await self._flush()  # the alarm is told before what it leads to
         if action.replacement is not None:
             self._observer.event("warning", action.text)
             await self._ask(self._service.switch, action.replacement.correction)
@@ -248,7 +267,7 @@ class Controller:
         await self._saved()
         began = time.monotonic()
         deadline_s = self._config.deadlines.checkpoint_s
-        await self._observer.flush()  # a resume goes on after this step: its line and counts have to be there by then
+        await self._flush()  # a resume goes on after this step: its line and counts have to be there by then
         await self._answer_alarms()  # and what its diagnostics have set off
         with contextlib.ExitStack() as stack:
             checkpoint = stack.enter_context(self._folder.checkpoint(self._step))
@@ -337,6 +356,7 @@ class Controller:
             probe_ids=self._held_out[0].token_ids,
             sync_s=deadlines.sync_s,
             on_receipt=self._receipt,
+            on_probe=observer.probed,
             on_dirty=observer.dirty,
             on_failure=self._pool.report_unsyncable,
         )
@@ -373,9 +393,9 @@ class Controller:
         start = self._state.prompt_position if self._state else 0
         return (self._task.train_prompt(position) for position in itertools.count(start))
 
-    def _receipt(self, target: Any, receipt: Any, difference: float | None) -> None:
+    def _receipt(self, receipt: SyncReceipt) -> None:
         self._pool.wake()
-        self._observer.receipt(receipt, difference, self._config.weight_sync.max_probe_difference)
+        self._observer.receipt(receipt)
 
     async def _beside_failures(self, work: Any) -> Any:
         """The result of `work`, or the error of the pool if that comes first."""
@@ -397,7 +417,7 @@ class Controller:
         if self._saving is not None and not self._ends_at_once:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
                 await wait_for(self._saved(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
-        for beside in (self._evaluation, self._saving):
+        for beside in (self._evaluation, self._saving, self._telling):
             if beside is not None:
                 beside.cancel()
         endings: dict[str, Callable[[], Any]] = {

@@ -119,16 +119,18 @@ class Observer:
             self._count("reward/timeouts_total" if "deadline" in error else "reward/exceptions_total", 1)
             self.event("warning", f"group {summary.group_id}: a trajectory failed: {error}")
 
-    def receipt(self, receipt: SyncReceipt, difference: float | None, limit: float) -> None:
+    def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
-        if difference is None:
-            return
+
+    def probed(self, target: SyncTarget, version: int, difference: float) -> None:
+        """The probe prompt's logprobs of an engine differ by so much from the learner's at the same weights."""
         self._differences.append(difference)
+        limit = self._config.weight_sync.max_probe_difference
         if difference > limit:
             self.event(
                 "warning",
-                f"weights v{receipt.version} on rollout worker {receipt.worker}: the probe prompt's logprobs differ from the learner's by "
-                f"up to {difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
+                f"weights v{version} on rollout worker {target.name}: the probe prompt's logprobs differ from the learner's by up to "
+                f"{difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
             )
 
     def dirty(self, target: SyncTarget, reason: str) -> None:

@@ -241,6 +241,9 @@ class RolloutPool:
             held = held[len(tickets) :]
             on_admitted(tickets)
             self._hand_out(tickets)
+            while len(held) < places:  # the next ones, while the engines are at work and not while they wait
+                held.append(next(prompts))
+                await asyncio.sleep(0)
 
     def _hand_out(self, tickets: Sequence[Ticket]) -> None:
         """A call for each handful of groups: one for each group would keep the driver and the workers busy with calls."""

@@ -37,8 +37,6 @@ class SyncReceipt:
     seconds: float
     pause_s: float
     bytes: int
-    probe_logprobs: list[float]
-    """Engine's logprobs of the probe prompt at the new weights."""
     checksums: dict[str, str]
     """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
     processor: Processor | None = None
@@ -170,9 +168,7 @@ class RolloutWorker:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    async def update_weights(
-        self, version: int, buckets: list[Any], probe_ids: Sequence[int], with_checksums: bool
-    ) -> SyncReceipt:
+    async def update_weights(self, version: int, buckets: list[Any], with_checksums: bool) -> SyncReceipt:
         """Take the weights of a version while requests are in flight. Raises SyncError; the engine is dirty then."""
         began = time.monotonic()
 
@@ -181,7 +177,7 @@ class RolloutWorker:
                 yield unpack(await reference)
 
         receipt = await self._engine.update_weights(version, arriving())
-        return await self._receipt(receipt, began, probe_ids, with_checksums)
+        return await self._receipt(receipt, began, with_checksums)
 
     async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
         """Join the learner's broadcast group."""
@@ -190,22 +186,23 @@ class RolloutWorker:
     async def leave_weight_group(self, name: str) -> None:
         await self._engine.leave_weight_group(name)
 
-    async def receive_weights(
-        self, version: int, buckets: list[list[WeightSpec]], group: str, probe_ids: Sequence[int], with_checksums: bool
-    ) -> SyncReceipt:
+    async def receive_weights(self, version: int, buckets: list[list[WeightSpec]], group: str) -> SyncReceipt:
         """Take the weights that the learner broadcasts."""
         began = time.monotonic()
         receipt = await self._engine.receive_weights(version, buckets, group=group)
-        return await self._receipt(receipt, began, probe_ids, with_checksums)
+        return await self._receipt(receipt, began, with_checksums=False)
 
-    async def _receipt(self, update: UpdateReceipt, began: float, probe_ids: Sequence[int], with_checksums: bool) -> SyncReceipt:
-        probe = await self._engine.score(list(probe_ids)) if probe_ids else []
+    async def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of a fixed prompt at the present weights."""
+        return await self._engine.score(token_ids)
+
+    async def _receipt(self, update: UpdateReceipt, began: float, with_checksums: bool) -> SyncReceipt:
         checksums = await self._engine.weight_checksums() if with_checksums else {}
         processor = await self._engine.processor() if with_checksums and self._config.engine.fixed_order else None
         self._endpoint.set("rollout/weight_version", update.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         seconds = time.monotonic() - began
-        return SyncReceipt(self._name, update.version, seconds, update.paused_s, update.bytes, list(probe), checksums, processor)
+        return SyncReceipt(self._name, update.version, seconds, update.paused_s, update.bytes, checksums, processor)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

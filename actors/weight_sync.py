@@ -3,7 +3,8 @@
 `publish` hands a version over and returns; receipts come later. An engine that is still busy with an older version skips to the newest.
 No work goes to an engine without a receipt for the published version (actors.pool looks at `WorkerHandle.version`). The first sync of an
 engine, and the first after a failure, compares checksums of every tensor, taken in the engine's own process, and for true on-policy also
-what the two processes compute with; each sync compares the logprobs of a fixed prompt.
+what the two processes compute with. After each sync the logprobs of a fixed prompt are compared, beside the engine's work, because a full
+engine may take long to come to them.
 
 Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool. A broadcast group belongs to one set of
 workers: when that changes, or a collective fails, the group is closed, the version goes out through the object store, and a new group is
@@ -24,7 +25,7 @@ from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup, WeightSnapshot
 from actors.rollout_worker import SyncReceipt
 from actors.supervision import wait_for
-from correction.errors import DeadlineExceeded, EngineError, SyncError
+from correction.errors import DeadlineExceeded, EngineDirty, EngineError, SyncError
 
 log = logging.getLogger("evenkeel.sync")
 _ATTEMPTS = 3
@@ -41,6 +42,9 @@ class SyncTarget:
     is_verified: bool = False
     """Checksums have been compared since it joined or failed."""
     task: asyncio.Task[None] | None = None
+    """Brings it up to date."""
+    probe: asyncio.Task[None] | None = None
+    """Compares the logprobs of the fixed prompt; given up when newer weights come first."""
 
 
 class WeightSync:
@@ -53,19 +57,21 @@ class WeightSync:
         *,
         probe_ids: Sequence[int],
         sync_s: float,
-        on_receipt: Callable[[SyncTarget, SyncReceipt, float | None], None],
+        on_receipt: Callable[[SyncReceipt], None],
+        on_probe: Callable[[SyncTarget, int, float], None],
         on_dirty: Callable[[SyncTarget, str], None],
         on_failure: Callable[[SyncTarget, str], None],
     ) -> None:
         """
         Args:
             probe_ids: token ids of the prompt whose logprobs both sides compute.
-            on_receipt: told of each receipt with the largest probe difference (nats), None when the learner's were of another version.
+            on_receipt: told of each receipt; the engine gets work from then on.
+            on_probe: told of each comparison: engine, version, largest difference in nats.
             on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
         """
         self._config, self._learner, self._probe_ids, self._sync_s = config, learner, list(probe_ids), sync_s
-        self._on_receipt, self._on_dirty, self._on_failure = on_receipt, on_dirty, on_failure
+        self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._snapshot: WeightSnapshot | None = None
         self._broadcast = _BroadcastGroup(learner, config.bucket_bytes, sync_s) if config.transport == "broadcast" else None
@@ -93,8 +99,9 @@ class WeightSync:
     def leave(self, name: str) -> None:
         """An engine is gone."""
         target = self._targets.pop(name, None)
-        if target is not None and target.task is not None:
-            target.task.cancel()
+        for task in (target.task, target.probe) if target is not None else ():
+            if task is not None:
+                task.cancel()
 
     def resync(self, target: SyncTarget, reason: str) -> None:
         """An engine says that its weights are of no version: it is sent all of the newest, verified; it gets no work before its receipt."""
@@ -133,7 +140,7 @@ class WeightSync:
                 self._snapshot = snapshot
             try:
                 receipt = await wait_for(
-                    target.actor.update_weights.remote(snapshot.version, snapshot.buckets, self._probe_ids, not target.is_verified),
+                    target.actor.update_weights.remote(snapshot.version, snapshot.buckets, not target.is_verified),
                     f"weight sync v{snapshot.version} -> rollout worker {target.name}",
                     deadline_s=self._sync_s,
                 )
@@ -160,10 +167,20 @@ class WeightSync:
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
         target.version = receipt.version
-        difference = None
-        if receipt.probe_logprobs and len(receipt.probe_logprobs) == len(snapshot.probe_logprobs):
-            difference = max(abs(a - b) for a, b in zip(receipt.probe_logprobs, snapshot.probe_logprobs, strict=True))
-        self._on_receipt(target, receipt, difference)
+        self._on_receipt(receipt)
+        if target.probe is not None:
+            target.probe.cancel()  # its logprobs would be of two versions
+        target.probe = asyncio.create_task(self._compare_probe(target, snapshot), name=f"probe {target.name}")
+
+    async def _compare_probe(self, target: SyncTarget, snapshot: WeightSnapshot) -> None:
+        what = f"probe of weights v{snapshot.version} <- rollout worker {target.name}"
+        try:
+            logprobs = await wait_for(target.actor.probe.remote(self._probe_ids), what, deadline_s=self._sync_s)
+        except (EngineError, EngineDirty, DeadlineExceeded, ray.exceptions.RayError) as error:
+            log.info("%s: %s", what, error)  # what ails an engine shows where it works, or at the next sync
+            return
+        difference = max(abs(a - b) for a, b in zip(logprobs, snapshot.probe_logprobs, strict=True))
+        self._on_probe(target, snapshot.version, difference)
 
     # -- broadcast ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +197,7 @@ class WeightSync:
         if not targets:
             return
         try:
-            receipts = await self._broadcast.send(snapshot, targets, self._probe_ids)
+            receipts = await self._broadcast.send(snapshot, targets)
         except (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError) as error:
             await self._broadcast.close()
             for target in targets:
@@ -199,11 +216,11 @@ class _BroadcastGroup:
         self._actors: list[Any] = []
         self._generation = 0
 
-    async def send(self, snapshot: WeightSnapshot, targets: Sequence[SyncTarget], probe_ids: Sequence[int]) -> list[SyncReceipt]:
+    async def send(self, snapshot: WeightSnapshot, targets: Sequence[SyncTarget]) -> list[SyncReceipt]:
         """Broadcast the learner's weights to the targets; builds the group anew when they are others than last time."""
         await self._ensure_group(targets)
         buckets = await self._learner.weight_specs(self._bucket_bytes, deadline_s=self._sync_s)
-        receiving = [t.actor.receive_weights.remote(snapshot.version, buckets, self._name, list(probe_ids), False) for t in targets]
+        receiving = [t.actor.receive_weights.remote(snapshot.version, buckets, self._name) for t in targets]
         what = f"broadcast of v{snapshot.version}"
         waits = [
             wait_for(r, f"{what} -> rollout worker {t.name}", deadline_s=self._sync_s) for r, t in zip(receiving, targets, strict=True)

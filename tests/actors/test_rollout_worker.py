@@ -35,7 +35,8 @@ class SlowQueue:
 
 async def hand_over_three(queue: SlowQueue) -> list[Any]:
     """The first group's call is under way when two more finish. Returns what each of the three got."""
-    worker = RolloutWorker("0", RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}}), queue, bind="127.0.0.1")
+    config = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
+    worker = RolloutWorker("0", config, queue, bind="127.0.0.1")
     tasks = []
     for finished in [group(Ticket(i, prompt(i), 0)) for i in range(3)]:
         worker._finished.append(finished)

@@ -62,11 +62,18 @@ class Engine:
         """(version, with checksums) of each attempt."""
         self.received: list[int] = []
         """Versions that came by broadcast."""
+        self.probes: list[Awaitable[Any]] = []
+        """What the next answers to the probe wait for."""
 
-    async def update_weights(self, version: int, buckets: list[Any], probe_ids: list[int], with_checksums: bool) -> SyncReceipt:
+    async def update_weights(self, version: int, buckets: list[Any], with_checksums: bool) -> SyncReceipt:
         self.taken.append((version, with_checksums))
         await self._play()
-        return SyncReceipt("w", version, 0.1, 0.1, 8, [-1.0, -2.5], self.checksums if with_checksums else {})
+        return SyncReceipt("w", version, 0.1, 0.1, 8, self.checksums if with_checksums else {})
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        if self.probes:
+            await self.probes.pop(0)
+        return [-1.0, -2.5]
 
     async def join_weight_group(self, *_: Any) -> None: ...
 
@@ -75,7 +82,7 @@ class Engine:
     async def receive_weights(self, version: int, *_: Any) -> SyncReceipt:
         await self._play()
         self.received.append(version)
-        return SyncReceipt("w", version, 0.1, 0.1, 8, [-1.0, -2.0], {})
+        return SyncReceipt("w", version, 0.1, 0.1, 8, {})
 
     async def _play(self) -> None:
         part = self.script.pop(0) if self.script else None
@@ -92,7 +99,8 @@ class Scene:
 
     def __init__(self, sync_s: float = 5.0, transport: str = "object_store", **engines: Engine) -> None:
         self.learner = Learner()
-        self.receipts: list[tuple[str, int, float | None]] = []
+        self.receipts: list[tuple[str, int]] = []
+        self.differences: list[tuple[str, int, float]] = []
         self.dirty: list[tuple[str, str]] = []
         self.failures: list[tuple[str, str]] = []
         self.sync = WeightSync(
@@ -100,7 +108,8 @@ class Scene:
             self.learner,  # type: ignore[arg-type]
             probe_ids=[1, 2, 3],
             sync_s=sync_s,
-            on_receipt=lambda target, receipt, difference: self.receipts.append((target.name, receipt.version, difference)),
+            on_receipt=lambda receipt: self.receipts.append((receipt.worker, receipt.version)),
+            on_probe=lambda target, version, difference: self.differences.append((target.name, version, difference)),
             on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
             on_failure=lambda target, reason: self.failures.append((target.name, reason)),
         )
@@ -130,7 +139,9 @@ def test_checksums_are_compared_once_after_a_join() -> None:
         for version in (1, 2):
             await scene.publish(version)
             await scene.sync.receipts(version, deadline_s=5.0)
-        assert scene.receipts == [("w", 0, 0.5), ("w", 1, 0.5), ("w", 2, 0.5)], "the probe's largest difference: |-2.0 - -2.5|"
+            await asyncio.sleep(0.01)  # an unhurried engine answers the probe before the next update
+        assert scene.receipts == [("w", 0), ("w", 1), ("w", 2)]
+        assert scene.differences == [("w", 0, 0.5), ("w", 1, 0.5), ("w", 2, 0.5)], "the probe's largest: |-2.0 - -2.5|"
 
     play(scenario)
     assert engine.taken == [(0, True), (1, False), (2, False)]
@@ -200,7 +211,7 @@ def test_an_engine_marked_dirty_during_an_update_is_clean_only_after_the_next() 
         scene.sync.resync(scene.targets["w"], "the update to v1 failed")
         gate.set()
         await scene.sync.receipts(1, deadline_s=5.0)
-        assert scene.targets["w"].is_verified and [version for _, version, _ in scene.receipts] == [0, 1]
+        assert scene.targets["w"].is_verified and [version for _, version in scene.receipts] == [0, 1]
 
     play(scenario)
     assert engine.taken == [(0, True), (1, False), (1, True)]
@@ -232,6 +243,23 @@ def test_a_slow_engine_skips_to_the_newest_version_and_holds_up_nobody() -> None
         await scene.sync.receipts(3, deadline_s=5.0)
         assert [version for version, _ in slow.taken] == [0, 1, 3]
         assert [version for version, _ in quick.taken] == [0, 1, 2, 3]
+
+    play(scenario)
+
+
+def test_a_probe_that_waits_in_a_full_engine_holds_up_neither_receipt_nor_update() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.probes = [asyncio.Event().wait()]  # for ever
+        scene = Scene(w=engine)
+        await scene.join()
+        assert scene.receipts == [("w", 0)] and scene.differences == []
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=5.0)
+        await asyncio.sleep(0.01)
+        assert scene.receipts == [("w", 0), ("w", 1)]
+        assert scene.differences == [("w", 1, 0.5)], "that of version 0 is given up: its answer would be of newer weights"
+        await scene.sync.close()
 
     play(scenario)
 
