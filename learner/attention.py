@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from learner.inputs import Layout
 from learner.megatron import PackedSeqParams
+from learner.routing import Routes
 
 TILE_ROWS = 32
 """Rows of queries that torch's CPU kernel works on at a time: fewer in a tile leave it idle, more meet keys that are masked."""
@@ -76,6 +77,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no
     """Together they hold every row of the continuations once."""
     row_in_tiles: Tensor | None = None
     """[rows of the continuations] int64: where each is found in the outputs of the tile calls, laid end to end."""
+    routes: Routes | None = None
+    """Of the routers that read these rows, where that is watched or given."""
 
 
 def pack(layout: Layout, device: torch.device) -> tuple[Tensor, PackedSequences]:

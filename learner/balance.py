@@ -60,18 +60,19 @@ def sequence_cost(length: int, hidden_size: int) -> float:
     return length * (1 + length / (12 * hidden_size))
 
 
-def plan(families: Iterable[Family], ranks: int, tokens_per_microbatch: int, hidden_size: int) -> Plan:
+def plan(families: Iterable[Family], ranks: int, tokens_per_microbatch: int, hidden_size: int, *, multiple: int = 1) -> Plan:
     """Spread families over ranks by cost and pack each rank's into micro-batches.
 
     A family is split where it is too large for a micro-batch, or where ranks would otherwise be unequal.
     Args:
         ranks: data-parallel ranks.
         tokens_per_microbatch: budget of computed positions; a longer sequence is a micro-batch of its own.
+        multiple: of which the number of micro-batches is one; empty ones fill it up.
     """
     pieces = [piece for family in families for piece in _cut(family, tokens_per_microbatch)]
     shares = _level(_spread(pieces, ranks, hidden_size), hidden_size)
     packed = [_pack(share, tokens_per_microbatch) for share in shares]
-    count = max(map(len, packed), default=0)
+    count = math.ceil(max(map(len, packed), default=0) / multiple) * multiple
     return Plan(tuple(tuple(parts + [()] * (count - len(parts))) for parts in packed))
 
 

@@ -26,7 +26,7 @@ import os
 import random
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +55,7 @@ WEIGHT = "weight"
 
 def save(
     folder: str | os.PathLike[str],
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: GuardedOptimizer,
     hf_config: Any,
     placement: Placement,
@@ -77,7 +77,7 @@ def save(
         shutil.rmtree(target, ignore_errors=True)  # of a save that was killed
         target.mkdir(parents=True)
     placement.barrier()
-    held = {name: _copy(tensor) for name, tensor in _held_tensors(model, optimizer, hf_config, placement)}
+    held = {name: _copy(tensor) for name, tensor in _held_tensors(chunks, optimizer, hf_config, placement)}
     generators = {name: _copy(state) for name, state in _random_state().items()}
     manifest = {
         "format": FORMAT,
@@ -103,7 +103,11 @@ def save(
 
 
 def restore(
-    folder: str | os.PathLike[str], model: DistributedDataParallel, optimizer: GuardedOptimizer, hf_config: Any, placement: Placement
+    folder: str | os.PathLike[str],
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: GuardedOptimizer,
+    hf_config: Any,
+    placement: Placement,
 ) -> None:
     """Fill model, optimizer and generators from a checkpoint, one parameter at a time.
 
@@ -113,7 +117,7 @@ def restore(
     manifest = _manifest(source, hf_config)
     saved = _Saved(source, manifest["ranks"], hf_config, placement)
     with torch.no_grad():
-        for rule, parameter in _bound(model, hf_config, placement):
+        for rule, parameter in _bound(chunks, hf_config, placement):
             states = saved.read(rule, parameter)
             parameter.copy_(states.pop(WEIGHT))
             optimizer.set_state(parameter, states)
@@ -134,24 +138,27 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
 # What a rank holds
 
 
-def _bound(model: DistributedDataParallel, hf_config: Any, placement: Placement) -> list[tuple[convert.Rule, torch.nn.Parameter]]:
-    return convert.bind(unwrap(model), convert.family_of(hf_config), placement.expert_rank)
+def _bound(
+    chunks: Sequence[DistributedDataParallel], hf_config: Any, placement: Placement
+) -> Iterator[tuple[convert.Rule, torch.nn.Parameter]]:
+    for chunk in chunks:
+        yield from convert.bind(unwrap(chunk), convert.family_of(hf_config), placement.expert_rank)
 
 
 def _held_tensors(
-    model: DistributedDataParallel, optimizer: GuardedOptimizer, hf_config: Any, placement: Placement
+    chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer, hf_config: Any, placement: Placement
 ) -> Iterator[tuple[str, Tensor]]:
     """What this rank writes: each element is written by one rank."""
-    for rule, parameter in _bound(model, hf_config, placement):
-        is_split = rule.layout is not convert.Layout.REPLICATED
-        if getattr(parameter, "shared", False) or (placement.tensor_rank > 0 and not is_split):
+    for rule, parameter in _bound(chunks, hf_config, placement):
+        part = placement.tensor_rank if rule.is_split else 0
+        if getattr(parameter, "shared", False) or (placement.tensor_rank > 0 and not rule.is_split and not rule.is_expert):
             continue  # the last stage's copy of a tied embedding; what tensor-parallel ranks have alike
         start, states = optimizer.state_of(parameter)
         if is_first := placement.is_first_copy(parameter):
-            yield _name(WEIGHT, placement.tensor_rank, 0, rule), parameter
+            yield _name(WEIGHT, part, 0, rule), parameter
         if is_first or optimizer.is_distributed:
             for kind, tensor in states.items():
-                yield _name(kind, placement.tensor_rank, start, rule), tensor
+                yield _name(kind, part, start, rule), tensor
 
 
 def _name(kind: str, part: int, start: int, rule: convert.Rule) -> str:
@@ -177,9 +184,8 @@ class _Saved:
         return {kind: self._in_this_cut(rule, self._pieces[rule.hf[0], kind], parameter) for kind in kinds}
 
     def _in_this_cut(self, rule: convert.Rule, parts: dict[int, list[tuple[int, int, str]]], parameter: Tensor) -> Tensor:
-        is_split = rule.layout is not convert.Layout.REPLICATED
-        part = self._placement.tensor_rank if is_split else 0
-        if len(parts) == (self._placement.tensor_parallel if is_split else 1):
+        part = self._placement.tensor_rank if rule.is_split else 0
+        if len(parts) == (self._placement.tensor_parallel if rule.is_split else 1):
             return self._joined(rule, parts[part], part)
         every = [self._joined(rule, parts[i], i) for i in range(len(parts))]
         if every[0].dim() == 0:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:  # reading settings must not cost the import of torch
 _NOT_BUILT = {
     "context_parallel": "a sequence's keys are all on one rank: rows of packed sequences and of shared prompts can't be spread over ranks. "
     "Leave it out; for long sequences use tensor_parallel with sequence_parallel: true, and recompute_activations: true",
-    "virtual_pipeline": "Megatron's interleaved schedule wants a number of micro-batches that is a multiple of the stages, and packing by "
-    "tokens gives any number. Leave it out; more micro-batches (a smaller tokens_per_microbatch) fill a pipeline, too",
 }
 """What Megatron has and the learner does not, with the reason; 1 is allowed."""
 
@@ -34,8 +32,10 @@ class LearnerConfig(BaseModel):
     """Between the matrices, tensor-parallel ranks share the rows of a pass as well; saves the memory of their activations."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Stages, of equally many layers, that one copy is cut into; micro-batches pass through them (1F1B)."""
+    virtual_pipeline: int = Field(default=1, ge=1)
+    """Chunks of layers that each stage holds (interleaved 1F1B): with V of them the stages wait 1/V as long, and send V times as much."""
     expert_parallel: int = Field(default=1, ge=1)
-    """Data-parallel ranks over which one copy's experts are spread; tokens travel to them. Divides data_parallel."""
+    """Ranks of a stage over which its experts are spread; tokens travel to them. Divides data_parallel * tensor_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a rank computes; auto takes a GPU when torch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -105,6 +105,14 @@ class LearnerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_virtual_pipeline(self) -> Self:
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"virtual_pipeline = {self.virtual_pipeline} with pipeline_parallel = 1: one stage has nobody to wait for; set it to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         if self.decay != "constant" and self.decay_steps is None:
             raise ValueError(f"decay = {self.decay} needs decay_steps: the optimizer step at which min_learning_rate is reached")
@@ -116,10 +124,10 @@ class LearnerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
-        if self.data_parallel % self.expert_parallel:
+        if self.data_parallel * self.tensor_parallel % self.expert_parallel:
             raise ValueError(
-                f"expert_parallel = {self.expert_parallel} must divide data_parallel = {self.data_parallel}: its ranks are data-parallel "
-                "ranks that hold different experts"
+                f"expert_parallel = {self.expert_parallel} must divide data_parallel x tensor_parallel = {self.data_parallel} x "
+                f"{self.tensor_parallel}: a stage's experts are spread over its ranks"
             )
         return self
 

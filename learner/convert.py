@@ -51,6 +51,11 @@ class Rule:
         """An expert is whole on one rank, and which one decides expert parallelism; tensor parallelism splits none."""
         return ".local_experts." in self.megatron
 
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor-parallel ranks have parts of it."""
+        return self.layout is not Layout.REPLICATED and not self.is_expert
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -170,7 +175,7 @@ def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: i
     Args:
         rows: rows of the parameter on this rank; more than the HF tensor has when the vocabulary is padded.
     """
-    parts, part = (1, 0) if rule.is_expert else (placement.tensor_parallel, placement.tensor_rank)
+    parts, part = (placement.tensor_parallel, placement.tensor_rank) if rule.is_split else (1, 0)
     match rule.layout:
         case Layout.REPLICATED:
             return tensors[0]
@@ -264,8 +269,7 @@ def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iter
             for (its_rule, _), weight in zip(same, _gathered(parameter, placement.expert_parallel, placement.expert_group), strict=True):
                 yield from zip(its_rule.hf, to_hf(its_rule, [weight], heads, hf_config.vocab_size), strict=True)
             continue
-        is_split = rule.layout is not Layout.REPLICATED
-        parts = _gathered(parameter, placement.tensor_parallel if is_split else 1, placement.tensor_group)
+        parts = _gathered(parameter, placement.tensor_parallel if rule.is_split else 1, placement.tensor_group)
         yield from zip(rule.hf, to_hf(rule, parts, heads, hf_config.vocab_size), strict=True)
 
 

@@ -84,19 +84,19 @@ class ModelInputs:
         rows_of_tokens = torch.tensor(row_of, dtype=torch.int64)
         is_read = rows_of_tokens >= 0
 
-        def of_rows(per_token: Tensor) -> Tensor:
-            values = per_token.new_zeros(row, *per_token.shape[1:])
+        def of_rows(per_token: Tensor, filler: Tensor) -> Tensor:
+            values = filler.to(per_token.dtype).expand(row, *per_token.shape[1:]).clone()
             values[rows_of_tokens[is_read]] = per_token[is_read]  # members write the same into the rows that they share
             return values
 
         predicted = batch.loss_mask.nonzero()[:, 0]
         return cls(
-            of_rows(batch.token_ids),
+            of_rows(batch.token_ids, torch.tensor(0)),
             layout,
             predicted,
             rows_of_tokens[predicted - 1],
             rows_of_tokens,
-            None if batch.routed_experts is None else of_rows(batch.routed_experts),
+            None if batch.routed_experts is None else of_rows(batch.routed_experts, torch.arange(batch.routed_experts.shape[-1])),
         )
 
     def to(self, device: torch.device) -> ModelInputs:

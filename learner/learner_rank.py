@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class _Loaded:
 
     folder: Path
     hf_config: Any
-    model: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
+    """This rank's part of the model: one chunk of layers, or virtual_pipeline of them."""
     optimizer: GuardedOptimizer
 
 
@@ -87,20 +89,19 @@ class LearnerRank:
 
         Raises: DataError naming file, tensor or option if the folder can't be trained.
         """
-        hf_config, policy = self._read(folder)
-        wrapped = model.wrap(policy, self.config)
-        attach_schedule(wrapped)
-        self._loaded = _Loaded(Path(folder), hf_config, wrapped, GuardedOptimizer(wrapped, self.config))
+        hf_config, policies = self._read(folder)
+        chunks = [model.wrap(policy, self.config) for policy in policies]
+        attach_schedule(chunks)
+        self._loaded = _Loaded(Path(folder), hf_config, chunks, GuardedOptimizer(chunks, self.config))
         self._reference = None
 
     def load_reference(self, folder: str | os.PathLike[str]) -> None:
         """Keep the weights of another folder of the same shape on the CPU, for `reference_logprobs`."""
-        _, policy = self._read(folder)
-        shapes = [tuple(parameter.shape) for parameter in policy.parameters()]
-        if shapes != [tuple(parameter.shape) for parameter in self._policy.parameters()]:
+        parameters = _parameters(self._read(folder)[1])
+        if [parameter.shape for parameter in parameters] != [parameter.shape for parameter in _parameters(self._policies)]:
             raise DataError(f"{folder}: the reference model has other shapes than the model in training, {self._require().folder}")
         dtype = self.config.torch_dtype
-        self._reference = [parameter.detach().to("cpu", dtype) for parameter in policy.parameters()]
+        self._reference = [parameter.detach().to("cpu", dtype) for parameter in parameters]
 
     # What the model says
 
@@ -132,7 +133,7 @@ class LearnerRank:
 
     def capture(self, batch: PackedBatch) -> tuple[Tensor, Capture]:
         """`logprobs`, and what each operator made of each token, for a comparison with an engine; on one rank."""
-        policy, settings = self._policy, self.config
+        (policy,), settings = self._policies, self.config
         weight = policy.head_weight[: policy.real_vocab_size]
 
         @torch.no_grad()
@@ -178,7 +179,7 @@ class LearnerRank:
         for _, share in shares:
             done.append(
                 train_step(
-                    state.model,
+                    state.chunks,
                     state.optimizer,
                     share,
                     objective,
@@ -223,7 +224,7 @@ class LearnerRank:
         corrected = _plain_batch(token_ids, offsets, loss_mask)
         state = self._require()
         _, loss, _ = train_step(
-            state.model,
+            state.chunks,
             state.optimizer,
             corrected,
             supervised_objective,
@@ -284,7 +285,7 @@ class LearnerRank:
             write_hf = partial(export.write_hf_folder, copies.items(), state.folder, hf_folder)
         elif hf_folder is not None:
             deque(self._weights(), maxlen=0)
-        self._saving = checkpoint.save(folder, state.model, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
+        self._saving = checkpoint.save(folder, state.chunks, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
 
     def is_saved(self, *, wait: bool = False) -> bool:
         """Whether this rank has written all that it began to. Raises: DataError if it could not."""
@@ -302,7 +303,7 @@ class LearnerRank:
         Raises: DataError if the folder is no complete checkpoint, or of other shapes.
         """
         state = self._require()
-        checkpoint.restore(folder, state.model, state.optimizer, state.hf_config, self.placement)
+        checkpoint.restore(folder, state.chunks, state.optimizer, state.hf_config, self.placement)
 
     def close(self) -> None:
         """Free the model and leave the process group; a save under way is finished."""
@@ -318,21 +319,24 @@ class LearnerRank:
         return self._loaded
 
     @property
-    def _policy(self) -> model.PolicyModel:
-        return model.unwrap(self._require().model)
+    def _policies(self) -> list[model.PolicyModel]:
+        return [model.unwrap(chunk) for chunk in self._require().chunks]
 
-    def _read(self, folder: str | os.PathLike[str]) -> tuple[Any, model.PolicyModel]:
+    def _read(self, folder: str | os.PathLike[str]) -> tuple[Any, list[model.PolicyModel]]:
         hf_config, weights = hf_folder.read_config(folder), hf_folder.HFWeights(folder)
-        policy = model.build(hf_config, self.config, self.placement)
-        convert.load(policy, hf_config, weights.__getitem__, self.placement)
+        policies = model.build(hf_config, self.config, self.placement)
+        for policy in policies:
+            convert.load(policy, hf_config, weights.__getitem__, self.placement)
         # Buffers that older folders hold; and a copy of a tied head.
         unread = weights.unread(ignore=("rotary_emb.inv_freq", *(["lm_head.weight"] if hf_config.tie_word_embeddings else [])))
         if unread := self.placement.common_to_all(unread):  # a pipeline stage reads its own
             raise DataError(f"{folder}: {len(unread)} tensors have no place in the model, the first is {min(unread)}")
-        return hf_config, policy
+        return hf_config, policies
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        return export.of_all_stages(convert.export(self._policy, self._require().hf_config, self.placement), self.placement)
+        hf_config = self._require().hf_config
+        own = chain.from_iterable(convert.export(policy, hf_config, self.placement) for policy in self._policies)
+        return export.of_all_stages(own, self.placement)
 
     def _check_routes(self, batch: PackedBatch, *, is_training: bool = False) -> None:
         """Raises: DataError if routing is to be replayed, and the batch doesn't have it."""
@@ -343,7 +347,7 @@ class LearnerRank:
 
     def _forward(self, batch: PackedBatch, *, keep_routes: bool = False) -> Pass:
         return run_microbatches(
-            self._require().model,
+            self._require().chunks,
             _uncorrected(replace(batch, topk_ids=None, topk_logprobs=None)),  # nobody asks for them here
             None,
             config=self.config,
@@ -380,7 +384,7 @@ class LearnerRank:
     @contextmanager
     def _swapped(self, weights: list[Tensor]) -> Iterator[None]:
         """The model with other weights for a while; its own come back untouched, whatever happens."""
-        parameters = list(self._policy.parameters())
+        parameters = _parameters(self._policies)
         own = [parameter.data for parameter in parameters]
         try:
             for parameter, other in zip(parameters, weights, strict=True):
@@ -389,6 +393,10 @@ class LearnerRank:
         finally:
             for parameter, data in zip(parameters, own, strict=True):
                 parameter.data = data
+
+
+def _parameters(policies: list[model.PolicyModel]) -> list[torch.nn.Parameter]:
+    return [parameter for policy in policies for parameter in policy.parameters()]
 
 
 def _first_values(

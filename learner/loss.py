@@ -17,6 +17,7 @@ from learner.inputs import Layout, ModelInputs
 from learner.logprobs import head_logprobs
 from learner.model import unwrap
 from learner.parallel import Placement
+from learner.routing import Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,10 @@ class Objective:
     """1-D float64, detached."""
 
 
-def forward_hidden(model: torch.nn.Module, token_ids: Tensor, layout: Layout) -> Tensor:
+def forward_hidden(model: torch.nn.Module, token_ids: Tensor, layout: Layout, routes: Routes | None = None) -> Tensor:
     """[1, R, hidden] of packed rows; the layout says which of them attend to which."""
     positions, packed = pack(layout, token_ids.device)
+    packed.routes = routes
     hidden: Tensor = model(token_ids[None], positions, None, packed_seq_params=packed)
     return hidden
 

@@ -27,7 +27,7 @@ from learner.megatron import (
 )
 from learner.norm import HFRMSNorm
 from learner.parallel import Placement
-from learner.routing import Routing
+from learner.routing import RouterChoice, smallest_type
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
@@ -39,8 +39,6 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 
     real_vocab_size: int
     """Tokens of the Hugging Face model; the rows beyond are padding."""
-    routing: Routing | None = None
-    """Which experts are taken, where that is watched or given."""
 
     def _preprocess(self, *args: Any, position_ids: Tensor, **options: Any) -> tuple[Any, ...]:
         """Megatron's, with the rotary angles already picked for each packed token: it would cut and join the pack again in each layer."""
@@ -61,32 +59,39 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         return weight
 
 
-def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> PolicyModel:
-    """The model of a Hugging Face config, with random weights.
+def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> list[PolicyModel]:
+    """This rank's part of the model of a Hugging Face config, with random weights: one chunk of layers, or virtual_pipeline of them.
 
     Raises: DataError if the architecture isn't supported, or its layers make no equal stages.
     """
-    if hf_config.num_hidden_layers % placement.pipeline_parallel:
+    if hf_config.num_hidden_layers % (placement.pipeline_parallel * config.virtual_pipeline):
         raise DataError(
-            f"learner.pipeline_parallel = {placement.pipeline_parallel}: {hf_config.num_hidden_layers} layers can't be cut into that many "
-            "equal stages; use a divisor"
+            f"learner.pipeline_parallel = {placement.pipeline_parallel} x virtual_pipeline = {config.virtual_pipeline}: "
+            f"{hf_config.num_hidden_layers} layers can't be cut into that many equal parts; use a divisor"
         )
     transformer = transformer_config(hf_config, config, placement)
+    return [_chunk(hf_config, config, placement, transformer, number) for number in range(config.virtual_pipeline)]
+
+
+def _chunk(hf_config: Any, config: LearnerConfig, placement: Placement, transformer: TransformerConfig, number: int) -> PolicyModel:
+    vp_stage = number if config.virtual_pipeline > 1 else None
     model = PolicyModel(
         transformer,
-        _block_spec(transformer, config.fixed_order),
+        _block_spec(transformer, config.fixed_order, vp_stage),
         vocab_size=-(-hf_config.vocab_size // placement.tensor_parallel) * placement.tensor_parallel,
         max_sequence_length=hf_config.max_position_embeddings,
         position_embedding_type="rope",
         rotary_base=_rotary_base(hf_config),
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        pre_process=placement.pipeline_rank == 0,
-        post_process=placement.is_last_stage,
+        pre_process=placement.pipeline_rank == 0 and number == 0,
+        post_process=placement.is_last_stage and number == config.virtual_pipeline - 1,
+        vp_stage=vp_stage,
     )
     model.real_vocab_size = hf_config.vocab_size
     model.to(placement.device)
     if config.routing_replay != "none":
-        model.routing = Routing(model)
+        for layer in model.decoder.layers:
+            RouterChoice(layer.layer_number - 1, smallest_type(hf_config.num_experts)).attach(layer)
     return model
 
 
@@ -132,6 +137,9 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         tensor_model_parallel_size=placement.tensor_parallel,
         sequence_parallel=config.sequence_parallel,
         pipeline_model_parallel_size=placement.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        # Two stages send each other activations and gradients at the same time, whose sizes Megatron would confuse in one exchange.
+        overlap_p2p_comm=config.virtual_pipeline > 1,
         recompute_granularity="full" if config.recompute_activations else None,
         recompute_method="uniform" if config.recompute_activations else None,
         recompute_num_layers=1 if config.recompute_activations else None,
@@ -170,18 +178,18 @@ def _no_experts(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
 def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
     """Megatron's settings of a mixture of experts. Raises: DataError for what the learner's experts can't be combined with."""
     obstacles = {
-        f"learner.tensor_parallel = {config.tensor_parallel}": config.tensor_parallel > 1,
-        f"learner.pipeline_parallel = {config.pipeline_parallel}": config.pipeline_parallel > 1,
+        f"learner.tensor_parallel = {config.tensor_parallel} without sequence_parallel": config.tensor_parallel > 1
+        and not config.sequence_parallel,
         "learner.fixed_order = true (true_on_policy)": config.fixed_order,
         f"learner.expert_parallel = {config.expert_parallel}": hf_config.num_experts % config.expert_parallel > 0,
     }
     for setting, stands_against in obstacles.items():
         if stands_against:
             raise DataError(
-                f"{setting}: {hf_config.model_type} with {hf_config.num_experts} experts can't be trained with it. Tensor parallelism "
-                "would spread the rows that the router sees, and stages its layers, which isn't built for routes watched or given; the "
-                "rows of an expert have no fixed order; and ranks share experts equally. Use data_parallel with an expert_parallel "
-                "that divides the number of experts"
+                f"{setting}: {hf_config.model_type} with {hf_config.num_experts} experts can't be trained with it. Without "
+                "sequence_parallel: true tensor-parallel ranks would all send the same rows to the experts, whose gradients would count "
+                "them twice; the rows of an expert have no fixed order; and ranks share experts equally, so that expert_parallel has to "
+                "divide their number"
             )
     return {
         "num_moe_experts": hf_config.num_experts,
@@ -193,11 +201,12 @@ def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
     }
 
 
-def _block_spec(transformer: TransformerConfig, fixed_order: bool) -> TransformerBlockSubmodules:
+def _block_spec(transformer: TransformerConfig, fixed_order: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's local layers, with attention that takes packed sequences and norms in Hugging Face's order of operations.
 
     Args:
         fixed_order: attention and linear layers of fixed order, for true on-policy training.
+        vp_stage: which of the rank's chunks, if it has several.
     """
     layer = get_gpt_layer_local_spec(
         num_experts=transformer.num_moe_experts, qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm"
@@ -211,7 +220,7 @@ def _block_spec(transformer: TransformerConfig, fixed_order: bool) -> Transforme
         parts.self_attention.submodules.core_attention = FixedOrderAttention
         parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = FixedOrderColumnLinear
         parts.self_attention.submodules.linear_proj = parts.mlp.submodules.linear_fc2 = FixedOrderRowLinear
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer), layer_norm=HFRMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage), layer_norm=HFRMSNorm)
 
 
 def _rotary_base(hf_config: Any) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,9 +67,9 @@ class _Place:
 class GuardedOptimizer:
     """Adam under Megatron's wrapper. Life of a step: `zero_grad`, backward passes, `finish` (norm, guard, clip, update)."""
 
-    def __init__(self, model: DistributedDataParallel, config: LearnerConfig):
-        self._model = model
-        self._optimizer = get_megatron_optimizer(_optimizer_config(config), [model])
+    def __init__(self, chunks: Sequence[DistributedDataParallel], config: LearnerConfig):
+        self._chunks = list(chunks)
+        self._optimizer = get_megatron_optimizer(_optimizer_config(config), self._chunks)
         self._optimizer.reload_model_params()  # float32 master weights, where they are apart, from the weights just loaded
         self._schedule = _schedule(self._optimizer, config)
         for optimizer in self._optimizer.chained_optimizers:
@@ -97,7 +99,8 @@ class GuardedOptimizer:
         buffer lets autograd add the next gradient into it a second time: from the second step on all gradients are doubled, which
         clipping and Adam hide for a while.
         """
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def follow(self, objective: str) -> None:
@@ -129,7 +132,8 @@ class GuardedOptimizer:
             gradient_scale: factor on the gradient that was known only after the last micro-batch.
         """
         if gradient_scale != 1.0:
-            self._model.scale_gradients(gradient_scale)
+            for chunk in self._chunks:
+                chunk.scale_gradients(gradient_scale)
         found_infinity = self._optimizer.prepare_grads()
         update = Update(self._group_norms(), is_applied=False)
         if found_infinity or not loss_is_finite or not math.isfinite(update.norm) or update.norm == 0.0:
@@ -160,7 +164,7 @@ class GuardedOptimizer:
                 part[1].index_add_(0, groups, torch.ones_like(norms))
             group = optimizer.get_grad_stats_parallel_group()
             if dist.get_world_size(group) > 1:
-                part = part.to(next(self._model.parameters()).device)
+                part = part.to(next(self._chunks[0].parameters()).device)
                 dist.all_reduce(part, group=group)
             sums += part.cpu()
         return {name: math.sqrt(sums[0, i]) for name, i in index.items() if sums[1, i]}
@@ -168,7 +172,7 @@ class GuardedOptimizer:
     @cached_property
     def _groups(self) -> dict[int, str]:
         """By the id of what Adam updates, the group of its parameter."""
-        names = {parameter: name for name, parameter in unwrap(self._model).named_parameters()}
+        names = {parameter: name for chunk in self._chunks for name, parameter in unwrap(chunk).named_parameters()}
         return {id(place.master): _group_of(names[parameter]) for parameter, place in self._places.items()}
 
     # What a checkpoint keeps
@@ -227,7 +231,7 @@ class GuardedOptimizer:
                     places[parameter] = _Place(one.optimizer, one.optimizer.param_groups[group]["params"][index], start)
             else:
                 masters = {id(master) for group in one.optimizer.param_groups for master in group["params"]}
-                for parameter in self._model.parameters():
+                for parameter in chain.from_iterable(chunk.parameters() for chunk in self._chunks):
                     master = getattr(parameter, "main_param", parameter)
                     if id(master) in masters:
                         places[parameter] = _Place(one.optimizer, master, 0)

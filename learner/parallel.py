@@ -107,6 +107,12 @@ class Placement:
             dist.all_reduce(tensor, group=self.data_group)
         return tensor
 
+    def sum_over_all(self, tensor: Tensor) -> Tensor:
+        """The tensor, summed in place over all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
@@ -153,6 +159,7 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
     built = {
         "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
     }
     for name, size in built.items():
@@ -197,6 +204,7 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
             pipeline_model_parallel_size=config.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
             expert_model_parallel_size=config.expert_parallel,
             expert_tensor_parallel_size=1,  # an expert is small: it is whole on one rank
         )

@@ -15,7 +15,7 @@ Source: Ma et al. (2025), "Stabilizing MoE reinforcement learning by aligning tr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,41 @@ def smallest_type(experts: int) -> torch.dtype:
 
 
 @dataclass(slots=True)
+class Routes:
+    """Of one micro-batch on this rank: what its routers are to take, and what they took.
+
+    Travels with the rows through the model, so that a layer finds those of its rows in whatever order a pipeline's schedule, or the
+    recomputation of activations, comes back to a micro-batch.
+    """
+
+    first_row: int
+    """Of the micro-batch's rows, the first that this rank's routers see."""
+    given: Tensor | None
+    """[rows, layers, k]: the experts to be taken; None: the routers choose."""
+    keeps_taken: bool
+    taken: dict[int, Tensor] = field(default_factory=dict)
+    """By layer of the whole model: [rows, k], where they are kept."""
+    agrees: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: [rows] bool, whether the router's own choice was the one taken, in whatever order."""
+
+    @classmethod
+    def of(cls, given: Tensor | None, rows: int, placement: Placement, *, shares_rows: bool, keeps_taken: bool) -> Routes:
+        """
+        Args:
+            given: [R, layers, k] of all R = `rows` rows of the micro-batch.
+            shares_rows: tensor-parallel ranks see a part of them each.
+        """
+        count = rows // placement.tensor_parallel if shares_rows else rows
+        first = placement.tensor_rank * count if shares_rows else 0
+        return cls(first, None if given is None else given[first : first + count], keeps_taken)
+
+    def placed(self, rows: Tensor, layer: int) -> Tensor:
+        """[n] where the micro-batch's rows are among this rank's; -1: not here."""
+        here = rows - self.first_row
+        return torch.where((here >= 0) & (here < len(self.agrees[layer])), here, -1)
+
+
+@dataclass(slots=True)
 class RouterChoice:
     """One layer's choice of experts; stands in Megatron's slot `router_replay`, which asks `get_replay_topk` for the top k.
 
@@ -38,95 +73,71 @@ class RouterChoice:
     say what a router that replays would have chosen.
     """
 
-    given: Tensor | None = None
-    """[rows, k] int64: to be taken in the next forward pass; None: the router chooses."""
-    taken: Tensor | None = None
-    """[rows, k] int64: of the last forward pass."""
-    own: Tensor | None = None
-    """[rows, k] int64: what the router itself chose then."""
+    layer: int
+    """Index in the whole model."""
+    type: torch.dtype
+    """Of what is kept."""
+    routes: Routes | None = None
+    """Of the rows that the layer reads."""
+
+    def attach(self, layer: torch.nn.Module) -> None:
+        """To a transformer layer with a router."""
+
+        def read_routes(_: Any, inputs: Any, options: dict[str, Any]) -> None:
+            self.routes = options["packed_seq_params"].routes
+
+        layer.register_forward_pre_hook(read_routes, with_kwargs=True)
+        layer.mlp.router.router_replay = self  # type: ignore[union-attr]
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """Scores [rows, k], with gradient, and numbers [rows, k] of the experts taken, of scores [rows, experts]."""
-        values, self.own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        self.taken = self.own if self.given is None else self.given
-        return (values if self.given is None else scores.gather(1, self.given)), self.taken
-
-
-class Routing:
-    """The routers of a model; [rows, layers, k] of all its layers at once."""
-
-    def __init__(self, model: Any) -> None:
-        """
-        Args:
-            model: a PolicyModel whose every layer has a router.
-        """
-        self._choices = [RouterChoice() for _ in model.decoder.layers]
-        self._type = smallest_type(model.config.num_moe_experts)
-        for layer, choice in zip(model.decoder.layers, self._choices, strict=True):
-            layer.mlp.router.router_replay = choice
-
-    def replay(self, routed_experts: Tensor | None) -> None:
-        """In the next forward pass take these experts; None: the routers' own."""
-        for layer, choice in enumerate(self._choices):
-            choice.given = None if routed_experts is None else routed_experts[:, layer].long()
-
-    def taken(self) -> Tensor:
-        """Of the last forward pass."""
-        return self._stacked([choice.taken for choice in self._choices]).to(self._type)
-
-    def agreement(self) -> Tensor:
-        """[rows] float32: share of layers in which the routers' own choice was the one taken, in whatever order."""
-        own, taken = (self._stacked([getattr(choice, name) for choice in self._choices]).sort(-1).values for name in ("own", "taken"))
-        return (own == taken).all(-1).float().mean(-1)
-
-    def forget(self) -> None:
-        """Between batches, so that nothing keeps their memory."""
-        for choice in self._choices:
-            choice.given = choice.taken = choice.own = None
-
-    @staticmethod
-    def _stacked(choices: Sequence[Tensor | None]) -> Tensor:
-        return torch.stack([choice for choice in choices if choice is not None], 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """What is kept of the routing of one micro-batch of R rows."""
-
-    taken: Tensor | None
-    """[R, layers, k]."""
-    agreement: Tensor
-    """[R] as Routing.agreement."""
+        values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        routes, self.routes = self.routes, None
+        assert routes is not None, "read_routes has run"
+        taken = own if routes.given is None else routes.given[:, self.layer].long()
+        routes.agrees[self.layer] = (own.sort(-1).values == taken.sort(-1).values).all(-1)
+        if routes.keeps_taken:
+            routes.taken[self.layer] = taken.to(self.type)
+        return (values if routes.given is None else scores.gather(1, taken)), taken
 
 
 def gather_taken(
-    routes: Sequence[Routes], row_of_token: Sequence[Tensor], parts: Sequence[Sequence[int]], batch: PackedBatch, placement: Placement
+    routes: Sequence[Routes],
+    row_of_token: Sequence[Tensor],
+    parts: Sequence[Sequence[int]],
+    batch: PackedBatch,
+    layers: int,
+    placement: Placement,
 ) -> Tensor:
     """[N, layers, k], CPU: where the tokens of a batch were sent, complete on every rank; experts 0 to k - 1 where none was read.
 
     Args:
         routes, row_of_token: of this rank's micro-batches, with the row in which each token of them is read, or -1.
         parts: the sequences of each.
+        layers: of the whole model.
     """
-    first = routes[0].taken
-    assert first is not None
-    placed = torch.zeros(batch.num_tokens, *first.shape[1:], dtype=torch.int32, device=first.device)  # gloo adds up no int16
+    first = next(iter(routes[0].taken.values()))
+    placed = torch.zeros(batch.num_tokens, layers, first.shape[-1], dtype=torch.int32, device=first.device)  # gloo adds up no int16
     for one, rows, part in zip(routes, row_of_token, parts, strict=True):
-        if part and one.taken is not None:
+        if part:
             index = batch.token_index(part).to(rows.device)
-            placed[index[rows >= 0]] = one.taken[rows[rows >= 0]].int() + 1  # 0: not read on this rank
-    placed = placement.sum_over_data(placed)
+            for layer, taken in one.taken.items():
+                here = one.placed(rows, layer)
+                placed[index[here >= 0], layer] = taken[here[here >= 0]].int() + 1  # 0: not read on this rank
+    placed = placement.sum_over_all(placed)  # a row of a layer is on one rank
     nowhere = torch.arange(placed.shape[-1], dtype=torch.int32, device=placed.device)
     return torch.where(placed > 0, placed - 1, nowhere).to(first.dtype).cpu()
 
 
-def mean_agreement(routes: Sequence[Routes], parts: Sequence[Sequence[int]], placement: Placement) -> float:
-    """Over all rows of all ranks' micro-batches, without those that only keep the others company."""
+def mean_agreement(routes: Sequence[Routes], row_of_token: Sequence[Tensor], parts: Sequence[Sequence[int]], placement: Placement) -> float:
+    """Over all rows of all ranks' micro-batches in which a token is read, and over layers, without rows that only fill up."""
     sums = torch.zeros(2, dtype=torch.float64, device=placement.device)
-    for one, part in zip(routes, parts, strict=True):
-        if part:
-            sums += torch.stack([one.agreement.double().sum(), sums.new_tensor(len(one.agreement))])
-    total, rows = placement.sum_over_data(sums)
-    return float(total / rows.clamp(min=1.0))
+    for one, rows, part in zip(routes, row_of_token, parts, strict=True):
+        for layer, agrees in one.agrees.items() if part else ():
+            here = one.placed(torch.unique(rows), layer)
+            here = here[here >= 0]
+            sums += torch.stack([agrees[here].double().sum(), sums.new_tensor(len(here))])
+    total, count = placement.sum_over_all(sums)
+    return float(total / count.clamp(min=1.0))

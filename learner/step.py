@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,7 @@ from learner.attention import can_share_prompts
 from learner.config import LearnerConfig
 from learner.inputs import ModelInputs, find_families
 from learner.loss import Objective, TokenValues, forward_hidden, token_values, without_loss
-from learner.megatron import DistributedDataParallel, finalize_model_grads, get_forward_backward_func
-from learner.model import unwrap
+from learner.megatron import DistributedDataParallel, TransformerConfig, finalize_model_grads, get_forward_backward_func
 from learner.optimizer import GuardedOptimizer, Update
 from learner.parallel import Placement
 from learner.routing import Routes, gather_taken, mean_agreement
@@ -105,7 +104,7 @@ class Pass:
 
 
 def run_microbatches(
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     corrected: CorrectedBatch,
     objective: ObjectiveFunction | None,
     *,
@@ -119,22 +118,27 @@ def run_microbatches(
     Gradients are left in Megatron's buffer, summed over micro-batches and ranks: the objective's scales are those of the whole batch,
     so nothing is averaged. A batch's routed experts are replayed.
     Args:
+        chunks: of layers, one after the other.
         keep_routes: return where tokens were sent.
     """
     batch = corrected.batch
     with watch.phase("prepare"):
-        parts, microbatches = _share_of_this_rank(model, corrected, config, placement)
+        parts, microbatches = _share_of_this_rank(chunks[0].config, corrected, config, placement)
+        routes = [
+            Routes.of(
+                inputs.routed_experts,
+                len(inputs.token_ids),
+                placement,
+                shares_rows=config.sequence_parallel,
+                keeps_taken=keep_routes,
+            )
+            for _, inputs in microbatches
+        ]
     outputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    routes: list[Routes] = []
-    routing = unwrap(model).routing
 
-    def forward_step(data: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        microbatch, inputs = next(data)
-        if routing is not None:
-            routing.replay(inputs.routed_experts)
-        hidden = forward_hidden(model, inputs.token_ids, inputs.layout)
-        if routing is not None:
-            routes.append(Routes(routing.taken() if keep_routes else None, routing.agreement()))
+    def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        (microbatch, inputs), its_routes = next(data)
+        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
@@ -148,8 +152,8 @@ def run_microbatches(
     with watch.phase("forward_backward"), torch.set_grad_enabled(objective is not None):
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(microbatches),
-            model=[model],
+            data_iterator=[iter(list(zip(microbatches, routes, strict=True))) for _ in chunks],
+            model=list(chunks),
             num_microbatches=len(microbatches),
             seq_length=batch.num_tokens,
             micro_batch_size=1,
@@ -157,25 +161,27 @@ def run_microbatches(
         )
     with watch.phase("gather"):
         done = _gather(outputs, parts, corrected, placement)
-        if routing is None:
+        if config.routing_replay == "none":
             return done
-        routing.forget()
         rows = [inputs.row_of_token for _, inputs in microbatches]
-        taken = gather_taken(routes, rows, parts, batch, placement) if keep_routes else None
-        return replace(done, routed_experts=taken, routing_agreement=mean_agreement(routes, parts, placement))
+        taken = gather_taken(routes, rows, parts, batch, chunks[0].config.num_layers, placement) if keep_routes else None
+        return replace(done, routed_experts=taken, routing_agreement=mean_agreement(routes, rows, parts, placement))
 
 
 def _share_of_this_rank(
-    model: DistributedDataParallel, corrected: CorrectedBatch, config: LearnerConfig, placement: Placement
+    transformer: TransformerConfig, corrected: CorrectedBatch, config: LearnerConfig, placement: Placement
 ) -> tuple[tuple[tuple[int, ...], ...], list[Microbatch]]:
     """Which sequences are this rank's, micro-batch by micro-batch, and those as the model takes them.
 
-    Ranks pass through equally many micro-batches; one that has nothing left computes a sequence without loss.
+    Ranks pass through equally many micro-batches; one that has nothing left computes a sequence without loss. So does every rank where
+    the interleaved schedule wants a multiple of the stages: of a sequence without loss one row is read, and a pass over one row costs less
+    than cutting the others smaller.
     """
     batch = corrected.batch
     shares = config.shared_prompts and not config.fixed_order and can_share_prompts(placement.device.type, config.torch_dtype)
     families = find_families(batch, share_prompts=shares)
-    plan = balance.plan(families, placement.data_parallel, config.tokens_per_microbatch, model.config.hidden_size)
+    multiple = placement.pipeline_parallel if config.virtual_pipeline > 1 else 1
+    plan = balance.plan(families, placement.data_parallel, config.tokens_per_microbatch, transformer.hidden_size, multiple=multiple)
     parts = plan.microbatches[placement.data_rank]
     lengths = batch.lengths.tolist()
     blank = [i for i, length in enumerate(lengths) if length > 0][:1]
@@ -183,8 +189,9 @@ def _share_of_this_rank(
     row_multiple = placement.tensor_parallel if config.sequence_parallel else 1
     inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
     if config.moe_aux_loss_coefficient:
-        # Megatron multiplies a micro-batch's balancing loss by its rows: this makes the sum over micro-batches a mean over all rows.
-        model.config.moe_aux_loss_coeff = config.moe_aux_loss_coefficient / sum(family.tokens for family in families)
+        # Megatron multiplies a micro-batch's balancing loss by the rows that a router sees, of which sequence-parallel ranks have a
+        # part (row_multiple): this makes the sum over micro-batches a mean over all rows.
+        transformer.moe_aux_loss_coeff = config.moe_aux_loss_coefficient * row_multiple / sum(family.tokens for family in families)
     return parts, [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
 
 
@@ -207,7 +214,7 @@ def _gather(
 
 
 def train_step(
-    model: DistributedDataParallel,
+    chunks: Sequence[DistributedDataParallel],
     optimizer: GuardedOptimizer,
     corrected: CorrectedBatch,
     objective: ObjectiveFunction,
@@ -226,7 +233,7 @@ def train_step(
     Returns: the pass, the loss, and what became of the weights.
     """
     optimizer.zero_grad()
-    done = run_microbatches(model, corrected, objective, config=config, placement=placement, watch=watch)
+    done = run_microbatches(chunks, corrected, objective, config=config, placement=placement, watch=watch)
     assert done.sums is not None
     loss = loss_of(done.sums)
     with watch.phase("optimizer"):
@@ -234,11 +241,18 @@ def train_step(
     return done, loss, update
 
 
-def attach_schedule(model: DistributedDataParallel) -> None:
+def attach_schedule(chunks: Sequence[DistributedDataParallel]) -> None:
     """Tell Megatron's schedule how to end a backward pass: sum gradients over ranks, and divide by nothing."""
 
     def finalize(models: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
         finalize_model_grads(models, None, **options)
 
-    model.config.finalize_model_grads_func = finalize
-    model.config.no_sync_func = model.no_sync
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+
+    chunks[0].config.finalize_model_grads_func = finalize  # the chunks have one config
+    chunks[0].config.no_sync_func = no_sync

@@ -122,7 +122,7 @@ def gradients(learner: LearnerRank) -> dict[str, Tensor]:
     """The gradient in Megatron's buffer under HF names."""
     loaded = learner._require()
     found: dict[str, Tensor] = {}
-    for rule, parameter in bind(unwrap(loaded.model), family_of(loaded.hf_config)):
+    for rule, parameter in bind(unwrap(loaded.chunks[0]), family_of(loaded.hf_config)):
         pieces = to_hf(rule, [parameter.main_grad], HeadShape.of(loaded.hf_config), loaded.hf_config.vocab_size)
         found |= {name: piece.clone() for name, piece in zip(rule.hf, pieces, strict=True)}
     return found

@@ -16,7 +16,6 @@ from learner.attention import PackedSequences, Run
 from learner.config import LearnerConfig
 from learner.fixed_order import FixedOrderAttention, FixedOrderRowLinear
 from learner.learner_rank import LearnerRank
-from learner.model import unwrap
 from tests.learner.learner_cases import gradients, hf_model, hf_values, largest_difference, learner_on, random_batch, run_ranks, save_model
 
 FAMILIES = [("qwen3", True), ("qwen2", True), ("llama", False)]
@@ -129,5 +128,5 @@ def test_what_has_no_fixed_order_is_refused(settings: dict[str, Any]) -> None:
 
 def test_the_mode_off_builds_the_usual_layers(tmp_path: Path) -> None:
     with learner_on(save_model(tmp_path / "m")) as learner:
-        names = {type(module).__name__ for module in unwrap(learner._require().model).modules()}
+        names = {type(module).__name__ for module in learner._policies[0].modules()}
     assert not {name for name in names if "FixedOrder" in name} and "PackedAttention" in names

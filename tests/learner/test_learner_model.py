@@ -23,7 +23,6 @@ from correction.weight_spec import WeightSpec
 from learner.attention import pack
 from learner.inputs import Layout
 from learner.loss import forward_hidden
-from learner.model import unwrap
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False), ("qwen3_moe", False)]
@@ -34,7 +33,7 @@ def test_logits_equal_hugging_face(tmp_path: Path, family: str, tie: bool) -> No
     folder = save_model(tmp_path / "m", family, tie=tie)
     batch = random_batch()
     with learner_on(folder) as learner, torch.no_grad():
-        model = unwrap(learner._require().model)
+        model = learner._policies[0]
         ours = forward_hidden(model, batch.token_ids, Layout(tuple(batch.lengths.tolist())))[0] @ model.head_weight.t()
         bounds = batch.offsets.tolist()
         reference = hf_model(folder)
@@ -117,7 +116,7 @@ def test_a_bucket_is_a_snapshot(tmp_path: Path) -> None:
         before = weights(learner)
         copies = {name: tensor.clone() for name, tensor in before.items()}
         with torch.no_grad():
-            for parameter in unwrap(learner._require().model).parameters():
+            for parameter in learner._policies[0].parameters():
                 parameter.add_(1.0)
     assert all(torch.equal(before[name], copies[name]) for name in before)
 

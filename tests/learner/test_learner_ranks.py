@@ -72,9 +72,10 @@ def three_steps(learner: LearnerRank) -> dict[str, Any]:
 
 def elements(learner: LearnerRank) -> tuple[int, int]:
     """Of the weights, and of Adam's averages, on this rank."""
-    states = [learner._require().optimizer.state_of(parameter)[1] for parameter in learner._policy.parameters()]
+    parameters = [parameter for policy in learner._policies for parameter in policy.parameters()]
+    states = [learner._require().optimizer.state_of(parameter)[1] for parameter in parameters]
     averages = sum(value.numel() for state in states for kind, value in state.items() if kind != "step")
-    return sum(parameter.numel() for parameter in learner._policy.parameters()), averages
+    return sum(parameter.numel() for parameter in parameters), averages
 
 
 def two_more_norms(learner: LearnerRank) -> list[float]:
@@ -102,10 +103,17 @@ DISTRIBUTED_OPTIMIZER: dict[str, Any] = {"data_parallel": 2, "distributed_optimi
 PIPELINE: dict[str, Any] = {"pipeline_parallel": 2}
 EXPERTS: dict[str, Any] = {"data_parallel": 2, "expert_parallel": 2, "routing_replay": "recompute"}
 """Of a mixture of experts."""
-LAYOUTS: list[tuple[dict[str, Any], bool]] = [(DISTRIBUTED_OPTIMIZER, True), (SEQUENCE_PARALLEL, False), (PIPELINE, True), (EXPERTS, False)]
+INTERLEAVED: dict[str, Any] = {"pipeline_parallel": 2, "virtual_pipeline": 2}
+LAYOUTS: list[tuple[dict[str, Any], bool]] = [
+    (DISTRIBUTED_OPTIMIZER, True),
+    (SEQUENCE_PARALLEL, False),
+    (INTERLEAVED, True),
+    (EXPERTS, False),
+]
 SLOW_LAYOUTS: list[tuple[dict[str, Any], bool]] = [
     ({"data_parallel": 2}, True),
     ({"tensor_parallel": 2}, True),
+    (PIPELINE, True),
     (PIPELINE, False),
     ({"data_parallel": 2, "tensor_parallel": 2}, True),
     (DISTRIBUTED_OPTIMIZER | EXPERTS, False),
@@ -113,6 +121,12 @@ SLOW_LAYOUTS: list[tuple[dict[str, Any], bool]] = [
     (DISTRIBUTED_OPTIMIZER | PIPELINE, True),
     (SEQUENCE_PARALLEL | PIPELINE, True),
     (DISTRIBUTED_OPTIMIZER | PIPELINE | {"dtype": "bfloat16"}, True),
+    (DISTRIBUTED_OPTIMIZER | INTERLEAVED, False),
+    ({"pipeline_parallel": 4, "virtual_pipeline": 2}, True),
+    (SEQUENCE_PARALLEL | {"expert_parallel": 2, "routing_replay": "recompute"}, False),
+    (SEQUENCE_PARALLEL | DISTRIBUTED_OPTIMIZER | EXPERTS, False),
+    (PIPELINE | EXPERTS, False),
+    (INTERLEAVED | DISTRIBUTED_OPTIMIZER | EXPERTS | {"recompute_activations": True}, False),
 ]
 
 
@@ -135,7 +149,9 @@ class Compared:
 def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """Of a model whose vocabulary of 97 has to be padded for two tensor-parallel ranks."""
     (split, tie), place = request.param, tmp_path_factory.mktemp("ranks")
-    folder = save_model(place / "m", "qwen3_moe" if "expert_parallel" in split else "qwen3", tie=tie, vocab_size=VOCAB + 1)
+    family = "qwen3_moe" if "expert_parallel" in split else "qwen3"
+    layers = split.get("virtual_pipeline", 1) * split.get("pipeline_parallel", 2)
+    folder = save_model(place / "m", family, tie=tie, vocab_size=VOCAB + 1, num_hidden_layers=layers)
     with learner_on(folder, **alone(split), **SETTINGS) as learner:
         one = three_steps(learner)
         one["held"] = elements(learner)
@@ -161,7 +177,10 @@ def test_several_ranks_equal_one(compared: Compared) -> None:
         assert found["numbers"] == every[0]["numbers"]
         assert all(torch.equal(found["weights"][name], every[0]["weights"][name]) for name in one["weights"])
         halves = [1, 1, 1, 1] if split.get("data_parallel") == 4 else [2, 2, 1, 1]  # 1 where one rank's is blank
-        assert found["microbatches"] == (halves if "data_parallel" in split else one["microbatches"])
+        passes = halves if "data_parallel" in split else one["microbatches"]
+        multiple = split["pipeline_parallel"] if "virtual_pipeline" in split else 1
+        assert found["microbatches"] == [count + -count % multiple for count in passes]
+        assert multiple == 1 or any(count % multiple for count in passes), "none had to be filled up"
     with learner_on(compared.folder / "saved", **alone(split)) as learner:
         assert all(torch.equal(tensor, every[0]["weights"][name]) for name, tensor in weights(learner).items())
 
@@ -188,6 +207,33 @@ def test_a_checkpoint_goes_over_to_another_layout_and_back(compared: Compared) -
     one, back = (load_file(place / name / "rank-0.safetensors") for name in ("one", "back"))
     assert {name.split("/")[0] for name in one} == {"weight", "exp_avg", "exp_avg_sq", "step", *(["master"] if half else [])}
     assert one.keys() == back.keys() and all(torch.equal(one[name], back[name]) for name in one)
+
+
+def balanced_norm(learner: LearnerRank) -> float:
+    """Of a batch with an even number of rows, so that none has to be filled up."""
+    batch = grouped_batch([([20] * 4, [5, 2, 8, 7])])
+    batch = replace(batch, behavior_logprobs=learner.logprobs(batch), proximal_logprobs=learner.logprobs(batch))
+    return learner.step(correct(batch, TIS), TIS, step=0).grad_norm
+
+
+def balanced_on_a_rank(rank: int, ranks: int, port: int, folder: Path, settings: dict[str, Any]) -> float:
+    learner = LearnerRank(LearnerConfig(**SEQUENCE_PARALLEL, expert_parallel=2, **settings), rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    norm = balanced_norm(learner)
+    learner.close()
+    return norm
+
+
+def test_balancing_loss_where_tensor_ranks_share_rows(tmp_path: Path) -> None:
+    """Megatron multiplies it by the rows of a router, of which each of two ranks has half: its weight must not halve with them."""
+    folder = save_model(tmp_path / "m", "qwen3_moe")
+    norms = {}
+    for coefficient in (0.0, 0.3):
+        with learner_on(folder, moe_aux_loss_coefficient=coefficient, **SETTINGS) as learner:
+            norms[coefficient] = balanced_norm(learner)
+    assert norms[0.3] > 1.05 * norms[0.0]
+    found = run_ranks(balanced_on_a_rank, folder, {"moe_aux_loss_coefficient": 0.3, **SETTINGS})
+    assert found == pytest.approx([norms[0.3]] * 2, rel=1e-5)
 
 
 def topk_batch(learner: LearnerRank) -> PackedBatch:
@@ -299,13 +345,16 @@ def test_a_wrong_number_of_ranks_is_refused() -> None:
 
 
 def test_layouts_that_are_not_built_are_refused_by_name(tmp_path: Path) -> None:
-    assert LearnerConfig.model_validate({"context_parallel": 1, "virtual_pipeline": None}) == LearnerConfig()
-    for name, reason in (("context_parallel", "packed sequences"), ("virtual_pipeline", "interleaved")):
-        with pytest.raises(ValidationError, match=f"{name} = 2: .*{reason}"):
-            LearnerConfig.model_validate({name: 2})
-    with pytest.raises(ValidationError, match="tensor_parallel = 1"):
-        LearnerConfig(sequence_parallel=True)
+    assert LearnerConfig.model_validate({"context_parallel": 1}) == LearnerConfig()
+    for settings, reason in (
+        ({"context_parallel": 2}, "context_parallel = 2: .*packed sequences"),
+        ({"sequence_parallel": True}, "tensor_parallel = 1"),
+        ({"virtual_pipeline": 2}, "virtual_pipeline = 2 with pipeline_parallel = 1"),
+        ({"expert_parallel": 2, "pipeline_parallel": 2}, "expert_parallel = 2 must divide data_parallel x tensor_parallel = 1 x 1"),
+    ):
+        with pytest.raises(ValidationError, match=reason):
+            LearnerConfig.model_validate(settings)
     with learner_on(save_model(tmp_path / "m")) as learner:
-        stages = replace(learner.placement, pipeline_parallel=3)
-        with pytest.raises(DataError, match="2 layers can't be cut"):
-            build(learner._require().hf_config, learner.config, stages)
+        state, two = learner._require(), replace(learner.placement, pipeline_parallel=2)
+        with pytest.raises(DataError, match=r"pipeline_parallel = 2 x virtual_pipeline = 2: 2 layers can't be cut"):
+            build(state.hf_config, LearnerConfig(pipeline_parallel=2, virtual_pipeline=2), two)

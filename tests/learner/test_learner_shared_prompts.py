@@ -28,7 +28,6 @@ from learner.attention import can_share_prompts, pack, packed_attention
 from learner.balance import Family, plan, sequence_cost
 from learner.inputs import Layout, ModelInputs, find_families
 from learner.learner_rank import LearnerRank
-from learner.model import unwrap
 from tests.learner.learner_cases import (
     gradients,
     grouped_batch,
@@ -77,7 +76,7 @@ def setting(learner: LearnerRank, **changes: Any) -> Iterator[None]:
 def rows_computed(learner: LearnerRank, batch: PackedBatch, **changes: Any) -> list[int]:
     """Of each forward pass: the rows that the transformer's first layer is given."""
     rows: list[int] = []
-    decoder = unwrap(learner._require().model).decoder
+    decoder = learner._policies[0].decoder
     hook = decoder.layers[0].register_forward_pre_hook(
         lambda _, args, options: rows.append((args[0] if args else options["hidden_states"]).shape[0]), with_kwargs=True
     )
