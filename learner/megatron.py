@@ -10,8 +10,9 @@ from learner import cpu_hook
 cpu_hook.install()
 
 with warnings.catch_warnings():
-    # Apex and TransformerEngine are optional: torch's own AdamW and linear layers take their place.
+    # Apex and TransformerEngine are optional: torch's own linear layers and AdamW take their place.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|apex|transformer_engine).*")
+    from megatron.core import optimizer as _optimizers
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -28,6 +29,10 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import Float16Module, param_is_not_shared
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Megatron takes the Adam of TransformerEngine or Apex where one is installed. These keep their number of steps apart from the averages,
+# where no checkpoint of ours would find it; torch's fused AdamW is one kernel, too.
+_optimizers.USING_PYTORCH_OPTIMIZER = True
 
 # One line a step is the caller's business; these repeat the settings of every buffer and every optimizer.
 for _chatty in ("distributed", "optimizer", "optimizer_param_scheduler", "parallel_state", "num_microbatches_calculator"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import learner.megatron  # noqa: F401
 from learner.cpu_hook import _RULES
+from tests.learner.learner_cases import save_model
 
 ON_CPU = not torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="torch sees a GPU: nothing is re-targeted")
@@ -44,3 +46,22 @@ def test_megatron_imported_too_early_is_refused() -> None:
     code = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core'); import learner.megatron"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0 and "import learner.megatron first" in done.stderr
+
+
+def test_an_installed_apex_does_not_change_the_optimizer(tmp_path: Path) -> None:
+    """Megatron would take its Adam, whose number of steps is in no checkpoint of ours. Apex stands for TransformerEngine, too."""
+    code = f"""
+import sys, types
+optimizers = types.ModuleType("apex.optimizers")
+optimizers.FusedAdam = optimizers.FusedSGD = type("FusedAdam", (), {{}})
+sys.modules |= {{"apex": types.ModuleType("apex"), "apex.optimizers": optimizers}}
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank
+from megatron.core import optimizer
+assert optimizer.Adam is optimizers.FusedAdam
+learner = LearnerRank(LearnerConfig())
+learner.load({str(save_model(tmp_path / "m"))!r})
+print(*(type(one.optimizer).__name__ for one in learner._require().optimizer._optimizer.chained_optimizers))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["AdamW"], done.stdout + done.stderr
