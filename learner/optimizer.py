@@ -141,8 +141,9 @@ class GuardedOptimizer:
         self._clip(update.norm)
         self._schedule.step(1)  # before the update, so that the first one has a rate above zero
         if self._begun_at and self.steps - self._begun_at < self._warmup_steps:
+            reached = min(self.steps, self._warmup_steps)  # the first warm-up may not be over: its factor gives way to the second's
             for group in self._optimizer.param_groups:
-                group["lr"] *= (self.steps - self._begun_at) / self._warmup_steps
+                group["lr"] *= (self.steps - self._begun_at) / reached
         return replace(update, is_applied=bool(self._optimizer.step_with_ready_grads()))
 
     def _group_norms(self) -> dict[str, float]:
