@@ -188,8 +188,8 @@ def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
             raise DataError(
                 f"{setting}: {hf_config.model_type} with {hf_config.num_experts} experts can't be trained with it. Without "
                 "sequence_parallel: true tensor-parallel ranks would all send the same rows to the experts, whose gradients would count "
-                "them twice; the rows of an expert have no fixed order; and ranks share experts equally, so that expert_parallel has to "
-                "divide their number"
+                "them several times; the rows of an expert have no fixed order; and ranks share experts equally, so that "
+                "expert_parallel has to divide their number"
             )
     return {
         "num_moe_experts": hf_config.num_experts,

@@ -16,11 +16,12 @@ LENGTHS = st.lists(st.integers(0, 400), min_size=1, max_size=60)
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths=LENGTHS, ranks=st.integers(1, 5), budget=st.integers(1, 1000))
-def test_every_sequence_is_in_one_microbatch_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
-    parts = plan(alone(lengths), ranks, budget, 64).microbatches
+@given(lengths=LENGTHS, ranks=st.integers(1, 5), budget=st.integers(1, 1000), multiple=st.integers(1, 4))
+def test_every_sequence_is_in_one_microbatch_within_the_budget(lengths: list[int], ranks: int, budget: int, multiple: int) -> None:
+    parts = plan(alone(lengths), ranks, budget, 64, multiple=multiple).microbatches
     assert sorted(i for rank in parts for part in rank for i in part) == list(range(len(lengths)))
-    assert len(parts) == ranks and len({len(rank) for rank in parts}) == 1
+    assert len(parts) == ranks and len({len(rank) for rank in parts}) == 1 and len(parts[0]) % multiple == 0
+    assert len(parts[0]) - max(sum(map(bool, rank)) for rank in parts) < multiple, "no more empty ones than it takes"
     assert all(len(part) == 1 or sum(lengths[i] for i in part) <= budget for rank in parts for part in rank if part)
 
 

@@ -358,3 +358,7 @@ def test_layouts_that_are_not_built_are_refused_by_name(tmp_path: Path) -> None:
         state, two = learner._require(), replace(learner.placement, pipeline_parallel=2)
         with pytest.raises(DataError, match=r"pipeline_parallel = 2 x virtual_pipeline = 2: 2 layers can't be cut"):
             build(state.hf_config, LearnerConfig(pipeline_parallel=2, virtual_pipeline=2), two)
+    with learner_on(save_model(tmp_path / "moe", "qwen3_moe")) as learner:
+        halves = replace(learner.placement, tensor_parallel=2)
+        with pytest.raises(DataError, match=r"tensor_parallel = 2 without sequence_parallel: qwen3_moe with 8 experts"):
+            build(learner._require().hf_config, LearnerConfig(tensor_parallel=2), halves)
