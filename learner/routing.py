@@ -38,8 +38,8 @@ class Routes:
     recomputation of activations, comes back to a micro-batch.
     """
 
-    first_row: int
-    """Of the micro-batch's rows, the first that this rank's routers see."""
+    rows: range
+    """Of the micro-batch's rows, those that this rank's routers see."""
     given: Tensor | None
     """[rows, layers, k]: the experts to be taken; None: the routers choose."""
     keeps_taken: bool
@@ -57,12 +57,12 @@ class Routes:
         """
         count = rows // placement.tensor_parallel if shares_rows else rows
         first = placement.tensor_rank * count if shares_rows else 0
-        return cls(first, None if given is None else given[first : first + count], keeps_taken)
+        own = range(first, first + count)
+        return cls(own, None if given is None else given[own.start : own.stop], keeps_taken)
 
-    def placed(self, rows: Tensor, layer: int) -> Tensor:
-        """[n] where the micro-batch's rows are among this rank's; -1: not here."""
-        here = rows - self.first_row
-        return torch.where((here >= 0) & (here < len(self.agrees[layer])), here, -1)
+    def are_here(self, rows: Tensor) -> Tensor:
+        """[n] bool: which of the micro-batch's rows are among this rank's."""
+        return (rows >= self.rows.start) & (rows < self.rows.stop)
 
 
 @dataclass(slots=True)
@@ -122,10 +122,10 @@ def gather_taken(
     placed = torch.zeros(batch.num_tokens, layers, first.shape[-1], dtype=torch.int32, device=first.device)  # gloo adds up no int16
     for one, rows, part in zip(routes, row_of_token, parts, strict=True):
         if part:
-            index = batch.token_index(part).to(rows.device)
+            here = one.are_here(rows)
+            index, own = batch.token_index(part).to(rows.device)[here], rows[here] - one.rows.start
             for layer, taken in one.taken.items():
-                here = one.placed(rows, layer)
-                placed[index[here >= 0], layer] = taken[here[here >= 0]].int() + 1  # 0: not read on this rank
+                placed[index, layer] = taken[own].int() + 1  # 0: not read on this rank
     placed = placement.sum_over_all(placed)  # a row of a layer is on one rank
     nowhere = torch.arange(placed.shape[-1], dtype=torch.int32, device=placed.device)
     return torch.where(placed > 0, placed - 1, nowhere).to(first.dtype).cpu()
@@ -135,9 +135,9 @@ def mean_agreement(routes: Sequence[Routes], row_of_token: Sequence[Tensor], par
     """Over all rows of all ranks' micro-batches in which a token is read, and over layers, without rows that only fill up."""
     sums = torch.zeros(2, dtype=torch.float64, device=placement.device)
     for one, rows, part in zip(routes, row_of_token, parts, strict=True):
-        for layer, agrees in one.agrees.items() if part else ():
-            here = one.placed(torch.unique(rows), layer)
-            here = here[here >= 0]
-            sums += torch.stack([agrees[here].double().sum(), sums.new_tensor(len(here))])
+        if part:
+            own = torch.unique(rows[one.are_here(rows)]) - one.rows.start
+            agrees = torch.stack([of_layer[own] for of_layer in one.agrees.values()])
+            sums += torch.stack([agrees.double().sum(), sums.new_tensor(agrees.numel())])
     total, count = placement.sum_over_all(sums)
     return float(total / count.clamp(min=1.0))

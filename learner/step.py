@@ -125,14 +125,8 @@ def run_microbatches(
     with watch.phase("prepare"):
         parts, microbatches = _share_of_this_rank(chunks[0].config, corrected, config, placement)
         routes = [
-            Routes.of(
-                inputs.routed_experts,
-                len(inputs.token_ids),
-                placement,
-                shares_rows=config.sequence_parallel,
-                keeps_taken=keep_routes,
-            )
-            for _, inputs in microbatches
+            Routes.of(its.routed_experts, len(its.token_ids), placement, shares_rows=config.sequence_parallel, keeps_taken=keep_routes)
+            for _, its in microbatches
         ]
     outputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
