@@ -8,7 +8,8 @@ Both train the same model folder on the same prompts in the same order, with the
 the runs alternate. TRL generates with transformers, has both cores in each of its phases, and takes the micro-batch with which it is
 fastest here; evenkeel runs asynchronously with one thread for each side. Shapes: `long` has prompts of about 68 tokens and answers of
 about 32, 16 groups of 8; `short` is the nano recipe's: prompts of 20 and answers of 6, 64 groups of 8. Starting up isn't counted, nor
-are the first steps of a run. Held-out questions have words that training has not, and are answered through SGLang for both.
+are the first steps of a run. The reward is the share of the answer's words that are right. Held-out questions have words that training has
+not, and are answered through SGLang for both.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def prepare(shape: Shape, steps: int, folder: Path) -> Path:
         "held_out_size": HELD_OUT,
         "shuffle": False,
     }
-    recipe["rollout"]["reward"] = {"kind": "exact_match"}
+    recipe["rollout"]["reward"] = {"kind": "function", "path": "benchmarks.word_reward:share_of_words"}
     recipe["rollout"]["sampling"] = {"samples_per_group": shape.samples, "max_tokens": shape.max_tokens}
     recipe["rollout"]["engine"]["context_length"] = 128
     recipe["learner"] = {"learning_rate": 3.0e-4, "threads": 1}

@@ -17,10 +17,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from word_reward import share_of_words
 
 
-def exact_match(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    return [float(completion[0]["content"].strip() == right.strip()) for completion, right in zip(completions, answer, strict=True)]
+def rewards(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    return [share_of_words(completion[0]["content"], right) for completion, right in zip(completions, answer, strict=True)]
 
 
 class TimedTrainer(GRPOTrainer):
@@ -101,7 +102,7 @@ def main() -> None:
     trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(settings["model"]),
-        reward_funcs=exact_match,
+        reward_funcs=rewards,
         args=config,
         train_dataset=data,
         callbacks=[lines],
