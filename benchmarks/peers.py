@@ -55,13 +55,13 @@ class Shape:
 
 SHAPES = {
     "long": Shape(
-        "Here is a list of words. Please spell each of these words backward, one after the other, in the order in which they stand, "
-        "put one blank between each two of them, and say nothing else at all, neither before nor after "
-        "(two examples: sun tea -> nus aet, and: one two -> eno owt): {}",
-        words=6,
+        # The words first: the nano tokenizer makes the beginning that all prompts share one token.
+        "{}: spell each of these words backward, one after the other, in the order in which they stand, put one blank between each two "
+        "of them, and say nothing else at all, neither before nor after.",
+        words=5,
         max_tokens=32,
         groups=16,
-        warm_up=60,
+        warm_up=150,
     ),
     "short": Shape("Spell this word backward (example: sun -> nus): {}", words=1, max_tokens=10, groups=64, warm_up=74),
 }
