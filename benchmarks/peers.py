@@ -6,8 +6,8 @@
 
 Both train the same model folder on the same prompts in the same order, with the same G, batch, sampling, optimizer and number of steps;
 the runs alternate. TRL generates with transformers, has both cores in each of its phases, and takes the micro-batch with which it is
-fastest here; evenkeel runs asynchronously with one thread for each side. Shapes: `long` has prompts of about 68 tokens and answers of
-about 32, 16 groups of 8; `short` is the nano recipe's: prompts of 20 and answers of 6, 64 groups of 8. Starting up isn't counted, nor
+fastest here; evenkeel runs asynchronously with one thread for each side. Shapes: `long` has prompts of about 70 tokens and answers of
+about 28, 16 groups of 8; `short` is the nano recipe's: prompts of 20 and answers of 6, 64 groups of 8. Starting up isn't counted, nor
 are the first steps of a run. The reward is the share of the answer's words that are right. Held-out questions have words that training has
 not, and are answered through SGLang for both.
 """
@@ -57,7 +57,7 @@ SHAPES = {
     "long": Shape(
         # The words first: the nano tokenizer makes the beginning that all prompts share one token.
         "{}: spell each of these words backward, one after the other, in the order in which they stand, put one blank between each two "
-        "of them, and say nothing else at all, neither before nor after.",
+        "of them, and say nothing else.",
         words=5,
         max_tokens=32,
         groups=16,
