@@ -79,7 +79,7 @@ class LearnerConfig(BaseModel):
     recompute_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again: a third more work, far less memory."""
     shared_prompts: bool = True
-    """Compute the prompt of a group once for all its answers; not on GPUs in half precision, nor in fixed order."""
+    """Compute the prompt of a group once for all its answers; not on GPUs in half precision."""
     moe_aux_loss_coefficient: float = Field(default=0.0, ge=0)
     """Weight of Megatron's load-balancing loss, of each micro-batch's routing, beside the loss of a mixture of experts; 0: none."""
     routing_replay: Literal["none", "rollout", "recompute"] = "none"
