@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from correction.invariance.operators import whole_blocks
+from correction.invariance.operators import key_bias, whole_blocks
 from learner.inputs import Layout
 from learner.megatron import PackedSeqParams
 from learner.routing import Routes
@@ -38,6 +38,8 @@ LONGEST_TILE = 128
 """Rows from which on a continuation is cut: longer tiles compute more scores that are masked, shorter ones copy more keys."""
 MOST_PADDING = 1.25
 """Scores of a padded call over those that its tiles need."""
+MOST_SCORES = 2**16
+"""Of a call in fixed order, for each head: it has them all at the same time, and they should stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class TileCall:
     """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; row 0 where a tile has fewer. In fixed
     order K is a multiple of operators.BLOCK, and the key of position p in the text stands in column p."""
     mask: Tensor
-    """[n, 1, Q, K] bool: which keys a query meets."""
+    """[n, 1, Q, K]: which keys a query meets; bool, in fixed order float32 with 0 for those and -inf for others."""
 
 
 @dataclass
@@ -140,7 +142,8 @@ def _tile_calls(
     owners = torch.tensor([-1] * len(layout.sequences) + list(range(len(layout.continuations))))
     owner = torch.repeat_interleave(owners, torch.tensor(layout.sequences + layout.continuations))  # -1: a row of a sequence
     calls, outputs = [], []
-    for tiles in _of_similar_size(_single_tiles(layout) if fixed_order else _tiles(layout)):
+    found = _of_similar_size(_single_tiles(layout), MOST_SCORES) if fixed_order else _of_similar_size(_tiles(layout))
+    for tiles in found:
         queries = pad_sequence([torch.tensor(tile.queries) for tile in tiles], batch_first=True, padding_value=-1)
         keys = pad_sequence([torch.tensor([*tile.before, *tile.own]) for tile in tiles], batch_first=True, padding_value=-1)
         keys = F.pad(keys, (0, max(tile.keys for tile in tiles) - keys.shape[1]), value=-1)
@@ -149,6 +152,7 @@ def _tile_calls(
         query, key = queries[:, :, None], keys[:, None, :]
         is_kin = (owner[key] < 0) | (owner[key] == owner[query])
         mask = (key >= 0) & is_kin & (positions[key] <= positions[query])
+        mask = key_bias(mask) if fixed_order else mask
         calls.append(TileCall(queries.to(device), keys.clamp(min=0).to(device), mask[:, None].to(device)))
     rows = torch.cat(outputs)
     is_real = rows >= 0
@@ -198,13 +202,13 @@ def _equal_parts(total: int, most: int) -> list[range]:
     return [range(total * i // count, total * (i + 1) // count) for i in range(count)]
 
 
-def _of_similar_size(tiles: Iterator[_Tile]) -> Iterator[list[_Tile]]:
+def _of_similar_size(tiles: Iterator[_Tile], most_scores: float = math.inf) -> Iterator[list[_Tile]]:
     """Largest first, as many as can be padded to the same size without much waste."""
     batch: list[_Tile] = []
     needed = keys = queries = 0
     for tile in sorted(tiles, key=lambda tile: (-tile.keys, -len(tile.queries))):
         keys, queries, needed = max(keys, tile.keys), max(queries, len(tile.queries)), needed + tile.scores
-        if batch and (len(batch) + 1) * keys * queries > MOST_PADDING * needed:
+        if batch and (len(batch) + 1) * keys * queries > min(MOST_PADDING * needed, most_scores):
             yield batch
             batch, keys, queries, needed = [], tile.keys, len(tile.queries), tile.scores
         batch.append(tile)
