@@ -133,9 +133,7 @@ class _Tile:
         return len(self.queries) * self.keys
 
 
-def _tile_calls(
-    layout: Layout, positions: Tensor, device: torch.device, fixed_order: bool
-) -> tuple[tuple[TileCall, ...], Tensor | None]:
+def _tile_calls(layout: Layout, positions: Tensor, device: torch.device, fixed_order: bool) -> tuple[tuple[TileCall, ...], Tensor | None]:
     """The calls, and where their outputs have each row that they hold."""
     if not (layout.continuations or fixed_order):
         return (), None

@@ -5,34 +5,50 @@ The gradients are those of the usual layers; only the forward pass has to agree 
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from correction.invariance.operators import attention, linear, pad_rows
+from correction.invariance.operators import attention, linear, product
 from learner.attention import PackedSequences, TileCall
-from learner.megatron import ColumnParallelLinear, RowParallelLinear
+from learner.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 
 
-class _FixedOrderLinear(torch.nn.Module):
-    """Adds rows to a small product before Megatron's own computes it; Megatron adds the bias afterwards, as the contract wants it."""
+class FixedOrderColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
+    """Megatron's ColumnParallelLinear in fixed order. A rank's columns are what they are among all; Megatron adds the bias afterwards."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-        if input.dtype != torch.float32:  # on one rank, so that torch's own gradient is the gradient
-            return linear(input, weight)
-        rows = input.shape[:-1].numel()
-        padded = pad_rows(input.reshape(rows, input.shape[-1]))[:, None]
-        output: Tensor = super()._forward_impl(padded, weight, *args, **options)  # type: ignore[misc]  # Megatron's, in the next base
-        return output[:rows].view(*input.shape[:-1], output.shape[-1])
+    def _forward_impl(self, input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, **_: Any) -> Tensor:
+        if allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
+        return linear(input, weight)
 
 
-class FixedOrderColumnLinear(_FixedOrderLinear, ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's ColumnParallelLinear in fixed order. A rank's columns are what they are among all."""
+class FixedOrderRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's RowParallelLinear in fixed order, without a bias: the ranks' products are added in the order of the ranks, in float32, and
+    the sum is rounded."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        summed: Tensor = _SumOverRanks.apply(product(input_, self.weight), self.tp_group)  # type: ignore[no-untyped-call]
+        return summed.to(input_.dtype), None
 
 
-class FixedOrderRowLinear(_FixedOrderLinear, RowParallelLinear):  # type: ignore[misc]
-    """Megatron's RowParallelLinear in fixed order, on one rank or on two: their sum has no other order."""
+class _SumOverRanks(torch.autograd.Function):
+    """An all-reduce adds in an order of its own choice."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if group.size() == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return reduce(torch.add, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class FixedOrderAttention(torch.nn.Module):
@@ -71,24 +87,25 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The heads of a group stand one below the other, as queries of one head. Keys of several tiles add up in float32."""
+        """In float32, as SDPA's kernel is fastest. The heads of a group stand one below the other, as queries of one head."""
         query, key, value, *of_calls = ctx.saved_tensors
-        calls = ctx.packed.tile_calls
+        dtype, calls, row_in_tiles = query.dtype, ctx.packed.tile_calls, ctx.packed.row_in_tiles
+        query, key, value = query.float(), key.float(), value.float()
         slope = query.new_zeros(sum(call.query_rows.numel() for call in calls), *query.shape[1:])  # 0 for padding
-        slope.index_copy_(0, ctx.packed.row_in_tiles, grads[0])
+        slope.index_copy_(0, row_in_tiles, grads[0].float())
         slopes = slope.split([call.query_rows.numel() for call in calls])
-        query_grads, key_grad, value_grad = [], *(torch.zeros(x.shape, device=x.device) for x in (key, value))
+        query_grads, key_grad, value_grad = [], torch.zeros_like(key), torch.zeros_like(value)
         for call, slope, output, log_sums in zip(calls, slopes, of_calls[::2], of_calls[1::2], strict=True):
             q, k, v = _gathered(call, query, key, value)
             g = slope.view(*call.query_rows.shape, *q.shape[1:3], -1).permute(0, 2, 3, 1, 4)
             bias = call.mask.expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]
-            g, q, output, log_sums = (x.flatten(2, 3) for x in (g, q, output, log_sums))
-            of_query, of_key, of_value = _sdpa_backward(g, q, k, v, output, log_sums, 0.0, False, attn_mask=bias, scale=ctx.scale)
+            g, q, output, log_sums = (x.flatten(2, 3) for x in (g, q, output.float(), log_sums))
+            of_query, *of_keys = _sdpa_backward(g, q, k, v, output, log_sums, 0.0, False, attn_mask=bias, scale=ctx.scale)
             query_grads.append(of_query.unflatten(2, (-1, call.query_rows.shape[1])).permute(0, 3, 1, 2, 4).reshape(slope.shape))
-            for found, gradient in ((key_grad, of_key), (value_grad, of_value)):
-                found.index_add_(0, call.key_rows.flatten(), gradient.transpose(1, 2).flatten(0, 1).float())
-        query_grad = torch.cat(query_grads).index_select(0, ctx.packed.row_in_tiles)
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
+            for found, gradient in zip((key_grad, value_grad), of_keys, strict=True):
+                found.index_add_(0, call.key_rows.flatten(), gradient.transpose(1, 2).flatten(0, 1))
+        query_grad = torch.cat(query_grads).index_select(0, row_in_tiles)
+        return query_grad.to(dtype), key_grad.to(dtype), value_grad.to(dtype), None, None
 
 
 _sdpa_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from correction.correct import defer
 from correction.invariance import operators
 from learner.attention import pack
 from learner.config import LearnerConfig
-from learner.fixed_order import FixedOrderAttention, FixedOrderRowLinear
+from learner.fixed_order import FixedOrderAttention
 from learner.inputs import Layout
 from learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import (
@@ -152,40 +153,53 @@ def test_gradients_and_target_logprobs_of_a_step(tmp_path: Path) -> None:
     assert largest_difference(found[True], found[False]) < 1e-4
 
 
-def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, split: str) -> torch.Tensor:
-    learner = LearnerRank(LearnerConfig(**{split: ranks}, fixed_order=True), rank, ranks, "127.0.0.1", port)
+SPLITS: list[Any] = [
+    {"data_parallel": 2},
+    {"tensor_parallel": 2},
+    pytest.param({"tensor_parallel": 2, "dtype": "bfloat16"}, marks=pytest.mark.slow),
+    pytest.param({"tensor_parallel": 4}, marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel": 2}, marks=pytest.mark.slow),
+]
+
+
+def _logprobs_and_norm(learner: LearnerRank) -> tuple[torch.Tensor, float]:
+    """What the model says of a batch, and the norm of a step's gradient."""
+    batch, config = random_batch(longest=150), CorrectionConfig()
+    return learner.logprobs(batch), learner.step(defer(batch, config), config, step=0).grad_norm
+
+
+def _of_a_rank(rank: int, ranks: int, port: int, folder: Path, settings: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    learner = LearnerRank(LearnerConfig(**settings, fixed_order=True), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
-    found = learner.logprobs(random_batch(longest=150))
+    found = _logprobs_and_norm(learner)
     learner.close()
     return found
 
 
-@pytest.mark.parametrize("split", ["data_parallel", "tensor_parallel", pytest.param("pipeline_parallel", marks=pytest.mark.slow)])
-def test_two_ranks_say_what_one_says(tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data parallelism is another packing, a pipeline the same layers elsewhere. Tensor parallelism is one rank that projects in two
-    parts, as the engine then does."""
-    folder = save_model(tmp_path / "m")
-    with learner_on(folder, fixed_order=True) as learner:
-        alone = learner.logprobs(random_batch(longest=150))
-    if split == "tensor_parallel":
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_several_ranks_say_what_one_says(tmp_path: Path, split: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallelism is another packing, a pipeline the same layers elsewhere. Tensor parallelism is one rank that projects in parts, as
+    the engine then does."""
+    folder = save_model(tmp_path / "m", num_key_value_heads=4)
+    settings = {"dtype": split.get("dtype", "float32")}
+    with learner_on(folder, fixed_order=True, **settings) as learner:
+        alone, norm = _logprobs_and_norm(learner)
+    parts = split.get("tensor_parallel", 1)
+    if parts > 1:
         in_one_part = alone
-
-        def in_two_parts(_layer: Any, input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
-            return operators.linear(input, weight, parts=2)
-
-        monkeypatch.setattr(FixedOrderRowLinear, "_forward_impl", in_two_parts, raising=False)
-        with learner_on(folder, fixed_order=True) as learner:
-            alone = learner.logprobs(random_batch(longest=150))
+        monkeypatch.setattr("learner.fixed_order.product", partial(operators.product, parts=parts))
+        with learner_on(folder, fixed_order=True, **settings) as learner:
+            alone, norm = _logprobs_and_norm(learner)
         assert not torch.equal(alone, in_one_part)
-    for found in run_ranks(_logprobs_of_a_rank, folder, split):
+    ranks = split.get("data_parallel", 1) * split.get("pipeline_parallel", 1) * parts
+    for found, norm_of_rank in run_ranks(_of_a_rank, folder, split, ranks=ranks):
         assert torch.equal(found, alone)
+        assert norm_of_rank == pytest.approx(norm, rel=1e-4 if settings["dtype"] == "float32" else 1e-2)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tensor_parallel": 3},
-        {"tensor_parallel": 2, "dtype": "bfloat16"},
         {"tensor_parallel": 2, "sequence_parallel": True},
         {"float32_head": True},
     ],
