@@ -18,12 +18,12 @@ from learner.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_te
 
 
 class FixedOrderColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's ColumnParallelLinear in fixed order. A rank's columns are what they are among all; Megatron adds the bias afterwards."""
+    """Megatron's ColumnParallelLinear in fixed order. A rank's columns are what they are among all."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, **_: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, allreduce_dgrad: bool, **_: Any) -> Tensor:
         if allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
-        return linear(input, weight)
+        return linear(input, weight, bias)
 
 
 class FixedOrderRowLinear(RowParallelLinear):  # type: ignore[misc]

@@ -49,9 +49,10 @@ class Case:
     """Of the engine."""
 
 
+SLOW_CASES = (Case("qwen2"), Case("llama", threads=2), Case("qwen3", "bfloat16"), Case("qwen2", "bfloat16"))
 CASES = [
     Case("qwen3"),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in (Case("qwen2"), Case("llama", threads=2), Case("qwen3", "bfloat16"))),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES),
 ]
 TEMPERATURES = (1.0, 0.6, 1.7)
 ROOM: dict[str, Any] = {"max_total_tokens": 65_536, "max_running_requests": 48}
@@ -260,4 +261,4 @@ def test_a_learner_on_tensor_parallel_ranks(
         assert agreement.tokens > 700
         assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
     with learner_on(folder, fixed_order=True, dtype=dtype) as alone:
-        assert compare(batch, alone.logprobs(batch)).differing > 70
+        assert compare(batch, alone.logprobs(batch)).differing > 20
