@@ -71,7 +71,8 @@ class FixedOrderAttentionBackend(BatchedAttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        self._running = RunningCache(layers=runner.model_config.num_hidden_layers, multiple=operators.BLOCK)
+        layers = runner.model_config.num_hidden_layers
+        self._running = RunningCache(layers, multiple=operators.BLOCK, dtype=torch.float32)  # in which the attention computes
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
