@@ -43,8 +43,8 @@ class PagedCache:
             assert padded.shape == (len(requests), GROUPS, int(lengths.max()), SIZE)
             assert padded.isfinite().all() and padded.dtype == (cache.dtype or buffer.dtype)
             for row, request in enumerate(requests):
-                expected = buffer[self.req_to_token[request, : self.lengths[request]].long()]
-                torch.testing.assert_close(padded[row, :, : self.lengths[request]].transpose(0, 1), expected.to(padded.dtype), rtol=0, atol=0)
+                expected = buffer[self.req_to_token[request, : self.lengths[request]].long()].to(padded.dtype)
+                torch.testing.assert_close(padded[row, :, : self.lengths[request]].transpose(0, 1), expected, rtol=0, atol=0)
 
     def admit_token(self, request: int) -> None:
         self.req_to_token[request, self.lengths[request]] = self.free.pop()
