@@ -91,9 +91,8 @@ class _TiledAttention(torch.autograd.Function):
         query, key, value, *of_calls = ctx.saved_tensors
         dtype, calls, row_in_tiles = query.dtype, ctx.packed.tile_calls, ctx.packed.row_in_tiles
         query, key, value = query.float(), key.float(), value.float()
-        slope = query.new_zeros(sum(call.query_rows.numel() for call in calls), *query.shape[1:])  # 0 for padding
-        slope.index_copy_(0, row_in_tiles, grads[0].float())
-        slopes = slope.split([call.query_rows.numel() for call in calls])
+        sizes = [call.query_rows.numel() for call in calls]
+        slopes = query.new_zeros(sum(sizes), *query.shape[1:]).index_copy_(0, row_in_tiles, grads[0].float()).split(sizes)  # 0 for padding
         query_grads, key_grad, value_grad = [], torch.zeros_like(key), torch.zeros_like(value)
         for call, slope, output, log_sums in zip(calls, slopes, of_calls[::2], of_calls[1::2], strict=True):
             q, k, v = _gathered(call, query, key, value)
