@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -175,10 +176,11 @@ def test_an_update_in_flight_under_retract(
 
 
 def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
-    exact_engine: RolloutEngine, engine_loop: BackgroundLoop, folder: Path
+    exact_engine: RolloutEngine, engine_loop: BackgroundLoop, folder: Path, case: Case
 ) -> None:
     """One request at a time, all together at random times, and across a retraction: the same tokens and logprobs, to the last bit."""
-    asked, weights = random_prompts(8, seed=11, longest=150), load_file(folder / "model.safetensors")
+    asked, dtype = random_prompts(8, seed=11, longest=150), getattr(torch, case.dtype)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
 
     async def answer(prompt: tuple[int, ...], seed: int, delay_s: float = 0.0) -> list[Completion]:
         await asyncio.sleep(delay_s)

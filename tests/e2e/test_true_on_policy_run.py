@@ -99,7 +99,7 @@ def killed(small_model: Path, tmp_path: Path) -> Iterator[Run]:
     run_dir = tmp_path / "killed"
     run = Run(run_dir, *synchronous(run_dir, small_model, "steps=10", "rollout.engine.max_running_requests=8"))
     try:
-        run.wait_until(lambda: run_dir.exists() and bool(RunFolder.view(run_dir).checkpoints()), "a checkpoint")
+        run.wait_until(lambda: (run_dir / "config.yaml").exists() and bool(RunFolder.view(run_dir).checkpoints()), "a checkpoint")
         run.kill()
         yield run
     finally:
