@@ -1,10 +1,11 @@
 """What true on-policy costs on a CPU: decode speed and learner steps with operators of fixed order, as ratios measured in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/true_on_policy.py [--model recipe] [--lengths 100 1000] [--requests 64] [--turns 3] [--check]
+    OMP_NUM_THREADS=1 python benchmarks/true_on_policy.py [--model recipe] [--lengths 100 1000] [--dtype float32] [--turns 3] [--check]
 
 Decode: three engines on one random nano Qwen3, alike but for their operators: of fixed order, evenkeel's batched attention, SGLang's own.
-Prompt and answer together have the given length, the prompt a third of it. Learner: a step on sequences of that length, forward and
-backward, in fixed order and in the usual one. What is compared is processor time, of the scheduler process and of this one, with one
+Prompt and answer together have the given length, the prompt a third of it. Learner: a step on groups of 8 such sequences, forward and
+backward, in fixed order and in the usual one, with the prompt of a group computed once on both sides, and for each sequence on both. The
+type is that of all engines and learners. What is compared is processor time, of the scheduler process and of this one, with one
 thread each; turns alternate, and the fastest of each counts, since other work on the machine can only slow a turn down. The last number of
 a row is the slowest over the fastest turn of the mode: far from 1, more turns are needed.
 `--check` fails if a ratio misses its target: decode at least 0.6 of the batched engine and no slower than SGLang's own, a learner step at
@@ -37,7 +38,9 @@ from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 
 BATCH_TOKENS = 8000
-"""Of a learner step, whatever the length of its sequences."""
+"""Of a learner step's sequences, prompts of each included, whatever their length."""
+SAMPLES = 8
+"""Answers to a prompt."""
 LEAST_OF_BATCHED, LEAST_OF_STOCK, MOST_OF_LEARNER = 0.6, 1.0, 1.15
 
 
@@ -62,21 +65,23 @@ async def fastest_in_turns(turns: int, measures: dict[str, Callable[[], Awaitabl
     return {name: min(values) for name, values in seconds.items()}, max(first) / min(first)
 
 
-async def measure_decode(folder: str, lengths: list[int], requests: int, turns: int, with_stock: bool) -> list[str]:
+async def measure_decode(folder: str, arguments: argparse.Namespace) -> list[str]:
     """Print a row for each length; return what misses its target."""
-    kinds = {"fixed order": {"fixed_order": True}, "batched": {}} | ({"stock": {"attention_backend": "stock"}} if with_stock else {})
+    lengths, requests, stock = arguments.lengths, arguments.requests, {} if arguments.skip_stock else {"attention_backend": "stock"}
+    kinds = {"fixed order": {"fixed_order": True}, "batched": {}} | ({"stock": stock} if stock else {})
     missed = []
     engines = {}
     for name, settings in kinds.items():
-        limits = {"device": "cpu", "threads": 1, "max_running_requests": requests, "max_total_tokens": requests * (max(lengths) + 64)}
-        engines[name] = await RolloutEngine.start(folder, EngineConfig(**limits, **settings), name=name)
+        limits = {"threads": 1, "max_running_requests": requests, "max_total_tokens": requests * (max(lengths) + 64)}
+        config = EngineConfig(device="cpu", dtype=arguments.dtype, **limits, **settings)
+        engines[name] = await RolloutEngine.start(folder, config, name=name)
     print("decode        length  requests  of batched  of stock  spread", flush=True)
     for length in lengths:
 
         def measure(engine: RolloutEngine, length: int = length) -> Callable[[], Awaitable[float]]:
             return lambda: decode_seconds(engine, requests, length)
 
-        best, spread = await fastest_in_turns(turns, {name: measure(engine) for name, engine in engines.items()})
+        best, spread = await fastest_in_turns(arguments.turns, {name: measure(engine) for name, engine in engines.items()})
         ratios = {name: seconds / best["fixed order"] for name, seconds in best.items()}
         of_stock = ratios.get("stock", float("nan"))
         print(f"tokens/s ratio  {length:>4}  {requests:>8}  {ratios['batched']:>10.2f}  {of_stock:>8.2f}  {spread:>6.2f}", flush=True)
@@ -88,35 +93,36 @@ async def measure_decode(folder: str, lengths: list[int], requests: int, turns: 
 
 
 def learner_batch(length: int) -> PackedBatch:
-    """About BATCH_TOKENS random tokens in sequences of a half to the whole length; all but each first are trained."""
+    """About BATCH_TOKENS random tokens: groups that share a prompt of a third of the length, with answers that fill up to all of it."""
     draw = random.Random(length)
-    lengths: list[int] = []
-    while sum(lengths) < BATCH_TOKENS:
-        lengths.append(draw.randint(length // 2, length))
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    count = int(offsets[-1])
-    mask = torch.ones(count, dtype=torch.bool)
-    mask[offsets[:-1]] = False
+    texts: list[list[int]] = []
+    while sum(map(len, texts)) < BATCH_TOKENS:
+        if len(texts) % SAMPLES == 0:
+            prompt = [draw.randrange(5, 100) for _ in range(length // 3)]
+        texts.append([*prompt, *(draw.randrange(5, 100) for _ in range(draw.randint(length // 6, length - length // 3)))])
+    masks = [torch.arange(len(text)) >= length // 3 for text in texts]
+    token_ids = torch.tensor([token for text in texts for token in text])
     return PackedBatch(
-        token_ids=torch.randint(5, 100, (count,)),
-        offsets=offsets,
-        loss_mask=mask,
-        behavior_logprobs=torch.full((count,), -4.8),
-        advantages=torch.ones(count),
-        weight_versions=torch.zeros(count, dtype=torch.int32),
-        group_ids=torch.arange(len(lengths)),
-    )
+        token_ids=token_ids,
+        offsets=torch.tensor([0, *map(len, texts)]).cumsum(0),
+        loss_mask=torch.cat(masks),
+        behavior_logprobs=torch.full((len(token_ids),), -4.8),
+        advantages=torch.ones(len(token_ids)),
+        weight_versions=torch.zeros(len(token_ids), dtype=torch.int32),
+        group_ids=torch.arange(len(texts)) // SAMPLES,
+    ).validate()
 
 
-async def measure_learner(folder: str, lengths: list[int], turns: int) -> list[str]:
+async def measure_learner(folder: str, lengths: list[int], turns: int, dtype: str) -> list[str]:
     """Print a row for each length; return what misses its target."""
     config = CorrectionConfig(preset="grpo")
-    learners = {name: LearnerRank(LearnerConfig(device="cpu", fixed_order=name == "fixed order")) for name in ("fixed order", "usual")}
+    settings = {name: LearnerConfig(device="cpu", dtype=dtype, fixed_order=name == "fixed order") for name in ("fixed order", "usual")}
+    learners = {name: LearnerRank(its) for name, its in settings.items()}
     for learner in learners.values():
         learner.load(folder)
     missed = []
-    print("learner       length  seconds of the usual step  spread", flush=True)
-    for length in lengths:
+    print("learner       length  prompts   step time of usual  spread", flush=True)
+    for length, shares in [(length, shares) for length in lengths for shares in (True, False)]:
         corrected = defer(learner_batch(length), config)
 
         def measure(learner: LearnerRank, corrected: object = corrected) -> Callable[[], Awaitable[float]]:
@@ -127,20 +133,22 @@ async def measure_learner(folder: str, lengths: list[int], turns: int) -> list[s
 
             return step
 
+        for learner in learners.values():
+            learner.config = learner.config.model_copy(update={"shared_prompts": shares})
         best, spread = await fastest_in_turns(turns + 1, {name: measure(learner) for name, learner in learners.items()})
-        ratio = best["fixed order"] / best["usual"]
-        print(f"step time ratio {length:>4}  {ratio:>25.2f}  {spread:>6.2f}", flush=True)
+        ratio, kind = best["fixed order"] / best["usual"], "shared" if shares else "repeated"
+        print(f"step time ratio {length:>4}  {kind:<8}  {ratio:>18.2f}  {spread:>6.2f}", flush=True)
         if ratio > MOST_OF_LEARNER:
-            missed.append(f"learner step on {length} tokens")
+            missed.append(f"learner step on {length} tokens, prompts {kind}")
     return missed
 
 
 async def measure_all(arguments: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), arguments.model)
-        missed = [] if arguments.skip_learner else await measure_learner(folder, arguments.lengths, arguments.turns)
+        missed = [] if arguments.skip_learner else await measure_learner(folder, arguments.lengths, arguments.turns, arguments.dtype)
         if not arguments.skip_decode:
-            missed += await measure_decode(folder, arguments.lengths, arguments.requests, arguments.turns, not arguments.skip_stock)
+            missed += await measure_decode(folder, arguments)
         return missed
 
 
@@ -149,6 +157,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), default="recipe", help="shape of the random model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[100, 1000], help="tokens of a sequence")
     parser.add_argument("--requests", type=int, default=64, help="in flight together")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and activations")
     parser.add_argument("--turns", type=int, default=3, help="of each engine")
     parser.add_argument("--skip-stock", action="store_true", help="leave SGLang's own attention out: it takes most of the time")
     parser.add_argument("--skip-decode", action="store_true")

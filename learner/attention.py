@@ -8,6 +8,8 @@ Every other operator of the model works on the packed rows as they are. Attentio
   a long one is cut into tiles that meet no keys beyond their own end, because a mask saves no work. Tiles of about equal size are one
   padded call. Keys and values are copied for each tile, not for each answer.
 
+In fixed order every text is tiles of its own, sequences too, so that the blocks of keys begin where they begin in the text.
+
 Which rows there are, and how they hang together, is decided in inputs.py; a kernel for this slot needs what PackedSequences holds. On a GPU
 in half precision torch's variable-length kernel takes all sequences at once; it has no continuations, so that prompts aren't shared there.
 """
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from correction.invariance.operators import key_bias, whole_blocks
 from learner.inputs import Layout
 from learner.megatron import PackedSeqParams
 from learner.routing import Routes
@@ -35,6 +38,8 @@ LONGEST_TILE = 128
 """Rows from which on a continuation is cut: longer tiles compute more scores that are masked, shorter ones copy more keys."""
 MOST_PADDING = 1.25
 """Scores of a padded call over those that its tiles need."""
+MOST_SCORES = 2**16
+"""Of a call in fixed order, for each head: it has them all at the same time, and they should stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,10 @@ class TileCall:
     query_rows: Tensor
     """[n, Q] int64: rows of the continuations; row 0 where a tile has fewer."""
     key_rows: Tensor
-    """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; row 0 where a tile has fewer."""
+    """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; row 0 where a tile has fewer. In fixed
+    order K is a multiple of operators.BLOCK, and the key of position p in the text stands in column p."""
     mask: Tensor
-    """[n, 1, Q, K] bool: which keys a query meets."""
+    """[n, 1, Q, K]: which keys a query meets; bool, in fixed order float32 with 0 for those and -inf for others."""
 
 
 @dataclass
@@ -72,18 +78,20 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no
     bounds: Tensor | None = None
     """[T + 1] int32: the sequences' bounds among the packed rows."""
     runs: tuple[Run, ...] = ()
-    """In packed order; together they hold every row of the sequences once."""
+    """In packed order; together they hold every row of the sequences once. None in fixed order."""
     tile_calls: tuple[TileCall, ...] = ()
-    """Together they hold every row of the continuations once."""
+    """Together they hold every other row once: those of the continuations, and in fixed order all."""
     row_in_tiles: Tensor | None = None
-    """[rows of the continuations] int64: where each is found in the outputs of the tile calls, laid end to end."""
+    """[these rows] int64: where each is found in the outputs of the tile calls, laid end to end."""
     routes: Routes | None = None
     """Of the routers that read these rows, where that is watched or given."""
 
 
-def pack(layout: Layout, device: torch.device) -> tuple[Tensor, PackedSequences]:
+def pack(layout: Layout, device: torch.device, *, fixed_order: bool = False) -> tuple[Tensor, PackedSequences]:
     """Positions and attention of a layout.
 
+    Args:
+        fixed_order: make tiles that FixedOrderAttention can take.
     Returns: [1, R] int64 position of each row in its text, and what the attention needs to know.
     """
     lengths = layout.sequences + layout.continuations
@@ -91,7 +99,8 @@ def pack(layout: Layout, device: torch.device) -> tuple[Tensor, PackedSequences]
     positions = torch.tensor([place for begin, length in zip(begins, lengths, strict=True) for place in range(begin, begin + length)])
     longest = max(begin + length for begin, length in zip(begins, lengths, strict=True))
     whole = torch.tensor([0, len(positions)], dtype=torch.int32, device=device)
-    calls, row_in_tiles = _tile_calls(layout, positions, device)
+    runs = () if fixed_order else tuple(Run(len(list(same)), length) for length, same in groupby(layout.sequences))
+    calls, row_in_tiles = _tile_calls(layout, positions, device, fixed_order)
     return positions[None].to(device), PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=whole,
@@ -99,7 +108,7 @@ def pack(layout: Layout, device: torch.device) -> tuple[Tensor, PackedSequences]
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         bounds=torch.tensor([0, *accumulate(layout.sequences)], dtype=torch.int32, device=device),
-        runs=tuple(Run(len(list(same)), length) for length, same in groupby(layout.sequences)),
+        runs=runs,
         tile_calls=calls,
         row_in_tiles=row_in_tiles,
     )
@@ -110,56 +119,56 @@ def pack(layout: Layout, device: torch.device) -> tuple[Tensor, PackedSequences]
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    sequence: range
+    before: range
     """Rows of the sequence that is continued."""
     own: range
     """Rows of neighbouring continuations of it, or the beginning of one."""
     queries: range
     """The last of these: all of them unless a continuation is cut."""
-
-    @property
-    def keys(self) -> int:
-        return len(self.sequence) + len(self.own)
+    keys: int
+    """Rows of both, padded to a multiple of a block in fixed order."""
 
     @property
     def scores(self) -> int:
         return len(self.queries) * self.keys
 
 
-def _tile_calls(layout: Layout, positions: Tensor, device: torch.device) -> tuple[tuple[TileCall, ...], Tensor | None]:
-    """The calls, and where their outputs have each row of the continuations."""
-    if not layout.continuations:
+def _tile_calls(layout: Layout, positions: Tensor, device: torch.device, fixed_order: bool) -> tuple[tuple[TileCall, ...], Tensor | None]:
+    """The calls, and where their outputs have each row that they hold."""
+    if not (layout.continuations or fixed_order):
         return (), None
     owners = torch.tensor([-1] * len(layout.sequences) + list(range(len(layout.continuations))))
     owner = torch.repeat_interleave(owners, torch.tensor(layout.sequences + layout.continuations))  # -1: a row of a sequence
     calls, outputs = [], []
-    for tiles in _of_similar_size(_tiles(layout)):
+    found = _of_similar_size(_single_tiles(layout), MOST_SCORES) if fixed_order else _of_similar_size(_tiles(layout))
+    for tiles in found:
         queries = pad_sequence([torch.tensor(tile.queries) for tile in tiles], batch_first=True, padding_value=-1)
-        keys = pad_sequence([torch.tensor([*tile.sequence, *tile.own]) for tile in tiles], batch_first=True, padding_value=-1)
+        keys = pad_sequence([torch.tensor([*tile.before, *tile.own]) for tile in tiles], batch_first=True, padding_value=-1)
+        keys = F.pad(keys, (0, max(tile.keys for tile in tiles) - keys.shape[1]), value=-1)
         outputs.append(queries.flatten())
         queries = queries.clamp(min=0)  # row 0 stands at position 0 and so meets the first key of any tile: no row of scores is all masked
         query, key = queries[:, :, None], keys[:, None, :]
         is_kin = (owner[key] < 0) | (owner[key] == owner[query])
         mask = (key >= 0) & is_kin & (positions[key] <= positions[query])
+        mask = key_bias(mask) if fixed_order else mask
         calls.append(TileCall(queries.to(device), keys.clamp(min=0).to(device), mask[:, None].to(device)))
     rows = torch.cat(outputs)
     is_real = rows >= 0
-    row_in_tiles = torch.empty(sum(layout.continuations), dtype=torch.int64)
-    row_in_tiles[rows[is_real] - sum(layout.sequences)] = is_real.nonzero()[:, 0]
+    row_in_tiles = torch.empty(int(is_real.sum()), dtype=torch.int64)
+    row_in_tiles[rows[is_real] - (len(positions) - len(row_in_tiles))] = is_real.nonzero()[:, 0]
     return tuple(calls), row_in_tiles.to(device)
 
 
 def _tiles(layout: Layout) -> Iterator[_Tile]:
     """Each sequence's short continuations in about equal tiles of about TILE_ROWS, and equal parts of each long one."""
-    bounds = list(accumulate(layout.sequences + layout.continuations, initial=0))
-    rows = [range(a, b) for a, b in pairwise(bounds)]
+    rows = _rows_of_texts(layout)
     own = zip(layout.continued, rows[len(layout.sequences) :], strict=True)
     for (t, is_long), same in groupby(own, key=lambda pair: (pair[0], len(pair[1]) > LONGEST_TILE)):
-        members = [member for _, member in same]
+        members, shared = [member for _, member in same], len(rows[t])
         if is_long:
             for member in members:
                 for part in _equal_parts(len(member), LONGEST_TILE):
-                    yield _Tile(rows[t], member[: part.stop], member[part.start : part.stop])
+                    yield _Tile(rows[t], member[: part.stop], member[part.start : part.stop], shared + part.stop)
             continue
         ends = {member.stop - members[0].start for member in members}
         begin = 0
@@ -167,8 +176,22 @@ def _tiles(layout: Layout) -> Iterator[_Tile]:
             end = min(end for end in ends if end >= part.stop)  # no continuation is split
             if end > begin:
                 whole = range(members[0].start + begin, members[0].start + end)
-                yield _Tile(rows[t], whole, whole)
+                yield _Tile(rows[t], whole, whole, shared + len(whole))
                 begin = end
+
+
+def _single_tiles(layout: Layout) -> Iterator[_Tile]:
+    """Equal parts of each sequence and of each continuation."""
+    rows = _rows_of_texts(layout)
+    befores = [range(0)] * len(layout.sequences) + [rows[t] for t in layout.continued]
+    for before, own in zip(befores, rows, strict=True):
+        for part in _equal_parts(len(own), LONGEST_TILE):
+            yield _Tile(before, own[: part.stop], own[part.start : part.stop], whole_blocks(len(before) + part.stop))
+
+
+def _rows_of_texts(layout: Layout) -> list[range]:
+    """Of each sequence, then of each continuation."""
+    return [range(a, b) for a, b in pairwise(accumulate(layout.sequences + layout.continuations, initial=0))]
 
 
 def _equal_parts(total: int, most: int) -> list[range]:
@@ -177,13 +200,13 @@ def _equal_parts(total: int, most: int) -> list[range]:
     return [range(total * i // count, total * (i + 1) // count) for i in range(count)]
 
 
-def _of_similar_size(tiles: Iterator[_Tile]) -> Iterator[list[_Tile]]:
+def _of_similar_size(tiles: Iterator[_Tile], most_scores: float = math.inf) -> Iterator[list[_Tile]]:
     """Largest first, as many as can be padded to the same size without much waste."""
     batch: list[_Tile] = []
     needed = keys = queries = 0
     for tile in sorted(tiles, key=lambda tile: (-tile.keys, -len(tile.queries))):
         keys, queries, needed = max(keys, tile.keys), max(queries, len(tile.queries)), needed + tile.scores
-        if batch and (len(batch) + 1) * keys * queries > MOST_PADDING * needed:
+        if batch and (len(batch) + 1) * keys * queries > min(MOST_PADDING * needed, most_scores):
             yield batch
             batch, keys, queries, needed = [], tile.keys, len(tile.queries), tile.scores
         batch.append(tile)

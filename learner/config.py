@@ -79,7 +79,7 @@ class LearnerConfig(BaseModel):
     recompute_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again: a third more work, far less memory."""
     shared_prompts: bool = True
-    """Compute the prompt of a group once for all its answers; not on GPUs in half precision, nor in fixed order."""
+    """Compute the prompt of a group once for all its answers; not on GPUs in half precision."""
     moe_aux_loss_coefficient: float = Field(default=0.0, ge=0)
     """Weight of Megatron's load-balancing loss, of each micro-batch's routing, beside the loss of a mixture of experts; 0: none."""
     routing_replay: Literal["none", "rollout", "recompute"] = "none"
@@ -133,13 +133,8 @@ class LearnerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_fixed_order(self) -> Self:
-        most = 2 if self.dtype == "float32" else 1
-        if self.fixed_order and (self.tensor_parallel > most or self.sequence_parallel):
-            raise ValueError(
-                f"fixed_order = true with tensor_parallel = {self.tensor_parallel}, sequence_parallel = {self.sequence_parallel}, dtype = "
-                f"{self.dtype}: neither a sum over more than two ranks nor one of rounded parts has a fixed order, and rows that are "
-                "shared can't be padded; set true_on_policy: false, or tensor_parallel: 1 (2 in float32) and sequence_parallel: false"
-            )
+        if self.fixed_order and self.sequence_parallel:
+            raise ValueError("fixed_order = true with sequence_parallel = true isn't built; set sequence_parallel: false")
         if self.fixed_order and self.float32_head:
             raise ValueError("fixed_order = true with float32_head = true: the engines don't compute so; set float32_head: false")
         return self

@@ -5,41 +5,55 @@ The gradients are those of the usual layers; only the forward pass has to agree 
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import accumulate, groupby
+from functools import reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from correction.errors import ConfigError
-from correction.invariance.operators import causal_attention, linear, pad_rows, whole_blocks
-from learner.attention import PackedSequences, Run
-from learner.megatron import ColumnParallelLinear, RowParallelLinear
+from correction.invariance.operators import attention, linear, product
+from learner.attention import PackedSequences, TileCall
+from learner.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 
 
-class _FixedOrderLinear(torch.nn.Module):
-    """Adds rows to a small product before Megatron's own computes it; Megatron adds the bias afterwards, as the contract wants it."""
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-        if input.dtype != torch.float32:  # on one rank, so that torch's own gradient is the gradient
-            return linear(input, weight)
-        rows = input.shape[:-1].numel()
-        padded = pad_rows(input.reshape(rows, input.shape[-1]))[:, None]
-        output: Tensor = super()._forward_impl(padded, weight, *args, **options)  # type: ignore[misc]  # Megatron's, in the next base
-        return output[:rows].view(*input.shape[:-1], output.shape[-1])
-
-
-class FixedOrderColumnLinear(_FixedOrderLinear, ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
+class FixedOrderColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
     """Megatron's ColumnParallelLinear in fixed order. A rank's columns are what they are among all."""
 
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, allreduce_dgrad: bool, **_: Any) -> Tensor:
+        if allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
+        return linear(input, weight, bias)
 
-class FixedOrderRowLinear(_FixedOrderLinear, RowParallelLinear):  # type: ignore[misc]
-    """Megatron's RowParallelLinear in fixed order, on one rank or on two: their sum has no other order."""
+
+class FixedOrderRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's RowParallelLinear in fixed order, without a bias: the ranks' products are added in the order of the ranks, in float32, and
+    the sum is rounded."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        summed: Tensor = _SumOverRanks.apply(product(input_, self.weight), self.tp_group)  # type: ignore[no-untyped-call]
+        return summed.to(input_.dtype), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """An all-reduce adds in an order of its own choice."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if group.size() == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return reduce(torch.add, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 class FixedOrderAttention(torch.nn.Module):
-    """Megatron's `core_attention` for packed sequences, in fixed order. Neighbours of about equal length, padded, are one call."""
+    """Megatron's `core_attention` for packed texts, in fixed order: an answer that goes on from a shared prompt gets the bits that it gets
+    after a prompt of its own."""
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any):
         super().__init__()
@@ -56,72 +70,49 @@ class FixedOrderAttention(torch.nn.Module):
         attention_bias: None = None,
     ) -> Tensor:
         """[N, heads * width], of query [N, heads, width] and key, value [N, groups, width]."""
-        if packed_seq_params.tile_calls:
-            raise ConfigError("true on-policy: shared prompts have no attention of fixed order. Turn them off in the learner")
-        output: Tensor = _PackedAttention.apply(query, key, value, packed_seq_params, self.scale)  # type: ignore[no-untyped-call]
+        output: Tensor = _TiledAttention.apply(query, key, value, packed_seq_params, self.scale)  # type: ignore[no-untyped-call]
         return output.flatten(1)
 
 
-class _PackedAttention(torch.autograd.Function):
-    """Forward in fixed order; the gradient is computed as for the usual attention, from the same intermediate values."""
+class _TiledAttention(torch.autograd.Function):
+    """Forward in fixed order; the gradient by SDPA's own backward kernel, from the same intermediate values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
-        output, log_sums = packed_attention(query, key, value, packed, scale)
-        ctx.save_for_backward(query, key, value, output, log_sums)
-        ctx.runs, ctx.scale = packed.runs, scale
-        return output
+        found = [attention(*_gathered(call, query, key, value), call.mask[:, None], scale) for call in packed.tile_calls]
+        ctx.save_for_backward(query, key, value, *(tensor for pair in found for tensor in pair))
+        ctx.packed, ctx.scale = packed, scale
+        in_tiles = torch.cat([output.permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:]) for output, _ in found])
+        return in_tiles.index_select(0, packed.row_in_tiles)  # type: ignore[arg-type]  # there are tiles
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """SDPA's own backward kernel, run by run. It wants a key head for each query head."""
-        query, key, value, output, log_sums = ctx.saved_tensors
-        heads, groups = query.shape[1], key.shape[1]
-        sizes = [run.tokens for run in ctx.runs]
-        pieces = zip(ctx.runs, *(x.split(sizes) for x in (grads[0], query, key, value, output, log_sums)), strict=True)
-        found: list[list[Tensor]] = [[], [], []]
-        for run, *tensors in pieces:
-            g, q, k, v, out, log_sum = (x.reshape(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in tensors)
-            k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
-            of_run = _sdpa_backward(g, q, k, v, out, log_sum, 0.0, True, scale=ctx.scale)
-            for collected, gradient in zip(found, of_run, strict=True):
-                collected.append(gradient.transpose(1, 2).flatten(0, 1))
-        query_grad, key_grad, value_grad = (torch.cat(collected) for collected in found)
-        summed = (x.view(len(x), groups, heads // groups, -1).sum(2) for x in (key_grad, value_grad))
-        return query_grad, *summed, None, None
+        """In float32, as SDPA's kernel is fastest. The heads of a group stand one below the other, as queries of one head."""
+        query, key, value, *of_calls = ctx.saved_tensors
+        dtype, calls, row_in_tiles = query.dtype, ctx.packed.tile_calls, ctx.packed.row_in_tiles
+        query, key, value = query.float(), key.float(), value.float()
+        sizes = [call.query_rows.numel() for call in calls]
+        slopes = query.new_zeros(sum(sizes), *query.shape[1:]).index_copy_(0, row_in_tiles, grads[0].float()).split(sizes)  # 0 for padding
+        query_grads, key_grad, value_grad = [], torch.zeros_like(key), torch.zeros_like(value)
+        for call, slope, output, log_sums in zip(calls, slopes, of_calls[::2], of_calls[1::2], strict=True):
+            q, k, v = _gathered(call, query, key, value)
+            g = slope.view(*call.query_rows.shape, *q.shape[1:3], -1).permute(0, 2, 3, 1, 4)
+            bias = call.mask.expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]
+            g, q, output, log_sums = (x.flatten(2, 3) for x in (g, q, output.float(), log_sums))
+            of_query, *of_keys = _sdpa_backward(g, q, k, v, output, log_sums, 0.0, False, attn_mask=bias, scale=ctx.scale)
+            query_grads.append(of_query.unflatten(2, (-1, call.query_rows.shape[1])).permute(0, 3, 1, 2, 4).reshape(slope.shape))
+            for found, gradient in zip((key_grad, value_grad), of_keys, strict=True):
+                found.index_add_(0, call.key_rows.flatten(), gradient.transpose(1, 2).flatten(0, 1))
+        query_grad = torch.cat(query_grads).index_select(0, row_in_tiles)
+        return query_grad.to(dtype), key_grad.to(dtype), value_grad.to(dtype), None, None
 
 
 _sdpa_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of each packed sequence to itself, without gradient.
-
-    Args:
-        query: [N, heads, width]; key, value: [N, groups, width].
-    Returns: [N, heads, width], and [N, heads]: log of the sum of exponentials.
-    """
-    groups, outputs, sums = key.shape[1], [], []
-    for rows, places, shape in _calls(packed.runs):
-        q, k, v = (x.index_select(0, rows).view(*shape, groups, -1, x.shape[-1]) for x in (query, key, value))
-        k, v = (x[:, :, :, 0].transpose(1, 2) for x in (k, v))  # [count, G, L, width]
-        attended, log_sum = causal_attention(q.permute(0, 2, 3, 1, 4), k, v, scale)  # [count, G, R, L, width], [count, G, R, L]
-        outputs.append(attended.permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:]).index_select(0, places))
-        sums.append(log_sum.permute(0, 3, 1, 2).reshape(-1, query.shape[1]).index_select(0, places))
-    return torch.cat(outputs), torch.cat(sums)
-
-
-@lru_cache(maxsize=64)
-def _calls(runs: tuple[Run, ...]) -> tuple[tuple[Tensor, Tensor, tuple[int, int]], ...]:
-    """For neighbours of the same number of blocks: packed rows of the padded sequences, [count * L], whatever row beyond their ends;
-    places of the real ones among those; and (count, L). The same for all layers of a pass, hence the cache."""
-    lengths = [run.length for run in runs for _ in range(run.count)]
-    starts = accumulate(lengths, initial=0)
-    calls = []
-    for padded, neighbours in groupby(zip(lengths, starts, strict=False), key=lambda pair: whole_blocks(pair[0])):
-        sizes, firsts = (torch.tensor(column) for column in zip(*neighbours, strict=True))
-        place = torch.arange(padded)
-        is_real = place < sizes[:, None]
-        rows = torch.where(is_real, firsts[:, None] + place, firsts[:, None])
-        calls.append((rows.flatten(), is_real.flatten().nonzero()[:, 0], (len(sizes), padded)))
-    return tuple(calls)
+def _gathered(call: TileCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, G, R, Q, width] queries, R heads for each of G key heads, and [n, G, K, width] keys and values of the tiles."""
+    groups = key.shape[1]
+    q = query.index_select(0, call.query_rows.flatten()).view(*call.query_rows.shape, groups, -1, query.shape[-1])
+    k, v = (x.index_select(0, call.key_rows.flatten()).view(*call.key_rows.shape, groups, -1).transpose(1, 2) for x in (key, value))
+    return q.permute(0, 2, 3, 1, 4), k, v

@@ -41,9 +41,11 @@ class Objective:
     """1-D float64, detached."""
 
 
-def forward_hidden(model: torch.nn.Module, token_ids: Tensor, layout: Layout, routes: Routes | None = None) -> Tensor:
+def forward_hidden(
+    model: torch.nn.Module, token_ids: Tensor, layout: Layout, routes: Routes | None = None, *, fixed_order: bool = False
+) -> Tensor:
     """[1, R, hidden] of packed rows; the layout says which of them attend to which."""
-    positions, packed = pack(layout, token_ids.device)
+    positions, packed = pack(layout, token_ids.device, fixed_order=fixed_order)
     packed.routes = routes
     hidden: Tensor = model(token_ids[None], positions, None, packed_seq_params=packed)
     return hidden

@@ -132,7 +132,7 @@ def run_microbatches(
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         (microbatch, inputs), its_routes = next(data)
-        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes)
+        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes, fixed_order=config.fixed_order)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
@@ -172,7 +172,7 @@ def _share_of_this_rank(
     than cutting the others smaller.
     """
     batch = corrected.batch
-    shares = config.shared_prompts and not config.fixed_order and can_share_prompts(placement.device.type, config.torch_dtype)
+    shares = config.shared_prompts and can_share_prompts(placement.device.type, config.torch_dtype)
     families = find_families(batch, share_prompts=shares)
     multiple = placement.pipeline_parallel if config.virtual_pipeline > 1 else 1
     plan = balance.plan(families, placement.data_parallel, config.tokens_per_microbatch, transformer.hidden_size, multiple=multiple)

@@ -11,8 +11,6 @@ from correction.errors import ConfigError
 FAMILIES = ("qwen3", "qwen2", "llama")
 """Dense architectures (model_type) whose layers the two engines compute in the same order."""
 DTYPES = ("float32", "bfloat16")
-MOST_RANKS = 2
-"""Of the learner's tensor parallelism: the sum of two is the same in either order, that of more is the collective's choice."""
 MOST_THREADS = 2
 """Threads for which products are known not to depend on the number of rows."""
 FORBIDDEN_ENGINE_ARGUMENTS = {
@@ -56,8 +54,9 @@ class Contract:
     `operators.linear`, bias added afterwards; RMSNorm as x * rsqrt(mean(x^2) + eps), rounded, then times the weight; residuals added, and
     rounded, before the norm; rotary angles from float32 tables, halves rotated (not neighbours); SiLU by `operators.silu`; the head by
     `operators.linear` over a vocabulary padded to COLUMN_MULTIPLE, logits in float32; logprobs by log_softmax(logits / temperature) over
-    the whole vocabulary. If the learner's matrices are split over two ranks, the projections back to the residual are sums of two
-    products there; the engine, which is not split, computes the same two and adds them, and the logits of both ranks are laid side by side.
+    the whole vocabulary. If the learner's matrices are split over ranks, the projections back to the residual are sums of as many products,
+    added in the order of the ranks in float32 and rounded once; the engine, which is not split, computes the same products and adds them
+    so, and the logits of all ranks are laid side by side.
     """
 
     model_type: str
@@ -129,18 +128,8 @@ def _side_problems(side: Side) -> list[str]:
         )
     if side.sequence_parallel:
         found.append(
-            f"{side.name}.sequence_parallel = true: a product's rows are gathered from the ranks inside of it, where few can't be padded. "
+            f"{side.name}.sequence_parallel = true: the sum over the ranks would have to be scattered, which isn't built in fixed order. "
             f"Set {side.name}.sequence_parallel: false."
-        )
-    if side.dtype != "float32" and side.tensor_parallel > 1:
-        found.append(
-            f"{side.name}.tensor_parallel = {side.tensor_parallel} with dtype = {side.dtype}: ranks add products that are rounded already. "
-            f"Set {side.name}.tensor_parallel: 1, or dtype: float32."
-        )
-    elif side.tensor_parallel > MOST_RANKS:
-        found.append(
-            f"{side.name}.tensor_parallel = {side.tensor_parallel}: the order in which an all-reduce adds more than {MOST_RANKS} ranks is "
-            f"not fixed. Set {side.name}.tensor_parallel: {MOST_RANKS} or 1 and use learner.data_parallel."
         )
     return found
 

@@ -41,17 +41,35 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int 
         parts: equal pieces of K whose products are added one after the other: what as many ranks do that hold a piece each.
     Returns: [..., N]; differentiable. In half precision the product is one of float32, rounded once.
     """
-    if x.dtype.itemsize < 4:
-        y = linear(x.float(), weight.float(), parts=parts).to(x.dtype)
-        return y if bias is None else y + bias
+    y = product(x, weight, parts=parts).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def product(x: Tensor, weight: Tensor, *, parts: int = 1) -> Tensor:
+    """x @ weight.T as in `linear`, in float32 where x and weight are in half precision; the gradient's products are theirs."""
     if parts > 1:
-        products = (linear(a, b) for a, b in zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True))
-        y = reduce(torch.add, products)
-        return y if bias is None else y + bias
+        return reduce(torch.add, (product(a, b) for a, b in zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)))
+    if x.dtype.itemsize < 4:
+        result: Tensor = _HalfPrecisionProduct.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's own lack of types
+        return result
     rows = x.shape[:-1].numel()
     padded = pad_rows(x.reshape(rows, x.shape[-1]))
-    y = F.linear(padded, weight)[:rows].view(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else y + bias
+    return F.linear(padded, weight)[:rows].view(*x.shape[:-1], weight.shape[0])
+
+
+class _HalfPrecisionProduct(torch.autograd.Function):
+    """Keeps x and weight for the gradient as they are: no copies in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(x.dtype)
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def pad_rows(x: Tensor) -> Tensor:
@@ -66,12 +84,11 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
     In half precision they are not rounded to it.
     """
-    hidden, weight = hidden.float(), weight.float()
     columns = weight.shape[0]
     padding = -columns % COLUMN_MULTIPLE
     if padding:
         weight = F.pad(weight, (0, 0, 0, padding))
-    return linear(hidden, weight)[:, :columns]
+    return product(hidden, weight)[:, :columns]
 
 
 def log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:

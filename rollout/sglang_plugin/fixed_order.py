@@ -46,7 +46,8 @@ def _linear_of(projection_parts: int) -> Callable[..., Tensor]:
 
 
 def _head(_processor: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:
-    return operators.linear(hidden_states.float(), lm_head.weight.float(), embedding_bias)
+    logits = operators.product(hidden_states, lm_head.weight)
+    return logits if embedding_bias is None else logits + embedding_bias
 
 
 def _silu_and_mul(_layer: Any, x: Tensor) -> Tensor:
@@ -70,7 +71,8 @@ class FixedOrderAttentionBackend(BatchedAttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        self._running = RunningCache(layers=runner.model_config.num_hidden_layers, multiple=operators.BLOCK)
+        layers = runner.model_config.num_hidden_layers
+        self._running = RunningCache(layers, multiple=operators.BLOCK, dtype=torch.float32)  # in which the attention computes
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)

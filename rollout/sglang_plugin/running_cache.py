@@ -28,12 +28,13 @@ class RunningCache:
     B sequences, L longest of them, C >= L tokens that there is room for, G key heads, D head size.
     """
 
-    def __init__(self, layers: int, multiple: int = 1) -> None:
+    def __init__(self, layers: int, multiple: int = 1, dtype: torch.dtype | None = None) -> None:
         """
         Args:
             multiple: L is rounded up to a multiple of it.
+            dtype: of the copy; None: as the paged cache.
         """
-        self._layers, self._multiple = layers, multiple
+        self._layers, self._multiple, self.dtype = layers, multiple, dtype
         self._requests: Tensor | None = None
         """[B], of the last step; None when the next one can't go on from it."""
         self._lengths = torch.empty(0)
@@ -101,11 +102,14 @@ class RunningCache:
         groups, size = buffer.shape[1:]
         heads = torch.arange(groups, device=buffer.device, dtype=self._slots.dtype)[None, :, None]
         rows = self._slots[:, None, : padded.shape[2]] * groups + heads                          # [B, G, tokens]
-        torch.index_select(buffer.view(-1, size), 0, rows.flatten(), out=padded.view(-1, size))
+        if padded.dtype == buffer.dtype:
+            torch.index_select(buffer.view(-1, size), 0, rows.flatten(), out=padded.view(-1, size))
+        else:
+            padded.copy_(torch.index_select(buffer.view(-1, size), 0, rows.flatten()).view(padded.shape))
 
     def _is_kept(self, buffer: Tensor) -> bool:
         """Whether the copies of all layers fit into LARGEST_BYTES."""
-        row_bytes = buffer[0].numel() * buffer.element_size()
+        row_bytes = buffer[0].numel() * (self.dtype or buffer.dtype).itemsize
         fits = 2 * self._layers * len(self._lengths) * self._capacity * row_bytes <= LARGEST_BYTES
         if not fits:
             self.forget()
@@ -120,5 +124,5 @@ class RunningCache:
         count = math.prod(shape)
         memory = self._memory.get((kind, layer))
         if memory is None or len(memory) < count:
-            memory = self._memory[kind, layer] = buffer.new_empty(count + count // 2)
+            memory = self._memory[kind, layer] = buffer.new_empty(count + count // 2, dtype=self.dtype)
         return memory[:count].view(shape)

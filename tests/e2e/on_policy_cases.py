@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -28,10 +29,10 @@ class Sampled:
     completion: Completion
 
 
-def save_model(folder: Path, family: str) -> Path:
+def save_model(folder: Path, family: str, **changes: int) -> Path:
     """Two layers of widths that kernels like less than powers of two, and heads of 24."""
     folder.mkdir()
-    shape = {"hidden_size": 96, "intermediate_size": 96, **({"head_dim": 24} if family == "qwen3" else {})}
+    shape = {"hidden_size": 96, "intermediate_size": 96, **({"head_dim": 24} if family == "qwen3" else {}), **changes}
     return save_tiny_model(save_tiny_tokenizer(folder), family, tie=family != "llama", **shape)
 
 
@@ -79,14 +80,20 @@ def as_batch(sampled: Sequence[Sampled], *, temperature: float, version: int = 0
         behavior_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         advantages=torch.repeat_interleave(advantages, torch.tensor(offsets).diff()),
         weight_versions=torch.tensor(versions, dtype=torch.int32),
-        group_ids=torch.arange(len(sampled)),
+        group_ids=_groups([one.prompt for one in sampled]),
         learner_version=version,
         temperature=temperature,
     ).validate()
 
 
+def _groups(prompts: Sequence[tuple[int, ...]]) -> Tensor:
+    """Neighbours with the same prompt are a group."""
+    return torch.tensor([i for i, (_, same) in enumerate(groupby(prompts)) for _ in same])
+
+
 def random_packing(learner: LearnerRank, batch: PackedBatch, *, seed: int, threads: int) -> Tensor:
-    """[N] the learner's logprobs of the batch, its sequences shuffled and cut into micro-batches of some random size."""
+    """[N] the learner's logprobs of the batch, its sequences shuffled and cut into micro-batches of some random size, with shared
+    prompts or without."""
     draw = random.Random(seed)
     order = list(range(batch.num_sequences))
     draw.shuffle(order)
@@ -94,7 +101,11 @@ def random_packing(learner: LearnerRank, batch: PackedBatch, *, seed: int, threa
     before, settings = torch.get_num_threads(), learner.config
     torch.set_num_threads(threads)
     learner.config = settings.model_copy(
-        update={"tokens_per_microbatch": draw.choice((1, 300, 2000, 10**6)), "logprob_chunk_tokens": draw.choice((13, 100, 1024))}
+        update={
+            "tokens_per_microbatch": draw.choice((1, 300, 2000, 10**6)),
+            "logprob_chunk_tokens": draw.choice((13, 100, 1024)),
+            "shared_prompts": seed % 4 < 2,
+        }
     )
     try:
         cut = draw.randint(1, len(order))

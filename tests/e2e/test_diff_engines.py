@@ -51,21 +51,23 @@ def other_rotation(x: Tensor, angles: Tensor, *_: object, **__: object) -> Tenso
     return (wide * angle.cos() + torch.cat([-right, left], -1) * angle.sin()).float()
 
 
-def other_attention(query: Tensor, key: Tensor, value: Tensor, packed: object, scale: float) -> tuple[Tensor, Tensor]:
-    from learner.attention import packed_attention
-
-    return packed_attention(query, key, value, packed, scale), query[..., 0]  # type: ignore[arg-type]
+def other_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """[n, G, R, Q, width] of queries of that shape, bias [n, 1, 1, Q, K]."""
+    heads = query.shape[2]
+    k, v = (x.repeat_interleave(heads, 1) for x in (key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query.flatten(1, 2), k, v, attn_mask=bias[:, 0], scale=scale)
+    return output.unflatten(1, (-1, heads)), query[..., 0]
 
 
 SWITCHED_OFF: dict[str, tuple[str, Callable[..., object], str]] = {
     "norm": ("learner.norm.HFRMSNorm.forward", other_norm, "layers.0.norm"),
     "linear": (
-        "learner.fixed_order._FixedOrderLinear._forward_impl",
+        "learner.fixed_order.FixedOrderColumnLinear._forward_impl",
         lambda _, input, weight, *a, **k: flipped_product(input, weight),
         "layers.0.qkv",
     ),
     "rotary": ("megatron.core.transformer.attention.apply_rotary_pos_emb", other_rotation, "layers.0.rotary_q"),
-    "attention": ("learner.fixed_order.packed_attention", other_attention, "layers.0.attention"),
+    "attention": ("learner.fixed_order.attention", other_attention, "layers.0.attention"),
     "silu": ("learner.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
     "head": ("learner.logprobs.head_logits", flipped_product, "logits"),
     "log_softmax": ("learner.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),

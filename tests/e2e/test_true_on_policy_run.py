@@ -99,7 +99,7 @@ def killed(small_model: Path, tmp_path: Path) -> Iterator[Run]:
     run_dir = tmp_path / "killed"
     run = Run(run_dir, *synchronous(run_dir, small_model, "steps=10", "rollout.engine.max_running_requests=8"))
     try:
-        run.wait_until(lambda: run_dir.exists() and bool(RunFolder.view(run_dir).checkpoints()), "a checkpoint")
+        run.wait_until(lambda: (run_dir / "config.yaml").exists() and bool(RunFolder.view(run_dir).checkpoints()), "a checkpoint")
         run.kill()
         yield run
     finally:
@@ -117,13 +117,16 @@ def test_ten_steps_are_five_and_kill_and_resume_and_five(killed: Run, small_mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["learner.tensor_parallel=2", "learner.data_parallel=2", "learner.dtype=bfloat16"])
-def test_three_steps_of_other_learners(tmp_path: Path, setting: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    ["learner.tensor_parallel=2", "learner.data_parallel=2", "learner.dtype=bfloat16", "learner.dtype=bfloat16 learner.tensor_parallel=2"],
+)
+def test_three_steps_of_other_learners(tmp_path: Path, settings: str) -> None:
     model = tmp_path / "model"
     made = evenkeel("init-model", str(RECIPE), f"model={model}", "init.architecture.key_value_heads=2")  # one for each of two ranks
     assert made.returncode == 0, made.stdout + made.stderr
     run_dir = tmp_path / "run"
-    overrides = [f"run_dir={run_dir}", setting, "true_on_policy=true", "max_staleness=0", "steps=3", "checkpoint.every_steps=0"]
+    overrides = [f"run_dir={run_dir}", *settings.split(), "true_on_policy=true", "max_staleness=0", "steps=3", "checkpoint.every_steps=0"]
     assert_all_equal(run_to_its_end(run_dir, str(RECIPE), f"model={model}", *overrides), 3)
 
 
@@ -141,11 +144,11 @@ def test_fifty_steps_of_the_nano_recipe(tmp_path: Path) -> None:
 def test_what_it_cannot_honour_is_refused_before_anything_starts(small_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     refused = evenkeel(
-        "train", str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "true_on_policy=true", "learner.tensor_parallel=3",
+        "train", str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "true_on_policy=true", "learner.threads=3",
         "rollout.engine.weight_update_mode=in_place",
     )  # fmt: skip
     assert refused.returncode != 0
-    assert "learner.tensor_parallel = 3" in refused.stderr + refused.stdout
+    assert "learner.threads = 3" in refused.stderr + refused.stdout
     assert "weight_update_mode = in_place" in refused.stderr + refused.stdout
     assert not run_dir.exists()
 

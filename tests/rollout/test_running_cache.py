@@ -41,9 +41,9 @@ class PagedCache:
             buffer[self.req_to_token[rows, lengths - 1].long()] = new
             padded = cache.extended(kind, layer, new, buffer)
             assert padded.shape == (len(requests), GROUPS, int(lengths.max()), SIZE)
-            assert padded.isfinite().all()
+            assert padded.isfinite().all() and padded.dtype == (cache.dtype or buffer.dtype)
             for row, request in enumerate(requests):
-                expected = buffer[self.req_to_token[request, : self.lengths[request]].long()]
+                expected = buffer[self.req_to_token[request, : self.lengths[request]].long()].to(padded.dtype)
                 torch.testing.assert_close(padded[row, :, : self.lengths[request]].transpose(0, 1), expected, rtol=0, atol=0)
 
     def admit_token(self, request: int) -> None:
@@ -52,10 +52,11 @@ class PagedCache:
 
 
 @pytest.mark.parametrize("largest_bytes", [1 << 30, 0], ids=["kept from step to step", "gathered at each step"])
-def test_follows_the_paged_cache(monkeypatch: pytest.MonkeyPatch, largest_bytes: int) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_follows_the_paged_cache(monkeypatch: pytest.MonkeyPatch, largest_bytes: int, dtype: torch.dtype | None) -> None:
     monkeypatch.setattr(running_cache, "LARGEST_BYTES", largest_bytes)
     monkeypatch.setattr(running_cache, "STEP", 4)
-    paged, cache = PagedCache(0), RunningCache(LAYERS)
+    paged, cache = PagedCache(0), RunningCache(LAYERS, dtype=dtype)
     for request, length in ((0, 5), (1, 1), (2, 12)):
         paged.admit(request, length)
     for _ in range(10):                                             # runs out of room and grows on the way
