@@ -113,7 +113,7 @@ def prepare(shape: Shape, steps: int, folder: Path) -> Path:
     recipe["rollout"]["reward"] = {"kind": "function", "path": "benchmarks.word_reward:share_of_words"}
     recipe["rollout"]["sampling"] = {"samples_per_group": shape.samples, "max_tokens": shape.max_tokens}
     recipe["rollout"]["engine"]["context_length"] = 128
-    recipe["learner"] = {"learning_rate": 3.0e-4, "threads": 1}
+    recipe["learner"] = {"learning_rate": 1.0e-4, "threads": 1}
     recipe["evaluation"] = {"every_steps": 0, "problems": HELD_OUT, "temperature": 1.0}
     recipe["checkpoint"] = {"every_steps": 0}
     recipe["init"]["warmup"]["steps"] = shape.warm_up
