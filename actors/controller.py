@@ -135,7 +135,10 @@ class Controller:
             discarded = await self._ask(self._queue.settle, [g.group_id for g in batch.groups])
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
-            self._telling = asyncio.create_task(self._tell(batch, result, self._step, self._version, self._watch.read(), discarded))
+            observed = self._observe(batch, result)  # before the service has the next batch
+            self._telling = asyncio.create_task(
+                self._tell(self._step, self._version, batch, result, observed, self._watch.read(), discarded)
+            )
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
             await self._answer_alarms()
@@ -145,10 +148,16 @@ class Controller:
             self._evaluate_beside()
 
     async def _tell(
-        self, batch: PreparedBatch, result: Any, step: int, version: int, phases: dict[str, float], discarded: list[tuple[str, str]]
+        self,
+        step: int,
+        version: int,
+        batch: PreparedBatch,
+        result: Any,
+        observed: Awaitable[Observation | None],
+        phases: dict[str, float],
+        discarded: list[tuple[str, str]],
     ) -> None:
         """Hand the numbers of a finished step to the observer, beside the next one."""
-        observed = self._observe(batch, result, step)
         counts = await self._ask(self._queue.counts)
         await self._observer.step(step, version, batch, result, observed, phases, counts, discarded)
 
@@ -182,9 +191,9 @@ class Controller:
         with self._watch.phase("train"):
             return await self._learner.step(batch.corrected, batch.correction, step=self._step)
 
-    def _observe(self, batch: PreparedBatch, result: Any, step: int) -> Awaitable[Observation | None]:
+    def _observe(self, batch: PreparedBatch, result: Any) -> Awaitable[Observation | None]:
         """Diagnostics of the batch that was just trained, in the making; their alarms are answered between two steps, once known."""
-        reference = self._service.observe.remote(step, batch.version, result.target_logprobs, learned_numbers(batch, result))
+        reference = self._service.observe.remote(self._step, batch.version, result.target_logprobs, learned_numbers(batch, result))
 
         async def with_alarms() -> Observation | None:
             observation: Observation | None = await reference
@@ -418,8 +427,8 @@ class Controller:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
                 await wait_for(self._saved(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
         for beside in (self._evaluation, self._saving, self._telling):
-            if beside is not None:
-                beside.cancel()
+            if beside is not None and not beside.cancel() and not beside.cancelled():
+                beside.exception()  # is known: it ended the run, or a warning told of it
         endings: dict[str, Callable[[], Any]] = {
             "_service": lambda: self._service.stop.remote(),
             "_sync": lambda: self._sync.close(),

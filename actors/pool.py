@@ -229,9 +229,16 @@ class RolloutPool:
         """
         self._hand_out(unfinished)
         held: list[Prompt] = []
+        places = 0
         while True:
             call = self._queue.wait_for_places.remote(self._notice_s)  # no place for long is no fault; no answer is one
-            places = await wait_for(call, "free places <- trajectory queue", deadline_s=self._notice_s + ANSWER_S, notice_s=ANSWER_S)
+            waiting = asyncio.ensure_future(
+                wait_for(call, "free places <- trajectory queue", deadline_s=self._notice_s + ANSWER_S, notice_s=ANSWER_S)
+            )
+            while len(held) < places and not waiting.done():  # as many as last time, made while the engines are at work
+                held.append(next(prompts))
+                await asyncio.sleep(0)
+            places = await waiting
             while len(held) < places:
                 held.append(next(prompts))
             if not places:
@@ -241,9 +248,6 @@ class RolloutPool:
             held = held[len(tickets) :]
             on_admitted(tickets)
             self._hand_out(tickets)
-            while len(held) < places:  # the next ones, while the engines are at work and not while they wait
-                held.append(next(prompts))
-                await asyncio.sleep(0)
 
     def _hand_out(self, tickets: Sequence[Ticket]) -> None:
         """A call for each handful of groups: one for each group would keep the driver and the workers busy with calls."""

@@ -131,9 +131,9 @@ class RolloutWorker:
         """
         async with self._handing_over:
             groups = list(self._finished)
-            if group not in groups:
+            if not any(one is group for one in groups):
                 return  # an earlier call took it along
-            what = f"groups {groups[0].group_id} to {groups[-1].group_id} of rollout worker {self._name} -> trajectory queue"
+            what = f"groups {[one.group_id for one in groups]} of rollout worker {self._name} -> trajectory queue"
             await wait_for(self._queue.put.remote(groups), what, deadline_s=ANSWER_S)
             del self._finished[: len(groups)]
 

@@ -115,17 +115,15 @@ def diagnostic_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
 
 
 def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) -> dict[str, float]:
-    """The receipts that came since the last step."""
-    if not receipts:
-        return {}
-    numbers = {
-        "sync/receipts": len(receipts),
-        "sync/bytes": sum(r.bytes for r in receipts),
-        "time/sync_s": max(r.seconds for r in receipts),
-        "time/pause_s": max(r.pause_s for r in receipts),
-    }
-    if differences:
-        numbers["sync/probe_max_abs_difference"] = max(differences)
+    """The receipts, and the probes' differences, that came since the last step."""
+    numbers = {"sync/probe_max_abs_difference": max(differences)} if differences else {}
+    if receipts:
+        numbers |= {
+            "sync/receipts": len(receipts),
+            "sync/bytes": sum(r.bytes for r in receipts),
+            "time/sync_s": max(r.seconds for r in receipts),
+            "time/pause_s": max(r.pause_s for r in receipts),
+        }
     return numbers
 
 

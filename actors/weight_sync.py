@@ -4,7 +4,7 @@
 No work goes to an engine without a receipt for the published version (actors.pool looks at `WorkerHandle.version`). The first sync of an
 engine, and the first after a failure, compares checksums of every tensor, taken in the engine's own process, and for true on-policy also
 what the two processes compute with. After each sync the logprobs of a fixed prompt are compared, beside the engine's work, because a full
-engine may take long to come to them.
+engine may take long to come to them; newer weights end the wait.
 
 Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool. A broadcast group belongs to one set of
 workers: when that changes, or a collective fails, the group is closed, the version goes out through the object store, and a new group is
@@ -25,10 +25,12 @@ from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup, WeightSnapshot
 from actors.rollout_worker import SyncReceipt
 from actors.supervision import wait_for
-from correction.errors import DeadlineExceeded, EngineDirty, EngineError, SyncError
+from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 
 log = logging.getLogger("evenkeel.sync")
 _ATTEMPTS = 3
+_UNPROBED = 10
+"""Versions in a row whose probe was not answered in time, after which that is worth a warning."""
 
 
 @dataclass(slots=True)
@@ -44,7 +46,9 @@ class SyncTarget:
     task: asyncio.Task[None] | None = None
     """Brings it up to date."""
     probe: asyncio.Task[None] | None = None
-    """Compares the logprobs of the fixed prompt; given up when newer weights come first."""
+    """Compares the logprobs of the fixed prompt."""
+    unprobed: int = 0
+    """Versions since the last comparison that came to an end."""
 
 
 class WeightSync:
@@ -70,7 +74,8 @@ class WeightSync:
             on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
         """
-        self._config, self._learner, self._probe_ids, self._sync_s = config, learner, list(probe_ids), sync_s
+        self._config, self._learner, self._sync_s = config, learner, sync_s
+        self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._snapshot: WeightSnapshot | None = None
@@ -99,9 +104,10 @@ class WeightSync:
     def leave(self, name: str) -> None:
         """An engine is gone."""
         target = self._targets.pop(name, None)
-        for task in (target.task, target.probe) if target is not None else ():
-            if task is not None:
-                task.cancel()
+        if target is not None:
+            self._end_probe(target)
+            if target.task is not None:
+                target.task.cancel()
 
     def resync(self, target: SyncTarget, reason: str) -> None:
         """An engine says that its weights are of no version: it is sent all of the newest, verified; it gets no work before its receipt."""
@@ -138,6 +144,7 @@ class WeightSync:
                 if snapshot.version < self.version:  # a newer one was published meanwhile
                     continue
                 self._snapshot = snapshot
+            self._end_probe(target)
             try:
                 receipt = await wait_for(
                     target.actor.update_weights.remote(snapshot.version, snapshot.buckets, not target.is_verified),
@@ -168,19 +175,35 @@ class WeightSync:
             return
         target.version = receipt.version
         self._on_receipt(receipt)
-        if target.probe is not None:
-            target.probe.cancel()  # its logprobs would be of two versions
-        target.probe = asyncio.create_task(self._compare_probe(target, snapshot), name=f"probe {target.name}")
+        if snapshot.probe_logprobs:
+            probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)
+            target.probe = asyncio.create_task(probe, name=f"probe {target.name}")
 
-    async def _compare_probe(self, target: SyncTarget, snapshot: WeightSnapshot) -> None:
-        what = f"probe of weights v{snapshot.version} <- rollout worker {target.name}"
+    async def _compare_probe(self, target: SyncTarget, version: int, expected: Sequence[float]) -> None:
+        what = f"probe of weights v{version} <- rollout worker {target.name}"
         try:
             logprobs = await wait_for(target.actor.probe.remote(self._probe_ids), what, deadline_s=self._sync_s)
-        except (EngineError, EngineDirty, DeadlineExceeded, ray.exceptions.RayError) as error:
-            log.info("%s: %s", what, error)  # what ails an engine shows where it works, or at the next sync
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            log.warning("%s: %s", what, error)  # what else ails the engine shows where it works, or at the next sync
             return
-        difference = max(abs(a - b) for a, b in zip(logprobs, snapshot.probe_logprobs, strict=True))
-        self._on_probe(target, snapshot.version, difference)
+        target.unprobed = 0
+        self._on_probe(target, version, max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)))
+
+    def _end_probe(self, target: SyncTarget) -> None:
+        """Before newer weights: an answer would be of those, or of both."""
+        if target.probe is None:
+            return
+        if not target.probe.done():
+            target.probe.cancel()
+            target.unprobed += 1
+            if target.unprobed % _UNPROBED == 0:
+                log.warning(
+                    "rollout worker %s: %d weight versions in a row came before their probe was answered: whether the engine agrees with "
+                    "the learner was not compared (it has more requests than places; rollout.engine.max_running_requests)",
+                    target.name,
+                    target.unprobed,
+                )
+        target.probe = None
 
     # -- broadcast ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +219,8 @@ class WeightSync:
         targets = [t for t in targets if t.is_verified and (t.task is None or t.task.done())]
         if not targets:
             return
+        for target in targets:
+            self._end_probe(target)
         try:
             receipts = await self._broadcast.send(snapshot, targets)
         except (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError) as error:

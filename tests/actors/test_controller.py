@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors.config import RunConfig
 from actors.controller import Controller
+from actors.correction_service import PreparedBatch
 from correction.errors import DeadlineExceeded
 from tests.actors.cases import prompts
 
@@ -120,3 +122,87 @@ def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypat
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(asyncio.wait_for(scenario(), 20.0))
     assert told == (["outlived 1", "ended"] if is_training else ["ended"])
+
+
+class Loop:
+    """A controller whose steps take no time but the queue's counts do: the observer hears of a step when the next one is under way."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        observer = Observer()
+        observer.step = self._told  # type: ignore[attr-defined]
+        self.run = controller(observer)
+        self.run._queue = SimpleNamespace(publish=self._call(None), settle=self._call([]), counts=self._call({}, 0.05))
+        self.run._service = SimpleNamespace(learner_reached=self._call(None), observe=self._call(None))
+        self.run._sync = SimpleNamespace(publish=self._nothing)  # type: ignore[assignment]
+        self.run._ledger = SimpleNamespace(settle=lambda *_, **__: None)  # type: ignore[assignment]
+        self.run._next_batch, self.run._learn = self._batch, self._learn  # type: ignore[method-assign]
+        self.run._compare_bits = lambda *_: self.log.append(f"note {self.run._step + 1}")  # type: ignore[method-assign]
+        self.run._observe = lambda *_: self.log.append(f"observe {self.run._step}")  # type: ignore[method-assign,assignment,return-value]
+        self.run._evaluate_beside = lambda: None  # type: ignore[method-assign]
+
+    @staticmethod
+    def _call(answer: Any, seconds: float = 0.0) -> Any:
+        async def later(*_: Any) -> Any:
+            await asyncio.sleep(seconds)
+            return answer
+
+        return SimpleNamespace(remote=later, _method_name="call")
+
+    async def _nothing(self) -> None: ...
+
+    async def _batch(self) -> PreparedBatch:
+        self.log.append(f"batch {self.run._step + 1}")
+        return SimpleNamespace(groups=[])  # type: ignore[return-value]
+
+    async def _learn(self, _: Any) -> Any:
+        self.log.append(f"learn {self.run._step + 1}")
+
+    async def _told(self, step: int, *_: Any) -> None:
+        self.log.append(f"told {step}")
+
+    async def train(self) -> None:
+        await self.run._train()
+        await self.run._told()
+
+
+def test_a_step_is_told_beside_the_next_one_but_before_anything_is_noted_of_that() -> None:
+    """What is noted joins the next line that is told: noted of step 4 before step 3 is told, it would stand in step 3's line."""
+    loop = Loop()
+    loop.run._config = loop.run._config.model_copy(update={"steps": 5})
+    asyncio.run(loop.train())
+    steps = [["batch 3", "learn 3", "note 3", "observe 3"]]
+    steps += [[f"batch {n}", f"learn {n}", f"told {n - 1}", f"note {n}", f"observe {n}"] for n in (4, 5)]
+    steps.append(["told 5"])
+    assert loop.log == [entry for step in steps for entry in step]
+
+
+def test_a_step_is_told_before_its_checkpoint_is_taken() -> None:
+    """A resume goes on after that step: its line has to be there."""
+    loop = Loop()
+
+    async def flush() -> None:
+        loop.log.append("flush")
+
+    def checkpoint(step: int) -> None:
+        raise OSError(f"checkpoint {step}")
+
+    loop.run._observer.flush = flush  # type: ignore[method-assign]
+    loop.run._folder = SimpleNamespace(checkpoint=checkpoint)  # type: ignore[assignment]
+    settings = loop.run._config.checkpoint.model_copy(update={"every_steps": 1})
+    loop.run._config = loop.run._config.model_copy(update={"checkpoint": settings})
+    with pytest.raises(OSError, match="checkpoint 3"):
+        asyncio.run(loop.train())
+    assert loop.log[-2:] == ["told 3", "flush"]
+
+
+def test_numbers_that_could_not_be_told_end_the_run() -> None:
+    loop = Loop()
+
+    async def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    loop.run._observer.step = full  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no space left"):
+        asyncio.run(loop.train())
+    assert "note 4" not in loop.log

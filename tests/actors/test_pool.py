@@ -314,6 +314,25 @@ def test_work_is_spread_by_load(monkeypatch: pytest.MonkeyPatch) -> None:
     play(scenario)
 
 
+def test_the_next_prompts_are_made_while_the_engines_are_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as were admitted last, so that the next places don't wait for them; and no more, since the source may be long to read."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": hang})
+        scene.pool.start()
+        while not scene.joined:
+            await asyncio.sleep(0.01)
+        scene.pool.follow(scene.sync)  # type: ignore[arg-type]
+        positions = itertools.count()
+        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in positions), [], lambda _: None))
+        await asyncio.sleep(0.2)
+        admitted = sum(len(worker.groups) for worker in scene.pool._workers.values())
+        assert admitted == 8 and next(positions) == 2 * admitted
+        feeding.cancel()
+
+    play(scenario)
+
+
 def test_a_mistake_in_our_own_code_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling again would fail again: what is neither a dead process nor an engine's failure is raised."""
 

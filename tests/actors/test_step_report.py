@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.rollout_worker import WorkerLoad
-from actors.step_report import rollout_metrics
+from actors.step_report import rollout_metrics, sync_metrics
 
 
 def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> None:
@@ -29,3 +29,9 @@ def test_a_worker_that_missed_a_step_counts_both_when_it_answers() -> None:
 def test_nothing_is_said_without_a_worker_or_something_to_compare_with() -> None:
     assert set(rollout_metrics([], {"0": WorkerLoad(1.0, 2.0, 3, 0)}, None, 10.0)) == {"rollout/requests_in_flight"}
     assert "wait/rollout_share" not in rollout_metrics([], {}, {}, 10.0)
+
+
+def test_a_probe_that_came_without_a_receipt_is_told() -> None:
+    """A full engine answers the probe of a version in a later step than that of its receipt."""
+    assert sync_metrics([], [0.5, 0.25]) == {"sync/probe_max_abs_difference": 0.5}
+    assert sync_metrics([], []) == {}

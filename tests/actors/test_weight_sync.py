@@ -264,6 +264,45 @@ def test_a_probe_that_waits_in_a_full_engine_holds_up_neither_receipt_nor_update
     play(scenario)
 
 
+def test_a_probe_is_not_answered_by_newer_weights_while_a_broadcast_reaches_another_engine() -> None:
+    """The quick engine would answer the probe of version 1 at version 2 while the slow one still receives that."""
+
+    async def scenario() -> None:
+        quick, slow = Engine(), Engine()
+        scene = Scene(transport="broadcast", quick=quick, slow=slow)
+        await scene.join()
+        await asyncio.sleep(0.01)
+        waits = asyncio.Event()
+        quick.probes = [waits.wait()]
+        await scene.publish(1)
+        slow.script = [0.2]
+        publishing = asyncio.create_task(scene.publish(2))
+        await asyncio.sleep(0.1)
+        waits.set()
+        await publishing
+        await asyncio.sleep(0.01)
+        assert [version for name, version, _ in scene.differences if name == "quick"] == [0, 2]
+        await scene.sync.close()
+
+    play(scenario)
+
+
+def test_many_probes_in_a_row_that_find_no_place_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.probes = [asyncio.Event().wait() for _ in range(11)]
+        scene = Scene(w=engine)
+        await scene.join()
+        for version in range(1, 11):
+            await scene.publish(version)
+            await scene.sync.receipts(version, deadline_s=5.0)
+        assert scene.differences == []
+        await scene.sync.close()
+
+    play(scenario)
+    assert "rollout worker w: 10 weight versions in a row came before their probe was answered" in caplog.text
+
+
 def test_a_wait_for_receipts_names_the_missing() -> None:
     async def scenario() -> None:
         scene = Scene(quick=Engine(), slow=Engine(None, 60.0))
