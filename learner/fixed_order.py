@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correction.invariance.operators import attention, linear, product
+from correction.invariance.operators import attention, key_bias, linear, product
 from learner.attention import PackedSequences, TileCall
 from learner.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 
@@ -79,7 +79,7 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
-        found = [attention(*_gathered(call, query, key, value), call.mask[:, None], scale) for call in packed.tile_calls]
+        found = [attention(*_gathered(call, query, key, value), key_bias(call.mask)[:, None], scale) for call in packed.tile_calls]
         ctx.save_for_backward(query, key, value, *(tensor for pair in found for tensor in pair))
         ctx.packed, ctx.scale = packed, scale
         in_tiles = torch.cat([output.permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:]) for output, _ in found])
@@ -97,7 +97,7 @@ class _TiledAttention(torch.autograd.Function):
         for call, slope, output, log_sums in zip(calls, slopes, of_calls[::2], of_calls[1::2], strict=True):
             q, k, v = _gathered(call, query, key, value)
             g = slope.view(*call.query_rows.shape, *q.shape[1:3], -1).permute(0, 2, 3, 1, 4)
-            bias = call.mask.expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]
+            bias = key_bias(call.mask).expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]
             g, q, output, log_sums = (x.flatten(2, 3) for x in (g, q, output.float(), log_sums))
             of_query, *of_keys = _sdpa_backward(g, q, k, v, output, log_sums, 0.0, False, attn_mask=bias, scale=ctx.scale)
             query_grads.append(of_query.unflatten(2, (-1, call.query_rows.shape[1])).permute(0, 3, 1, 2, 4).reshape(slope.shape))

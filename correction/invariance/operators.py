@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parts: int 
 
 
 def product(x: Tensor, weight: Tensor, *, parts: int = 1) -> Tensor:
-    """x @ weight.T as in `linear`, in float32 where x and weight are in half precision; the gradient's products are theirs."""
+    """x @ weight.T as in `linear`, in float32 where x and weight are in half precision; only the gradient is then computed in that."""
     if parts > 1:
         return reduce(torch.add, (product(a, b) for a, b in zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)))
     if x.dtype.itemsize < 4:
@@ -163,7 +163,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Ten
 
 def key_bias(seen: Tensor) -> Tensor:
     """0 where seen, -inf elsewhere; float32, of the same shape."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
+    return torch.where(seen, 0.0, float("-inf"))
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, first: int = 0) -> tuple[Tensor, Tensor]:
