@@ -168,8 +168,8 @@ def _share_of_this_rank(
     """Which sequences are this rank's, micro-batch by micro-batch, and those as the model takes them.
 
     Ranks pass through equally many micro-batches; one that has nothing left computes a sequence without loss. So does every rank where
-    the interleaved schedule wants a multiple of the stages: of a sequence without loss one row is read, and a pass over one row costs less
-    than cutting the others smaller.
+    the interleaved schedule wants the number of micro-batches to be a multiple of that of the stages: of a sequence without loss one row is
+    read, and a pass over one row costs less than cutting the others smaller.
     """
     batch = corrected.batch
     shares = config.shared_prompts and can_share_prompts(placement.device.type, config.torch_dtype)
@@ -184,8 +184,9 @@ def _share_of_this_rank(
     inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
     if config.moe_aux_loss_coefficient:
         # Megatron multiplies a micro-batch's balancing loss by the rows that a router sees, of which sequence-parallel ranks have a
-        # part (row_multiple): this makes the sum over micro-batches a mean over all rows.
-        transformer.moe_aux_loss_coeff = config.moe_aux_loss_coefficient * row_multiple / sum(family.tokens for family in families)
+        # part (row_multiple): this makes the sum over micro-batches and ranks a mean over all rows that are computed.
+        rows = placement.sum_over_data(torch.tensor(sum(len(its.token_ids) for its in inputs), device=placement.device))
+        transformer.moe_aux_loss_coeff = config.moe_aux_loss_coefficient * row_multiple / int(rows)
     return parts, [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
 
 

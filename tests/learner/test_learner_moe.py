@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from torch import Tensor
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.errors import ConfigError, DataError
-from tests.learner.learner_cases import TIS, gradients, hf_model, largest_difference, learner_on, off_policy_batch, save_model
+from tests.learner.learner_cases import (
+    TIS,
+    gradients,
+    grouped_batch,
+    hf_model,
+    largest_difference,
+    learner_on,
+    off_policy_batch,
+    save_model,
+)
 from tests.learner.moe_cases import expert_gradients, router_logits, save_moe
 from tests.learner.test_learner_step import ppo_with_truncated_weights
 
@@ -53,6 +63,20 @@ def test_gradient_equals_hugging_face_and_autograd(tmp_path: Path, coefficient: 
     assert result.loss == pytest.approx(loss.item(), abs=1e-6)
     assert largest_difference(ours, theirs) < 2e-5
     assert all(gradient.abs().max() > 0 for name, gradient in theirs.items() if ".gate.weight" in name)
+
+
+def test_balancing_loss_is_a_mean_over_the_rows_computed(tmp_path: Path) -> None:
+    """Also where micro-batches read a prompt again: its rows are then in several of the sums."""
+    settings: dict[str, Any] = {"moe_aux_loss_coefficient": 0.3, "tokens_per_microbatch": 30}
+    rows: list[int] = []
+    with learner_on(save_moe(tmp_path / "m"), **settings) as learner:
+        batch = grouped_batch([([20] * 4, [5, 2, 8, 7])])
+        batch = replace(batch, behavior_logprobs=learner.logprobs(batch), proximal_logprobs=learner.logprobs(batch))
+        learner._policies[0].decoder.layers[0].mlp.router.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+        learner.step(correct(batch, TIS), TIS, step=0)
+        coefficient = learner._require().chunks[0].config.moe_aux_loss_coeff
+    assert len(rows) > 1 and sum(rows) > 20 + 5 + 2 + 8 + 7
+    assert coefficient * sum(rows) == pytest.approx(0.3)
 
 
 def test_balancing_loss_beside_a_late_factor_is_refused(tmp_path: Path) -> None:
