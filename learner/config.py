@@ -139,6 +139,26 @@ class LearnerConfig(BaseModel):
             raise ValueError("fixed_order = true with float32_head = true: the engines don't compute so; set float32_head: false")
         return self
 
+    def check_model(self, hf_config: Any) -> None:
+        """Refuse a model whose matrices tensor_parallel ranks can't share equally.
+
+        Raises: ConfigError naming the sizes.
+        """
+        from correction.errors import ConfigError
+
+        ranks, groups = self.tensor_parallel, hf_config.num_key_value_heads
+        experts = getattr(hf_config, "num_experts", None)
+        is_shared = {
+            "num_attention_heads": hf_config.num_attention_heads % ranks == 0,
+            "num_key_value_heads": groups % ranks == 0 or ranks % groups == 0,  # several ranks can use one
+            "intermediate_size": bool(experts) or hf_config.intermediate_size % ranks == 0,  # an expert is whole on a rank
+        }
+        if wrong := [f"{name} = {getattr(hf_config, name)}" for name, fits in is_shared.items() if not fits]:
+            raise ConfigError(
+                f"learner.tensor_parallel = {ranks}: {', '.join(wrong)} in the model's config.json can't be shared equally by {ranks} "
+                "ranks. Set it to a common divisor, or to 1"
+            )
+
     @property
     def world_size(self) -> int:
         """Ranks in all."""

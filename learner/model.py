@@ -62,8 +62,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
 def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> list[PolicyModel]:
     """This rank's part of the model of a Hugging Face config, with random weights: one chunk of layers, or virtual_pipeline of them.
 
-    Raises: DataError if the architecture isn't supported, or its layers make no equal stages.
+    Raises: DataError if the architecture isn't supported, or its layers make no equal stages; ConfigError if tensor-parallel ranks can't
+        share it.
     """
+    config.check_model(hf_config)
     if hf_config.num_hidden_layers % (placement.pipeline_parallel * config.virtual_pipeline):
         raise DataError(
             f"learner.pipeline_parallel = {placement.pipeline_parallel} x virtual_pipeline = {config.virtual_pipeline}: "
