@@ -67,7 +67,7 @@ def plan(families: Iterable[Family], ranks: int, tokens_per_microbatch: int, hid
     Args:
         ranks: data-parallel ranks.
         tokens_per_microbatch: budget of computed positions; a longer sequence is a micro-batch of its own.
-        multiple: of which the number of micro-batches is one; empty ones fill it up.
+        multiple: every rank's number of micro-batches is rounded up to a multiple of this, by empty ones.
     """
     pieces = [piece for family in families for piece in _cut(family, tokens_per_microbatch)]
     shares = _level(_spread(pieces, ranks, hidden_size), hidden_size)

@@ -42,6 +42,7 @@ from tests.learner.learner_cases import learner_on, run_ranks
 
 pytestmark = pytest.mark.engine
 
+
 @dataclass(frozen=True)
 class Case:
     family: str
@@ -263,4 +264,5 @@ def test_a_learner_on_tensor_parallel_ranks(
         assert agreement.tokens > 700
         assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
     with learner_on(folder, fixed_order=True, dtype=dtype) as alone:
+        # Fewer in bfloat16, where the sum is rounded and most other orders give the same: 63 of 1,064 tokens.
         assert compare(batch, alone.logprobs(batch)).differing > 20
