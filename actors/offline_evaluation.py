@@ -11,7 +11,7 @@ from rich.progress import Progress
 from actors.config import RunConfig
 from actors.config_tools import load_config
 from actors.evaluation import Evaluation, evaluate
-from actors.session import check_model_folder, model_context
+from actors.session import check_model_folder, model_config
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
@@ -42,7 +42,8 @@ def evaluate_folder(
     """
     check_model_folder(model)
     config = _configuration(model, task, overrides, problems)
-    encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, config.rollout.max_prompt_tokens(model_context(model)))
+    longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
+    encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
     prompts = build_task(config.rollout.task, encoder).held_out_prompts()[:problems]
     settings = config.evaluation
     temperature = settings.temperature if temperature is None else temperature

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from actors.cluster import Cluster
 from actors.config import RunConfig
@@ -49,9 +50,11 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
 def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
     """The task of a run and what to say about it. Raises: DataError, ConfigError."""
     check_model_folder(config.model)
+    config.learner.check_model(model_config(config.model))
     with_both_sides(config)  # refuses what true_on_policy can't honour
     tokenizer = load_tokenizer(config.model)
-    encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, config.rollout.max_prompt_tokens(model_context(config.model)))
+    longest_prompt = config.rollout.max_prompt_tokens(model_config(config.model).max_position_embeddings)
+    encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)
     task = build_task(config.rollout.task, encoder)
     asyncio.run(_try_reward(config, task))
     report = task.check(demonstrations=warmup_demonstrations(config.model))
@@ -91,11 +94,11 @@ def check_model_folder(path: Path) -> None:
         raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
 
 
-def model_context(path: Path) -> int:
-    """Longest sequence that the model was made for, tokens."""
+def model_config(path: Path) -> Any:
+    """The text model's Hugging Face config."""
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings)
+    return AutoConfig.from_pretrained(path).get_text_config()
 
 
 def _check_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None) -> None:

@@ -146,7 +146,7 @@ class LearnerConfig(BaseModel):
         """
         from correction.errors import ConfigError
 
-        ranks, groups = self.tensor_parallel, hf_config.num_key_value_heads
+        ranks, groups = self.tensor_parallel, getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
         experts = getattr(hf_config, "num_experts", None)
         is_shared = {
             "num_attention_heads": hf_config.num_attention_heads % ranks == 0,
