@@ -54,10 +54,12 @@ def test_no_process_is_left_after_ctrl_c(run: Run) -> None:
 
 def test_engines_agree_on_every_batch(run: Run) -> None:
     """The bounds of the issue: float32 forwards of two implementations at the same weights, k3 by expm1 in float64."""
-    for line in run.metrics():
+    lines = run.metrics()
+    for line in lines:
         assert line["mismatch/k3"] < 1e-11
         assert line["mismatch/max_abs_log_ratio"] < 2e-5
-        assert line["sync/probe_max_abs_difference"] < 2e-5
+    probes = [line["sync/probe_max_abs_difference"] for line in lines if "sync/probe_max_abs_difference" in line]
+    assert probes and max(probes) < 2e-5  # a line has what was answered by then
 
 
 def test_nothing_is_stale_and_the_policy_moves(run: Run) -> None:
