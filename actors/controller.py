@@ -136,9 +136,9 @@ class Controller:
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
             observed = self._observe(batch, result)  # before the service has the next batch
-            self._telling = asyncio.create_task(
-                self._tell(self._step, self._version, batch, result, observed, self._watch.read(), discarded)
-            )
+            counts = self._ask(self._queue.counts)
+            telling = self._observer.step(self._step, self._version, batch, result, observed, self._watch.read(), counts, discarded)
+            self._telling = asyncio.create_task(telling)  # beside the next step
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
             await self._answer_alarms()
@@ -146,20 +146,6 @@ class Controller:
             if self._step < config.steps and not self._ends_early:
                 await self._ask(self._service.learner_reached, self._version)
             self._evaluate_beside()
-
-    async def _tell(
-        self,
-        step: int,
-        version: int,
-        batch: PreparedBatch,
-        result: Any,
-        observed: Awaitable[Observation | None],
-        phases: dict[str, float],
-        discarded: list[tuple[str, str]],
-    ) -> None:
-        """Hand the numbers of a finished step to the observer, beside the next one."""
-        counts = await self._ask(self._queue.counts)
-        await self._observer.step(step, version, batch, result, observed, phases, counts, discarded)
 
     async def _told(self) -> None:
         """Wait until the observer has the numbers of all finished steps. Raises: what went wrong with them."""

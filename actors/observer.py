@@ -170,10 +170,15 @@ class Observer:
         result: Any,
         observed: Awaitable[Observation | None],
         phases: dict[str, float],
-        counts: dict[str, int],
+        counting: Awaitable[dict[str, int]],
         discarded: Sequence[tuple[str, str]],
     ) -> None:
-        """Take the numbers of a finished step; loads, diagnostics and warnings come later, beside the loop; steps are written in order."""
+        """Take the numbers of a finished step; loads, diagnostics and warnings come later, beside the loop; steps are written in order.
+
+        Args:
+            counting: the queue's counts, in the making.
+        """
+        counts = await counting
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         loads = asyncio.create_task(self._pool.loads())  # awaited off the loop's path

@@ -146,12 +146,13 @@ class LearnerConfig(BaseModel):
         """
         from correction.errors import ConfigError
 
-        ranks, groups = self.tensor_parallel, getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
-        experts = getattr(hf_config, "num_experts", None)
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        heads, groups, width = (getattr(hf_config, name, None) or 0 for name in names)  # what a family lacks is refused with the family
+        ranks, experts = self.tensor_parallel, getattr(hf_config, "num_experts", None)
         is_shared = {
-            "num_attention_heads": hf_config.num_attention_heads % ranks == 0,
+            "num_attention_heads": heads % ranks == 0,
             "num_key_value_heads": groups % ranks == 0 or ranks % groups == 0,  # several ranks can use one
-            "intermediate_size": bool(experts) or hf_config.intermediate_size % ranks == 0,  # an expert is whole on a rank
+            "intermediate_size": bool(experts) or width % ranks == 0,  # an expert is whole on a rank
         }
         if wrong := [f"{name} = {getattr(hf_config, name)}" for name, fits in is_shared.items() if not fits]:
             raise ConfigError(

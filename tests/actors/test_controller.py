@@ -158,7 +158,9 @@ class Loop:
     async def _learn(self, _: Any) -> Any:
         self.log.append(f"learn {self.run._step + 1}")
 
-    async def _told(self, step: int, *_: Any) -> None:
+    async def _told(self, step: int, *others: Any) -> None:
+        *_, counting, _ = others
+        await counting
         self.log.append(f"told {step}")
 
     async def train(self) -> None:
@@ -199,7 +201,9 @@ def test_a_step_is_told_before_its_checkpoint_is_taken() -> None:
 def test_numbers_that_could_not_be_told_end_the_run() -> None:
     loop = Loop()
 
-    async def full(*_: Any) -> None:
+    async def full(*others: Any) -> None:
+        *_, counting, _ = others
+        await counting
         raise OSError("no space left on device")
 
     loop.run._observer.step = full  # type: ignore[method-assign]

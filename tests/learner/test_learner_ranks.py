@@ -364,6 +364,7 @@ def test_layouts_that_are_not_built_are_refused_by_name(tmp_path: Path) -> None:
                 build(state.hf_config, LearnerConfig(tensor_parallel=3, fixed_order=fixed_order), replace(two, tensor_parallel=3))
         with pytest.raises(ConfigError, match=r"tensor_parallel = 2: intermediate_size = 49 in"):
             LearnerConfig(tensor_parallel=2).check_model(SimpleNamespace(**state.hf_config.to_dict() | {"intermediate_size": 49}))
+        LearnerConfig(tensor_parallel=2).check_model(SimpleNamespace(num_attention_heads=4))  # another family, refused as that
     with learner_on(save_model(tmp_path / "moe", "qwen3_moe")) as learner:
         halves = replace(learner.placement, tensor_parallel=2)
         with pytest.raises(DataError, match=r"tensor_parallel = 2 without sequence_parallel: qwen3_moe with 8 experts"):
