@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from correction.errors import ConfigError, DataError, EngineDirty, EngineError, EvenkeelError, SyncError
 from correction.invariance import Processor
@@ -24,8 +24,6 @@ from rollout.engine_process import EngineProcess
 from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
 from rollout.weight_bucket import UpdateCheck, UpdateReceipt
 from rollout.weight_transfer import Bucket, UpdateMode
-
-T = TypeVar("T")
 
 
 class RolloutEngine:
@@ -147,13 +145,13 @@ class RolloutEngine:
         """
         self._check_request(prompt_ids, max_tokens, temperature)
         if samples > 1 and self.config.prefix_cache:
-            await self._request(prompt_ids, {"max_new_tokens": 0, "temperature": 1.0}, deadline_s, "prefill a shared prompt")
+            await self._request(prompt_ids, [{"max_new_tokens": 0, "temperature": 1.0}], deadline_s, "prefill a shared prompt")
         sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "ignore_eos": ignore_stop}
         options: dict[str, Any] = {"top_logprobs_num": topk} if topk else {}
         if self._experts is not None:
             options["return_routed_experts"] = True
         samplings = [sampling | ({"sampling_seed": seeds[i]} if seeds else {}) for i in range(samples)]
-        answers = await _all_or_none(self._request(prompt_ids, one, deadline_s, "generate", **options) for one in samplings)
+        answers = await self._request(prompt_ids, samplings, deadline_s, "generate", **options)
         return [Completion.from_sglang(answer, self.name, topk, self._experts) for answer in answers]
 
     def check_topk(self, topk: int) -> None:
@@ -174,30 +172,36 @@ class RolloutEngine:
         """
         self._check_request(token_ids, 1, 1.0)
         sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
-        answer = await self._request(token_ids, sampling, deadline_s or self.config.deadlines.control_s, "score", logprob_start_len=0)
+        deadline_s = deadline_s or self.config.deadlines.control_s
+        (answer,) = await self._request(token_ids, [sampling], deadline_s, "score", logprob_start_len=0)
         return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
     async def _request(
-        self, token_ids: Sequence[int], sampling: dict[str, Any], deadline_s: float | None, phase: str, **options: Any
-    ) -> dict[str, Any]:
-        """One request's answer in SGLang's form; aborted in the engine as soon as nobody waits for it."""
+        self, token_ids: Sequence[int], samplings: Sequence[dict[str, Any]], deadline_s: float | None, phase: str, **options: Any
+    ) -> list[dict[str, Any]]:
+        """The answers, in SGLang's form, to the same tokens under each of some sampling parameters.
+
+        They are one batch to SGLang, whose work for each call is about that for each sample of a small model. All are aborted in the engine
+        as soon as nobody waits for them, or one of them fails.
+        """
         failed_updates = self._failed_updates
-        request_id = uuid.uuid4().hex
-        answer = self._process.engine.async_generate(
-            input_ids=list(token_ids), sampling_params=sampling, return_logprob=True, rid=request_id, **options
+        request_ids = [uuid.uuid4().hex for _ in samplings]
+        answers = self._process.engine.async_generate(
+            input_ids=[list(token_ids)] * len(samplings), sampling_params=list(samplings), return_logprob=True, rid=request_ids, **options
         )
         phase = f"{phase}: {len(token_ids)} tokens, sent at weights v{self._version}"
-        self._requests += 1
+        self._requests += len(samplings)
         try:
-            result: dict[str, Any] = await self._process.wait(answer, deadline_s or self.config.deadlines.generate_s, phase)
+            result: list[dict[str, Any]] = await self._process.wait(answers, deadline_s or self.config.deadlines.generate_s, phase)
         except BaseException as error:
             if self._process.is_alive:
-                self._manager.abort_request(rid=request_id)
+                for request_id in request_ids:
+                    self._manager.abort_request(rid=request_id)
             if isinstance(error, Exception) and not isinstance(error, EvenkeelError):
                 raise EngineError(f"{self.name}: SGLang refused a request ({phase}): {error}") from error
             raise
         finally:
-            self._requests -= 1
+            self._requests -= len(samplings)
         if self._failed_updates != failed_updates:
             raise EngineDirty(f"{self.name}: a weight update failed while this request ran, its tokens are of no version. Submit it again")
         return result
@@ -428,14 +432,3 @@ def _read_model_config(folder: Path) -> tuple[int, int, ExpertShape | None]:
         )
     experts = ExpertShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) if has_experts else None
     return int(config.vocab_size), int(config.max_position_embeddings), experts
-
-
-async def _all_or_none(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; when one fails, the others are cancelled first."""
-    tasks = [asyncio.ensure_future(request) for request in requests]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

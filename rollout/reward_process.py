@@ -2,7 +2,8 @@
 
 It imports the standard library and what the one scorer needs; never torch. Messages are pickles with a length before them, over a
 socket of its own, so that a scorer may print what it likes. The first message is the specification (`RewardConfig` as a dict), the
-answer {"ready": True} or {"error": why}; after that each request is answered by {"components": ...} or {"error": why}.
+answer {"ready": True} or {"error": why}; after that each message is a request with several completions of one question, and each of them
+is answered, in order and as soon as it is scored, by {"components": ...} or {"error": why}.
 
 A scoring process must never outlive its parent: the kernel kills it when the parent dies, even in the middle of a C function.
 """
@@ -55,7 +56,8 @@ def main(fd: int, parent_pid: int) -> None:
         return
     _send(connection, {"ready": True})
     while (request := _receive(connection)) is not None:
-        _send(connection, score_request(score, request))
+        for completion in request.pop("completions"):
+            _send(connection, score_request(score, {**request, "completion": completion}))
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +25,6 @@ from correction.errors import ConfigError
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
 from rollout.reward_process import LENGTH, SINGLE, pack_message
 from rollout.trajectory import FinishReason, Prompt, Trajectory
-
-_RECEIVE_BYTES = 1 << 16
-"""Most that is read from a scoring process at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,9 @@ class RewardPool:
             for process in self._processes:
                 await process.ready()
             if sample is not None:
-                await self._call(_request(sample, sample.answer))
+                (outcome,) = await self._call(_request(sample), [sample.answer])
+                if isinstance(outcome, RewardCallError):
+                    raise outcome
         except RewardCallError as error:
             await self.close()
             place = self._config.path if isinstance(self._config, FunctionReward) else self._config.kind
@@ -106,44 +106,64 @@ class RewardPool:
     async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
         """The same trajectories with reward and components, or with an error where there is none; in the same order.
 
-        Those that have failed already or were given up by the engine are not scored.
+        Those that have failed already or were given up by the engine are not scored. The others are dealt out to the processes.
         """
-        return tuple(await asyncio.gather(*(self._score_one(trajectory, prompt) for trajectory in trajectories)))
+        results = [_given_up(trajectory) for trajectory in trajectories]
+        places = [place for place, trajectory in enumerate(results) if trajectory.error is None]
+        hands = [places[first :: len(self._processes)] for first in range(min(len(self._processes), len(places)))]
+        request = _request(prompt)
+        outcomes = await asyncio.gather(*(self._call(request, [results[place].text for place in hand]) for hand in hands))
+        for hand, found in zip(hands, outcomes, strict=True):
+            for place, outcome in zip(hand, found, strict=True):
+                results[place] = _scored(results[place], outcome)
+        return tuple(results)
 
     async def close(self) -> None:
         """Kill all scoring processes. A later call starts them again."""
         for process in self._processes:
             process.kill()
 
-    async def _score_one(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
-        if trajectory.error is not None:
-            return trajectory
-        if trajectory.finish_reason is FinishReason.ABORT or not trajectory.response_ids:
-            return replace(trajectory, reward=None, error="the engine gave the request up: no complete answer")
-        try:
-            parts = await self._call(_request(prompt, trajectory.text))
-        except RewardCallError as error:
-            return replace(trajectory, reward=None, reward_components={}, error=str(error))
-        return replace(trajectory, reward=sum(parts.values()), reward_components={} if set(parts) == {SINGLE} else parts)
+    async def _call(self, request: dict[str, Any], completions: list[str]) -> list[dict[str, float] | RewardCallError]:
+        """Parts of the reward of each completion, or why it has none.
 
-    async def _call(self, request: dict[str, Any]) -> dict[str, float]:
+        One message holds them all: for a fast scorer, a message and its answer take longer than the score. A process that had to be killed
+        takes along the completion that it was at, and goes on with the next one when it is up again.
+        """
         process = await self._idle.get()
-        self._calls += 1
+        self._calls += len(completions)
+        outcomes: list[dict[str, float] | RewardCallError] = []
         try:
-            await process.ready()
-            began = time.monotonic()
-            try:
-                return await process.call(request, self._config.deadline_s)
-            finally:
-                self._busy_s += time.monotonic() - began
-        except RewardTimeout:
-            self._timeouts += 1
-            raise
-        except RewardCallError:
-            self._errors += 1
-            raise
+            while len(outcomes) < len(completions):
+                try:
+                    await process.ready()
+                    began = time.monotonic()
+                    rest = {**request, "completions": completions[len(outcomes) :]}
+                    try:
+                        async for reply in process.replies(rest, self._config.deadline_s):
+                            outcomes.append(RewardCallError(reply["error"]) if "error" in reply else reply["components"])
+                    finally:
+                        self._busy_s += time.monotonic() - began
+                except RewardCallError as error:
+                    outcomes.append(error)
         finally:
             self._idle.put_nowait(process)
+            timeouts = sum(isinstance(outcome, RewardTimeout) for outcome in outcomes)
+            self._timeouts += timeouts
+            self._errors += sum(isinstance(outcome, RewardCallError) for outcome in outcomes) - timeouts
+        return outcomes
+
+
+def _given_up(trajectory: Trajectory) -> Trajectory:
+    """With an error, if the engine did not finish it."""
+    if trajectory.error is None and (trajectory.finish_reason is FinishReason.ABORT or not trajectory.response_ids):
+        return replace(trajectory, reward=None, error="the engine gave the request up: no complete answer")
+    return trajectory
+
+
+def _scored(trajectory: Trajectory, outcome: dict[str, float] | RewardCallError) -> Trajectory:
+    if isinstance(outcome, RewardCallError):
+        return replace(trajectory, reward=None, reward_components={}, error=str(outcome))
+    return replace(trajectory, reward=sum(outcome.values()), reward_components={} if set(outcome) == {SINGLE} else outcome)
 
 
 def reward_specification(config: RewardConfig, task: TaskConfig | None) -> dict[str, Any]:
@@ -159,8 +179,9 @@ def reward_specification(config: RewardConfig, task: TaskConfig | None) -> dict[
     return spec
 
 
-def _request(prompt: Prompt, completion: str) -> dict[str, Any]:
-    return {"prompt": prompt.text, "completion": completion, "answer": prompt.answer, "metadata": prompt.metadata}
+def _request(prompt: Prompt) -> dict[str, Any]:
+    """What all completions of a question share."""
+    return {"prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
 
 
 class _ScoringProcess:
@@ -171,6 +192,8 @@ class _ScoringProcess:
         self._start_deadline_s = start_deadline_s
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        """On that socket, while somebody waits for the child to be ready and from then on."""
         self._is_ready = False
         self.starts = 0
 
@@ -198,7 +221,6 @@ class _ScoringProcess:
         )
         theirs.close()
         ours.sendall(pack_message(self._spec))
-        ours.setblocking(False)
         self._socket = ours
         self.starts += 1
 
@@ -210,23 +232,24 @@ class _ScoringProcess:
         if self._is_ready:
             return
         self.start()
+        self._streams = await asyncio.open_connection(sock=self._socket)
         reply = await self._reply(self._start_deadline_s, "its imports", "rollout.reward.start_deadline_s")
         if "error" in reply:
             self.kill()
             raise RewardCallError(reply["error"])
         self._is_ready = True
 
-    async def call(self, request: dict[str, Any], deadline_s: float) -> dict[str, float]:
-        """Parts of the reward of one request. Anything but an answer kills the child and starts another.
+    async def replies(self, request: dict[str, Any], deadline_s: float) -> AsyncIterator[dict[str, Any]]:
+        """One reply to each completion of a request. Anything else kills the child and starts another.
 
+        Args:
+            deadline_s: for each of them.
         Raises: RewardCallError, RewardTimeout.
         """
-        assert self._socket is not None
-        message = pack_message(request)
-        reply = await self._reply(deadline_s, "one completion", "rollout.reward.deadline_s", message)
-        if "error" in reply:
-            raise RewardCallError(reply["error"])
-        return reply["components"]  # type: ignore[no-any-return]
+        assert self._streams is not None
+        self._streams[1].write(pack_message(request))
+        for _ in request["completions"]:
+            yield await self._reply(deadline_s, "one completion", "rollout.reward.deadline_s")
 
     def kill(self) -> None:
         """End the child and everything in its session, now."""
@@ -234,16 +257,20 @@ class _ScoringProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
-        if self._socket is not None:
+        if self._streams is not None:
+            self._streams[1].transport.abort()      # closes the socket, too
+        elif self._socket is not None:
             self._socket.close()
-        self._child = self._socket = None
+        self._child = self._socket = self._streams = None
         self._is_ready = False
 
-    async def _reply(self, deadline_s: float, what: str, setting: str, message: bytes = b"") -> dict[str, Any]:
-        assert self._socket is not None
+    async def _reply(self, deadline_s: float, what: str, setting: str) -> dict[str, Any]:
+        assert self._streams is not None
+        reader = self._streams[0]
         try:
             async with asyncio.timeout(deadline_s):
-                return await _exchange(self._socket, message)
+                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                return pickle.loads(await reader.readexactly(size))  # type: ignore[no-any-return]
         except TimeoutError:
             self._restart()
             raise RewardTimeout(f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed") from None
@@ -267,20 +294,3 @@ class _ScoringProcess:
         except subprocess.TimeoutExpired:
             return "it closed its socket"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-async def _exchange(connection: socket.socket, message: bytes) -> dict[str, Any]:
-    """Send a message, if there is one, and return the next reply.
-
-    Raises: EOFError, ConnectionError if the child is gone.
-    """
-    loop = asyncio.get_running_loop()
-    if message:
-        await loop.sock_sendall(connection, message)
-    data = bytearray()
-    while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack_from(data)[0]:
-        chunk = await loop.sock_recv(connection, _RECEIVE_BYTES)  # the reply is all that can come: no other request is under way
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return pickle.loads(memoryview(data)[LENGTH.size :])  # type: ignore[no-any-return]

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-STEP = 64
-"""Room for this many more tokens is kept when the copy is made: it is made anew that often at most."""
+LEAST_ROOM = 8
+"""Tokens that a new copy has room for at least beyond its longest sequence, and a quarter of that sequence: it is made anew that often at
+most. All of it is copied and none of it read, and short answers end so often that a copy serves a few steps only."""
 LARGEST_BYTES = 1 << 30
 """Of the copies of all layers; beyond it they are gathered at each step into one layer's memory. A nano model's take some tens of MB."""
 
@@ -69,7 +70,7 @@ class RunningCache:
         self._requests, self._lengths = requests.clone(), lengths.clone()
         self._rows = torch.arange(len(lengths), device=lengths.device)
         if not self._is_append:
-            self._capacity = self._rounded(min(self._longest + STEP, req_to_token.shape[1]))
+            self._capacity = self._rounded(min(self._longest + max(LEAST_ROOM, self._longest // 4), req_to_token.shape[1]))
             positions = torch.arange(self._capacity, device=lengths.device)
             slots = req_to_token[requests[:, None], positions.clamp(max=req_to_token.shape[1] - 1)]
             self._slots = torch.where(positions < lengths[:, None], slots, slots[:, :1])

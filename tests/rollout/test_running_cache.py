@@ -55,7 +55,7 @@ class PagedCache:
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_follows_the_paged_cache(monkeypatch: pytest.MonkeyPatch, largest_bytes: int, dtype: torch.dtype | None) -> None:
     monkeypatch.setattr(running_cache, "LARGEST_BYTES", largest_bytes)
-    monkeypatch.setattr(running_cache, "STEP", 4)
+    monkeypatch.setattr(running_cache, "LEAST_ROOM", 4)
     paged, cache = PagedCache(0), RunningCache(LAYERS, dtype=dtype)
     for request, length in ((0, 5), (1, 1), (2, 12)):
         paged.admit(request, length)
