@@ -33,7 +33,7 @@ def platform() -> None:
 def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
-    from rollout.sglang_plugin import attention, fixed_order, host_memory, idle, process_groups, sampler, versions, weights
+    from rollout.sglang_plugin import attention, fixed_order, host_memory, idle, prefix_cache, process_groups, sampler, weights
     from rollout.sglang_plugin.settings import PluginSettings
 
     settings = PluginSettings.from_environment()
@@ -44,6 +44,6 @@ def register() -> None:
         fixed_order.register(settings.projection_parts)
     sampler.register()
     weights.register()
-    versions.register()
+    prefix_cache.register()
     idle.register()
     process_groups.register(settings.group_timeout_s)
