@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 
 _CANDIDATES = 16
 """Questions drawn for one training position until one is on the training side: 1e-16 of failing at a held-out share of a tenth."""
-_POSITIONS = 64
+_POSITIONS = 256
 """Training positions served by one reasoning-gym data set object. Each has a seed of its own, because many data sets draw entry i
-from Random(seed + i), and some make all their entries at once."""
+from Random(seed + i). Fewer would make more objects, which may read a whole corpus; more would make the wait for one longer where it makes all
+its entries at once."""
 _NOTICE_S = 10.0
 
 
