@@ -18,6 +18,8 @@ class ActorInfo:
     pid: int
     target: str
     """host:port of its Prometheus endpoint."""
+    detail: str = ""
+    """What a person should know of it besides."""
 
     @property
     def key(self) -> str:

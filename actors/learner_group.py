@@ -70,6 +70,7 @@ class LearnerRankActor:
 
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
+        from learner import layers
         from learner.learner_rank import LearnerRank
 
         self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
@@ -77,7 +78,8 @@ class LearnerRankActor:
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
         gc.freeze()  # a full garbage collection need not walk through all that the imports made
-        return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target)
+        detail = layers.describe(self._config, self._learner.placement.device)
+        return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail)
 
     def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, step: int) -> StepResult:
         """Train on a batch; the weight version grows by one, also when the guard skipped the update."""

@@ -83,7 +83,8 @@ class Observer:
 
     def joined(self, info: ActorInfo) -> None:
         self._discovery.register(info.key, info.target, {"role": info.role, "name": info.name})
-        self.event("info", f"{info.role} {info.name} is up (process {info.pid})")
+        detail = f", {info.detail}" if info.detail else ""
+        self.event("info", f"{info.role} {info.name} is up (process {info.pid}{detail})")
 
     def left(self, key: str) -> None:
         self._discovery.deregister(key)

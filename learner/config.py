@@ -40,6 +40,8 @@ class LearnerConfig(BaseModel):
     """Where a rank computes; auto takes a GPU when torch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Norms and linear layers: Megatron's own (local), or TransformerEngine's, which auto takes for bfloat16 on a GPU where it can."""
     float32_head: bool = False
     """Multiply with the vocabulary's matrix in float32 though weights are bfloat16; holds a float32 copy of that matrix during a pass."""
     fixed_order: bool = False
@@ -138,6 +140,21 @@ class LearnerConfig(BaseModel):
         if self.fixed_order and self.float32_head:
             raise ValueError("fixed_order = true with float32_head = true: the engines don't compute so; set float32_head: false")
         return self
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.layers == "transformer_engine" and self.needs_local_layers:
+            raise ValueError(f"layers = transformer_engine: {self.needs_local_layers}. Or set layers: auto")
+        return self
+
+    @property
+    def needs_local_layers(self) -> str | None:
+        """Which setting TransformerEngine's layers can't honour, with the reason; None: they can all."""
+        if self.fixed_order:
+            return "fixed_order = true (true_on_policy): its products and norms keep no fixed order"
+        if self.dtype == "float32":
+            return "dtype = float32: it multiplies float32 matrices in TF32, with 10 bits of mantissa. Set dtype: bfloat16"
+        return None
 
     def check_model(self, hf_config: Any) -> None:
         """Refuse a model whose matrices tensor_parallel ranks can't share equally.

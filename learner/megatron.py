@@ -10,11 +10,13 @@ from learner import cpu_hook
 cpu_hook.install()
 
 with warnings.catch_warnings():
-    # Apex and TransformerEngine are optional: torch's own linear layers and AdamW take their place.
+    # Apex and TransformerEngine are optional: torch's own linear layers and AdamW take their place. Where TransformerEngine can't be
+    # imported, HAVE_TE is False and its names below are placeholders (learner/layers.py looks first).
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|apex|transformer_engine).*")
     from megatron.core import optimizer as _optimizers
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TENorm, TERowParallelLinear
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -39,6 +41,7 @@ for _chatty in ("distributed", "optimizer", "optimizer_param_scheduler", "parall
     logging.getLogger(f"megatron.core.{_chatty}").setLevel(logging.WARNING)
 
 __all__ = [
+    "HAVE_TE",
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -49,6 +52,9 @@ __all__ = [
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "RowParallelLinear",
+    "TEColumnParallelLinear",
+    "TENorm",
+    "TERowParallelLinear",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",

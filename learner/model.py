@@ -10,22 +10,16 @@ from torch import Tensor
 
 from correction.errors import DataError
 from correction.invariance.operators import silu
-from learner import convert
-from learner.attention import PackedAttention
+from learner import convert, layers
 from learner.config import LearnerConfig
-from learner.fixed_order import FixedOrderAttention, FixedOrderColumnLinear, FixedOrderRowLinear
 from learner.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
     GPTModel,
-    TransformerBlockSubmodules,
     TransformerConfig,
     gather_from_sequence_parallel_region,
-    get_gpt_layer_local_spec,
-    get_num_layers_to_build,
 )
-from learner.norm import HFRMSNorm
 from learner.parallel import Placement
 from learner.routing import RouterChoice, smallest_type
 
@@ -79,7 +73,7 @@ def _chunk(hf_config: Any, config: LearnerConfig, placement: Placement, transfor
     vp_stage = number if config.virtual_pipeline > 1 else None
     model = PolicyModel(
         transformer,
-        _block_spec(transformer, config.fixed_order, vp_stage),
+        layers.block_spec(transformer, layers.choose(config, placement.device), vp_stage),
         vocab_size=-(-hf_config.vocab_size // placement.tensor_parallel) * placement.tensor_parallel,
         max_sequence_length=hf_config.max_position_embeddings,
         position_embedding_type="rope",
@@ -201,28 +195,6 @@ def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if config.moe_aux_loss_coefficient else "none",
         "moe_aux_loss_coeff": config.moe_aux_loss_coefficient,
     }
-
-
-def _block_spec(transformer: TransformerConfig, fixed_order: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layers, with attention that takes packed sequences and norms in Hugging Face's order of operations.
-
-    Args:
-        fixed_order: attention and linear layers of fixed order, for true on-policy training.
-        vp_stage: which of the rank's chunks, if it has several.
-    """
-    layer = get_gpt_layer_local_spec(
-        num_experts=transformer.num_moe_experts, qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm"
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = HFRMSNorm
-    parts.self_attention.submodules.core_attention = PackedAttention
-    if transformer.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = HFRMSNorm
-    if fixed_order:
-        parts.self_attention.submodules.core_attention = FixedOrderAttention
-        parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = FixedOrderColumnLinear
-        parts.self_attention.submodules.linear_proj = parts.mlp.submodules.linear_fc2 = FixedOrderRowLinear
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage), layer_norm=HFRMSNorm)
 
 
 def _rotary_base(hf_config: Any) -> float:

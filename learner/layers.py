@@ -1,0 +1,101 @@
+"""Which layers the learner's model is made of: Megatron's local ones, those of fixed order, or TransformerEngine's.
+
+All three are the same tree of modules with the same parameters under the same names, so that convert.py, checkpoints and export know one
+model. That is why TransformerEngine's fused norm-and-product stays out: it would own the norm's weight, under another name.
+
+Attention is ours in all three. It knows packed sequences and prompts that several answers share, and in half precision on a GPU it is
+torch's variable-length FlashAttention already (learner/attention.py); TransformerEngine's would bring no kernel that is missing.
+
+Experts stay Megatron's, too. One by one they would be the same products; what TransformerEngine has for them is a grouped product of all
+experts of a rank, whose parameters have other names (weight0, weight1, ...) and other places.
+
+TransformerEngine's modules add `_extra_state` to a state_dict, for float8. Nothing here reads or writes a state_dict of the model.
+Whether what they compute is right isn't tested at start-up: the weight sync compares a prompt's logprobs with the engine's after every
+version and warns, and the monitor watches the same difference on every batch.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Literal
+
+import torch
+
+from correction.errors import ConfigError
+from learner import megatron
+from learner.attention import PackedAttention
+from learner.config import LearnerConfig
+from learner.fixed_order import FixedOrderAttention, FixedOrderColumnLinear, FixedOrderRowLinear
+from learner.megatron import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+)
+from learner.norm import HFRMSNorm
+
+Layers = Literal["local", "fixed_order", "transformer_engine"]
+
+
+def choose(config: LearnerConfig, device: torch.device) -> Layers:
+    """The layers of a rank.
+
+    Raises: ConfigError if TransformerEngine's are asked for and can't be had.
+    """
+    obstacle = _obstacle(config, device)
+    if config.layers == "transformer_engine" and obstacle is not None:
+        raise ConfigError(f"learner.layers = transformer_engine: {obstacle}. Or set learner.layers: auto")
+    if config.fixed_order:
+        return "fixed_order"
+    return "local" if config.layers == "local" or obstacle is not None else "transformer_engine"
+
+
+def describe(config: LearnerConfig, device: torch.device) -> str:
+    """The same for a person, with the reason where a GPU has to do without TransformerEngine."""
+    chosen = choose(config, device)
+    if chosen == "transformer_engine":
+        return f"layers of TransformerEngine {metadata.version('transformer-engine')}"
+    is_second_choice = config.layers == "auto" and device.type == "cuda"
+    return f"{chosen} layers" + (f", not TransformerEngine's: {_obstacle(config, device)}" if is_second_choice else "")
+
+
+def block_spec(transformer: TransformerConfig, layers: Layers, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron's spec of a rank's layers.
+
+    Args:
+        vp_stage: which of the rank's chunks, if it has several.
+    """
+    norm, attention, column, row = {
+        # Hugging Face's order of operations: normalised, rounded, multiplied by the weight.
+        "local": (HFRMSNorm, PackedAttention, ColumnParallelLinear, RowParallelLinear),
+        "fixed_order": (HFRMSNorm, FixedOrderAttention, FixedOrderColumnLinear, FixedOrderRowLinear),
+        # Rounds once, at the end.
+        "transformer_engine": (megatron.TENorm, PackedAttention, megatron.TEColumnParallelLinear, megatron.TERowParallelLinear),
+    }[layers]
+    layer = get_gpt_layer_local_spec(
+        num_experts=transformer.num_moe_experts, qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm"
+    )
+    parts, of_attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    of_attention.core_attention, of_attention.linear_qkv, of_attention.linear_proj = attention, column, row
+    if transformer.qk_layernorm:
+        of_attention.q_layernorm = of_attention.k_layernorm = norm
+    if transformer.num_moe_experts is None:
+        parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = column, row
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage), layer_norm=norm)
+
+
+def _obstacle(config: LearnerConfig, device: torch.device) -> str | None:
+    """Why a rank can't have TransformerEngine's layers, with the remedy; None if it can."""
+    if setting := config.needs_local_layers:
+        return setting
+    if device.type != "cuda":
+        return f"its kernels need a GPU, and this rank computes on device {device}"
+    if not megatron.HAVE_TE:
+        return (
+            "the package transformer-engine isn't here or can't be imported. Install what megatron-core 0.16 takes: "
+            "pip install --no-build-isolation -c constraints-gpu.txt -e '.[transformer-engine]'"
+        )
+    return None
