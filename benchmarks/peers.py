@@ -85,7 +85,7 @@ SHAPES = {
         groups=64,
         longest_word=5,
         start_steps=110,
-        steps=50,
+        steps=40,
         level=0.6,
         learning_rate=2.0e-4,
     ),
@@ -94,14 +94,14 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run, its first steps left out of everything but the way to the level."""
+    """One run. Seconds are medians over its steps, the first ones left out; only those until the level are a sum of all."""
 
     step_s: float
     generate_s: float
     """TRL: seconds of generation in a step. evenkeel: seconds in which the learner waited for a batch: generation goes on beside it."""
     train_s: float
     cpu_s: float
-    """CPU seconds of all its processes in a step."""
+    """CPU seconds of all its processes in a step, mean."""
     seconds_to_level: float | None
     """Training seconds until the mean reward of five steps reached the level; None: never."""
     rewards: tuple[float, ...]
@@ -189,7 +189,7 @@ def run_evenkeel(recipe: Path, steps: int, level: float, run_dir: Path, seed: in
 
 
 def _per_step(cpu_at: list[tuple[int, float]]) -> float:
-    """CPU seconds of a step, from pairs (steps done, CPU seconds so far), the warm-up left out."""
+    """CPU seconds of a step, mean, from pairs (steps done, CPU seconds so far), the warm-up left out."""
     (first, before), (last, after) = next(one for one in cpu_at if one[0] >= WARM_UP_STEPS), cpu_at[-1]
     return (after - before) / (last - first)
 
@@ -266,7 +266,7 @@ def measured(
 ) -> Measured:
     reached = next((k for k in range(5, len(rewards) + 1) if statistics.fmean(rewards[k - 5 : k]) >= level), None)
     return Measured(
-        *(statistics.fmean(values[WARM_UP_STEPS:]) for values in (step_s, generate_s, train_s)),
+        *(statistics.median(values[WARM_UP_STEPS:]) for values in (step_s, generate_s, train_s)),
         cpu_s,
         seconds_to_level=None if reached is None else sum(step_s[:reached]),
         rewards=tuple(rewards),
