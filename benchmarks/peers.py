@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="long")
     parser.add_argument("--steps", type=int, help="training steps of each run; default: by the shape")
     parser.add_argument("--pairs", type=int, default=2, help="runs of each, in turn")
-    parser.add_argument("--folder", type=Path, help="keep rows, start model and runs there; a start model that is there is used again")
+    parser.add_argument("--folder", type=Path, help="keep rows and start model there; a start model that is there is used again")
     parser.add_argument("--trl", type=Path, help="folder of the virtual environment that has trl")
     parser.add_argument("--make-trl", type=Path, metavar="FOLDER", help="make that environment, and stop")
     arguments = parser.parse_args()
@@ -328,10 +328,11 @@ def main() -> None:
         recipe = prepare(shape, folder)
         print(f"{arguments.shape}: {shape.groups} groups of {shape.samples}, {_lengths(folder)}", flush=True)
         if arguments.pairs:
-            compare(shape, steps, arguments.pairs, arguments.trl / "bin" / "python", recipe, folder)
+            compare(shape, steps, arguments.pairs, arguments.trl / "bin" / "python", recipe, Path(scratch))
 
 
 def compare(shape: Shape, steps: int, pairs: int, python: Path, recipe: Path, folder: Path) -> None:
+    """Runs in turn, kept in `folder`; prints each, and the ratios."""
     microbatch = best_microbatch(python, recipe, shape, folder)
     both = []
     for pair in range(pairs):
