@@ -327,8 +327,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         recipe = prepare(shape, folder)
         print(f"{arguments.shape}: {shape.groups} groups of {shape.samples}, {_lengths(folder)}", flush=True)
-        if arguments.pairs:
-            compare(shape, steps, arguments.pairs, arguments.trl / "bin" / "python", recipe, Path(scratch))
+        compare(shape, steps, arguments.pairs, arguments.trl / "bin" / "python", recipe, Path(scratch))
 
 
 def compare(shape: Shape, steps: int, pairs: int, python: Path, recipe: Path, folder: Path) -> None:
