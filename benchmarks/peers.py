@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="long")
     parser.add_argument("--steps", type=int, help="training steps of each run; default: by the shape")
     parser.add_argument("--pairs", type=int, default=2, help="runs of each, in turn")
-    parser.add_argument("--folder", type=Path, help="keep rows and start model there; a start model that is there is used again")
+    parser.add_argument("--folder", type=Path, help="keep rows and start model there, by shape; a start model that is there is used again")
     parser.add_argument("--trl", type=Path, help="folder of the virtual environment that has trl")
     parser.add_argument("--make-trl", type=Path, metavar="FOLDER", help="make that environment, and stop")
     arguments = parser.parse_args()
@@ -323,7 +323,7 @@ def main() -> None:
     if steps <= WARM_UP_STEPS:
         parser.error(f"--steps {steps}: the first {WARM_UP_STEPS} warm up and are left out; take more")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.folder or Path(scratch)
+        folder = (arguments.folder or Path(scratch)).resolve() / arguments.shape
         folder.mkdir(parents=True, exist_ok=True)
         recipe = prepare(shape, folder)
         print(f"{arguments.shape}: {shape.groups} groups of {shape.samples}, {_lengths(folder)}", flush=True)
