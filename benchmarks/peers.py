@@ -1,15 +1,17 @@
 """evenkeel against TRL's GRPOTrainer, end to end on this CPU: seconds per step, time to a reward level, and where the time goes.
 
     python benchmarks/peers.py --make-trl FOLDER                  # once: trl in a virtual environment of its own (about 1.5 GB)
-    python benchmarks/peers.py --trl FOLDER [--shape long] [--steps 12] [--pairs 2]
-    python benchmarks/peers.py --trl FOLDER --shape short --steps 70 --pairs 1 --level 0.8
+    python benchmarks/peers.py --trl FOLDER [--shape short]       # two runs of each, in turn
 
-Both train the same model folder on the same prompts in the same order, with the same G, batch, sampling, optimizer and number of steps;
-the runs alternate. TRL generates with transformers, has both cores in each of its phases, and takes the micro-batch with which it is
-fastest here; evenkeel runs asynchronously with one thread for each side. Shapes: `long` has prompts of about 70 tokens and answers of
-about 28, 16 groups of 8; `short` is the nano recipe's: prompts of 20 and answers of 6, 64 groups of 8. Starting up isn't counted, nor
-are the first steps of a run. The reward is the share of the answer's words that are right. Held-out questions have words that training has
-not, and are answered through SGLang for both.
+Both train the same model folder on the same prompts in the same order, with the same G, batch, sampling, loss, optimizer, learning rate and
+number of steps. TRL generates with transformers, has both cores in each of its phases, and takes the micro-batch with which it is fastest
+here; evenkeel runs asynchronously with one thread for each side. Shapes: `long` has prompts of about 70 tokens and answers of about 28,
+16 groups of 8; `short` is the nano recipe's: prompts of 14 and answers of 6, 64 groups of 8. Starting up isn't counted; the first steps of
+a run count only for the time to the level.
+
+The task is to spell words backward; the reward is the share of the words that are right, each in its place. The start model has seen
+answers in which half of the words, by lot, stood as they were, and so begins with about half of what it can do. Held-out questions have
+words that training has not, and are answered through SGLang for both; an answer counts there if all of it is right.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ RECIPE = ROOT / "recipes" / "nano_spell_backward.yaml"
 TRL = ["torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"]
 WARM_UP_STEPS = 3
 HELD_OUT = 256
+LEARNING_RATE_RISES = 5
+"""Steps: fresh Adam averages would move every weight by the whole learning rate at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,15 @@ class Shape:
     """Words of a question; the answer is each of them spelled backward."""
     max_tokens: int
     groups: int
-    warm_up: int
-    """Supervised steps of the start model: enough to end its answers in time."""
+    longest_word: int
+    """Letters; the shortest has 3."""
+    start_steps: int
+    """Supervised steps of the start model."""
+    steps: int
+    """Training steps of a run, unless told otherwise."""
+    level: float
+    """Mean reward to reach."""
+    learning_rate: float
     samples: int = 8
 
 
@@ -58,47 +69,69 @@ SHAPES = {
         # The words first: the nano tokenizer makes the beginning that all prompts share one token.
         "{}: spell each of these words backward, one after the other, in the order in which they stand, put one blank between each two "
         "of them, and say nothing else.",
-        words=5,
+        words=7,
         max_tokens=32,
         groups=16,
-        warm_up=150,
+        longest_word=3,
+        start_steps=160,
+        steps=30,
+        level=0.7,
+        learning_rate=1.0e-4,
     ),
-    "short": Shape("Spell this word backward (example: sun -> nus): {}", words=1, max_tokens=10, groups=64, warm_up=74),
+    "short": Shape(
+        "Spell this word backward (example: sun -> nus): {}",
+        words=1,
+        max_tokens=10,
+        groups=64,
+        longest_word=5,
+        start_steps=110,
+        steps=40,
+        level=0.6,
+        learning_rate=2.0e-4,
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run, its first steps left out of everything but the way to the level."""
+    """One run. Seconds are medians over its steps, the first ones left out; only those until the level are a sum of all."""
 
     step_s: float
     generate_s: float
     """TRL: seconds of generation in a step. evenkeel: seconds in which the learner waited for a batch: generation goes on beside it."""
     train_s: float
     cpu_s: float
-    """CPU seconds of all its processes in a step."""
+    """CPU seconds of all its processes in a step, mean."""
     seconds_to_level: float | None
     """Training seconds until the mean reward of five steps reached the level; None: never."""
     rewards: tuple[float, ...]
     accuracy: str
 
 
-def make_rows(shape: Shape, count: int, seed: int, words: list[str]) -> list[dict[str, str]]:
-    """Questions with answers, all made of `words`."""
+def make_rows(shape: Shape, count: int, seed: int, words: list[str], backward: float = 1.0) -> list[dict[str, str]]:
+    """Questions with answers, all made of `words`; that share of the words is spelled backward, by lot, the others are left as they are."""
     draw = random.Random(seed)
-    chosen = [draw.sample(words, shape.words) for _ in range(count)]
-    return [{"prompt": shape.question.format(" ".join(some)), "answer": " ".join(word[::-1] for word in some)} for some in chosen]
+    rows = []
+    for _ in range(count):
+        chosen = draw.sample(words, shape.words)
+        answer = [word[::-1] if draw.random() < backward else word for word in chosen]
+        rows.append({"prompt": shape.question.format(" ".join(chosen)), "answer": " ".join(answer)})
+    return rows
 
 
-def prepare(shape: Shape, steps: int, folder: Path) -> Path:
-    """Training and held-out rows, a recipe over them, and the start model. Returns the recipe."""
+def prepare(shape: Shape, folder: Path) -> Path:
+    """Training and held-out rows, a recipe over them, and the start model unless it is there. Returns the recipe."""
     from reasoning_gym import create_dataset
 
-    items = create_dataset("spell_backward", size=6000, seed=0, min_word_len=3, max_word_len=5)
+    items = create_dataset("spell_backward", size=6000, seed=0, min_word_len=3, max_word_len=shape.longest_word)
     words = sorted({item["metadata"]["word"].lower() for item in items})
     random.Random(0).shuffle(words)
     held_out, trained = words[:HELD_OUT], words[HELD_OUT:]
-    sets = {"train": make_rows(shape, max(steps * shape.groups, 8000), 1, trained), "held_out": make_rows(shape, HELD_OUT, 2, held_out)}
+    sets = {
+        "start": make_rows(shape, 8000, 3, trained, backward=0.5),
+        "train": make_rows(shape, 8000, 1, trained),
+        "held_out": make_rows(shape, HELD_OUT, 2, held_out),
+    }
     for name, rows in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = yaml.safe_load(RECIPE.read_text())
@@ -113,14 +146,16 @@ def prepare(shape: Shape, steps: int, folder: Path) -> Path:
     recipe["rollout"]["reward"] = {"kind": "function", "path": "benchmarks.word_reward:share_of_words"}
     recipe["rollout"]["sampling"] = {"samples_per_group": shape.samples, "max_tokens": shape.max_tokens}
     recipe["rollout"]["engine"]["context_length"] = 128
-    recipe["learner"] = {"learning_rate": 1.0e-4, "threads": 1}
+    recipe["correction"] |= {"advantage": {"epsilon": 1e-4}}  # as TRL has it
+    recipe["learner"] = {"learning_rate": shape.learning_rate, "warmup_steps": LEARNING_RATE_RISES, "threads": 1}
     recipe["evaluation"] = {"every_steps": 0, "problems": HELD_OUT, "temperature": 1.0}
     recipe["checkpoint"] = {"every_steps": 0}
-    recipe["init"]["warmup"]["steps"] = shape.warm_up
-    recipe["init"]["learner"]["decay_steps"] = shape.warm_up + 1
+    recipe["init"]["warmup"] = {"steps": shape.start_steps, "sequences_per_step": 64}
+    recipe["init"]["learner"] |= {"decay_steps": shape.start_steps + 1, "threads": 2}
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    evenkeel("init-model", path)
+    if not (folder / "model").exists():
+        evenkeel("init-model", path, f"rollout.task.path={folder / 'start.jsonl'}")
     return path
 
 
@@ -133,8 +168,8 @@ def evenkeel(command: str, *words: object) -> str:
     return done.stdout
 
 
-def run_evenkeel(recipe: Path, steps: int, level: float, run_dir: Path) -> Measured:
-    command = [sys.executable, "-m", "actors.cli", "train", str(recipe), f"steps={steps}", f"run_dir={run_dir}"]
+def run_evenkeel(recipe: Path, steps: int, level: float, run_dir: Path, seed: int) -> Measured:
+    command = [sys.executable, "-m", "actors.cli", "train", str(recipe), f"steps={steps}", f"run_dir={run_dir}", f"seed={seed}"]
     log = run_dir.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
@@ -154,7 +189,7 @@ def run_evenkeel(recipe: Path, steps: int, level: float, run_dir: Path) -> Measu
 
 
 def _per_step(cpu_at: list[tuple[int, float]]) -> float:
-    """CPU seconds of a step, from pairs (steps done, CPU seconds so far), the warm-up left out."""
+    """CPU seconds of a step, mean, from pairs (steps done, CPU seconds so far), the warm-up left out."""
     (first, before), (last, after) = next(one for one in cpu_at if one[0] >= WARM_UP_STEPS), cpu_at[-1]
     return (after - before) / (last - first)
 
@@ -181,22 +216,23 @@ def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> It
             yield lines, sum(seen.values())
 
 
-def trl_settings(recipe: Path, shape: Shape, steps: int, microbatch: int, folder: Path, name: str) -> dict[str, Any]:
+def trl_settings(recipe: Path, shape: Shape, steps: int, microbatch: int, output: Path, seed: int) -> dict[str, Any]:
     """What benchmarks/trl_worker.py reads; everything that both sides share comes from the recipe."""
     settings = yaml.safe_load(recipe.read_text())
     return {
         "model": settings["model"],
         "data": settings["rollout"]["task"]["path"],
-        "output": str(folder / name),
-        "metrics": str(folder / f"{name}.jsonl"),
+        "output": str(output),
+        "metrics": str(output.with_suffix(".jsonl")),
         "steps": steps,
         "groups": shape.groups,
         "samples": shape.samples,
         "max_tokens": shape.max_tokens,
         "microbatch": microbatch,
         "learning_rate": settings["learner"]["learning_rate"],
+        "warmup_steps": settings["learner"]["warmup_steps"],
         "threads": 2,
-        "seed": 0,
+        "seed": seed,
     }
 
 
@@ -230,7 +266,7 @@ def measured(
 ) -> Measured:
     reached = next((k for k in range(5, len(rewards) + 1) if statistics.fmean(rewards[k - 5 : k]) >= level), None)
     return Measured(
-        *(statistics.fmean(values[WARM_UP_STEPS:]) for values in (step_s, generate_s, train_s)),
+        *(statistics.median(values[WARM_UP_STEPS:]) for values in (step_s, generate_s, train_s)),
         cpu_s,
         seconds_to_level=None if reached is None else sum(step_s[:reached]),
         rewards=tuple(rewards),
@@ -240,8 +276,8 @@ def measured(
 
 def _accuracy(model: Path, recipe: Path) -> str:
     said = evenkeel("eval", model, "--task", recipe, "--problems", HELD_OUT)
-    found = re.search(r"accuracy.*", said)
-    return found.group(0) if found else said.strip().splitlines()[-1]
+    found = re.search(r"accuracy of .*: ([0-9.]+ \[[^]]*\])", said)
+    return found[1] if found else said.strip().splitlines()[-1]
 
 
 def best_microbatch(python: Path, recipe: Path, shape: Shape, folder: Path) -> int:
@@ -249,18 +285,19 @@ def best_microbatch(python: Path, recipe: Path, shape: Shape, folder: Path) -> i
     batch = shape.groups * shape.samples
     seconds = {}
     for size in (batch, batch // 2, batch // 4):
-        settings = trl_settings(recipe, shape, WARM_UP_STEPS + 3, size, folder, f"trl-probe-{size}")
+        settings = trl_settings(recipe, shape, WARM_UP_STEPS + 3, size, folder / f"trl-probe-{size}", seed=0)
         seconds[size] = run_trl(python, settings, 2.0, None).step_s
         print(f"  TRL with micro-batches of {size}: {seconds[size]:.2f} s a step", flush=True)
     return min(seconds, key=seconds.__getitem__)
 
 
 def print_run(name: str, run: Measured, level: float) -> None:
-    until = "not reached" if run.seconds_to_level is None else f"after {run.seconds_to_level:.0f} s of training"
-    waits = "generates" if name.startswith("TRL") else "waits for a batch"
+    until = "not reached" if run.seconds_to_level is None else f"reached after {run.seconds_to_level:.0f} s of training"
+    waits = "generates" if name == "TRL" else "waits for a batch"
+    tens = [statistics.fmean(run.rewards[k : k + 10]) for k in range(0, len(run.rewards), 10)]
     print(
-        f"  {name:10} step {run.step_s:.2f} s ({waits} {run.generate_s:.2f}, trains {run.train_s:.2f}), {run.cpu_s:.2f} CPU s a step; "
-        f"reward {statistics.fmean(run.rewards[:3]):.3f} -> {statistics.fmean(run.rewards[-3:]):.3f}, {level:g} {until}; {run.accuracy}",
+        f"{name}: step {run.step_s:.2f} s ({waits} {run.generate_s:.2f}, trains {run.train_s:.2f}), {run.cpu_s:.2f} CPU s a step\n"
+        f"    mean reward by tens of steps {' '.join(f'{ten:.2f}' for ten in tens)}; {level:g} {until}; held out {run.accuracy}",
         flush=True,
     )
 
@@ -268,9 +305,9 @@ def print_run(name: str, run: Measured, level: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="long")
-    parser.add_argument("--steps", type=int, default=12, help="training steps of each run")
+    parser.add_argument("--steps", type=int, help="training steps of each run; default: by the shape")
     parser.add_argument("--pairs", type=int, default=2, help="runs of each, in turn")
-    parser.add_argument("--level", type=float, default=0.8, help="mean reward to reach")
+    parser.add_argument("--folder", type=Path, help="keep rows and start model there, by shape; a start model that is there is used again")
     parser.add_argument("--trl", type=Path, help="folder of the virtual environment that has trl")
     parser.add_argument("--make-trl", type=Path, metavar="FOLDER", help="make that environment, and stop")
     arguments = parser.parse_args()
@@ -281,29 +318,39 @@ def main() -> None:
         return
     if arguments.trl is None:
         parser.error("--trl FOLDER is missing; make one with --make-trl FOLDER")
-    if arguments.steps <= WARM_UP_STEPS:
-        parser.error(f"--steps {arguments.steps}: the first {WARM_UP_STEPS} warm up and are left out; take more")
-    compare(arguments)
-
-
-def compare(arguments: argparse.Namespace) -> None:
-    shape, python = SHAPES[arguments.shape], arguments.trl / "bin" / "python"
+    shape = SHAPES[arguments.shape]
+    steps = shape.steps if arguments.steps is None else arguments.steps
+    if steps <= WARM_UP_STEPS:
+        parser.error(f"--steps {steps}: the first {WARM_UP_STEPS} warm up and are left out; take more")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        recipe = prepare(shape, arguments.steps, folder)
+        folder = (arguments.folder or Path(scratch)).resolve() / arguments.shape
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe = prepare(shape, folder)
         print(f"{arguments.shape}: {shape.groups} groups of {shape.samples}, {_lengths(folder)}", flush=True)
-        microbatch = best_microbatch(python, recipe, shape, folder)
-        gains, cpu = [], []
-        for pair in range(arguments.pairs):
-            ours = run_evenkeel(recipe, arguments.steps, arguments.level, folder / f"evenkeel-{pair}")
-            print_run("evenkeel", ours, arguments.level)
-            settings = trl_settings(recipe, shape, arguments.steps, microbatch, folder, f"trl-{pair}")
-            theirs = run_trl(python, settings, arguments.level, recipe)
-            print_run("TRL", theirs, arguments.level)
-            gains.append(theirs.step_s / ours.step_s)
-            cpu.append(theirs.cpu_s / ours.cpu_s)
-        print(f"TRL's step takes {statistics.median(gains):.2f} times as long ({', '.join(f'{gain:.2f}' for gain in gains)}),")
-        print(f"and {statistics.median(cpu):.2f} times the CPU seconds; median of {arguments.pairs} pairs")
+        compare(shape, steps, arguments.pairs, arguments.trl / "bin" / "python", recipe, Path(scratch))
+
+
+def compare(shape: Shape, steps: int, pairs: int, python: Path, recipe: Path, folder: Path) -> None:
+    """Runs in turn, kept in `folder`; prints each, and the ratios."""
+    microbatch = best_microbatch(python, recipe, shape, folder)
+    both = []
+    for pair in range(pairs):
+        ours = run_evenkeel(recipe, steps, shape.level, folder / f"evenkeel-{pair}", seed=pair)
+        print_run("evenkeel", ours, shape.level)
+        settings = trl_settings(recipe, shape, steps, microbatch, folder / f"trl-{pair}", seed=pair)
+        theirs = run_trl(python, settings, shape.level, recipe)
+        print_run("TRL", theirs, shape.level)
+        both.append((theirs, ours))
+    print(f"TRL's figures as multiples of evenkeel's, median of {pairs} pairs (and each):")
+    print(f"    seconds of a step {_ratios((t.step_s, o.step_s) for t, o in both)}")
+    print(f"    CPU seconds of a step {_ratios((t.cpu_s, o.cpu_s) for t, o in both)}")
+    print(f"    seconds until {shape.level:g} {_ratios((t.seconds_to_level, o.seconds_to_level) for t, o in both)}")
+
+
+def _ratios(pairs: Iterable[tuple[float | None, float | None]]) -> str:
+    """Median and single values of theirs / ours; a run that never got there has no ratio."""
+    ratios = [theirs / ours for theirs, ours in pairs if theirs and ours]
+    return f"{statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})" if ratios else "none"
 
 
 def _lengths(folder: Path) -> str:

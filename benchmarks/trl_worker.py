@@ -25,9 +25,16 @@ def rewards(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 
 
 class TimedTrainer(GRPOTrainer):
-    """Knows how long it has generated."""
+    """Knows how long it has generated; its learning rate rises as evenkeel's does."""
 
     generate_s = 0.0
+    warmup_steps = 1
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Step k of the warm-up, from 1, has k / warmup_steps of the learning rate; transformers' own begins with a step of 0."""
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, lambda k: min(1.0, (k + 1) / self.warmup_steps))
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -84,7 +91,6 @@ def main() -> None:
         beta=0.0,
         loss_type="dapo",
         learning_rate=settings["learning_rate"],
-        lr_scheduler_type="constant",
         adam_beta1=0.9,
         adam_beta2=0.99,
         weight_decay=0.0,
@@ -107,6 +113,7 @@ def main() -> None:
         train_dataset=data,
         callbacks=[lines],
     )
+    trainer.warmup_steps = settings["warmup_steps"]
     lines.trainer = trainer
     trainer.train()
     trainer.save_model(settings["output"])
