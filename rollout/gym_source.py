@@ -21,8 +21,8 @@ _CANDIDATES = 16
 """Questions drawn for one training position until one is on the training side: 1e-16 of failing at a held-out share of a tenth."""
 _POSITIONS = 256
 """Training positions served by one reasoning-gym data set object. Each has a seed of its own, because many data sets draw entry i
-from Random(seed + i). Fewer would make more objects, which may read a whole corpus; more would make the wait for one longer where it makes all
-its entries at once."""
+from Random(seed + i). With fewer there are more objects, each of which may read a whole corpus; with more the wait for one is longer where
+it makes all its entries at once."""
 _NOTICE_S = 10.0
 
 

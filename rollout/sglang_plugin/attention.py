@@ -5,6 +5,9 @@ Here a decode step is one SDPA call a layer, over keys and values padded to the 
 (rollout.sglang_plugin.running_cache), so that a step appends to them instead of gathering them from the paged cache. Prefill is one call
 for each sequence, but computes the new rows only: the stock one computes, and throws away, the rows of the cached prefix too. Sequences
 with a single new token (a group's samples: their prompt is in the cache but for its last token) are one call together, as in a decode step.
+
+In float32 a prefill attends in float64, as the learner does (learner/attention.py says why); a decode step, which reads its keys and values
+from memory and hardly computes, would take a sixth longer.
 """
 
 from __future__ import annotations
@@ -100,18 +103,18 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         value_buffer = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         for request, cached, start, new in self._longer:
             slots = self.req_to_token_pool.req_to_token[request, : cached + new]
-            rows = query[start : start + new].transpose(0, 1)[None]                                    # [1, H, new, D]
-            keys = gather(key_buffer, slots).transpose(0, 1)[None].to(q.dtype)                         # [1, G, cached + new, D]
-            values = gather(value_buffer, slots).transpose(0, 1)[None].to(q.dtype)
+            rows = widened(query[start : start + new].transpose(0, 1)[None])                           # [1, H, new, D]
+            keys = widened(gather(key_buffer, slots).transpose(0, 1)[None].to(q.dtype))                # [1, G, cached + new, D]
+            values = widened(gather(value_buffer, slots).transpose(0, 1)[None].to(q.dtype))
             mask = None if cached == 0 else torch.ones(new, cached + new, dtype=torch.bool, device=q.device).tril(cached)
             attended = scaled_dot_product_attention(
                 rows, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=layer.scaling
             )
-            out[start : start + new] = attended[0].transpose(0, 1)
+            out[start : start + new] = attended[0].transpose(0, 1).to(q.dtype)
         if len(self._single_rows):
-            keys = gather(key_buffer, self._single_slots).transpose(1, 2).to(q.dtype)                  # [B, G, L, D]
-            values = gather(value_buffer, self._single_slots).transpose(1, 2).to(q.dtype)
-            out[self._single_rows] = self._attend_one(query[self._single_rows], keys, values, self._single_mask, layer)
+            keys = widened(gather(key_buffer, self._single_slots).transpose(1, 2).to(q.dtype))         # [B, G, L, D]
+            values = widened(gather(value_buffer, self._single_slots).transpose(1, 2).to(q.dtype))
+            out[self._single_rows] = self._attend_one(widened(query[self._single_rows]), keys, values, self._single_mask, layer).to(q.dtype)
         return out.view(-1, heads * size)
 
     @staticmethod
@@ -124,6 +127,11 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Float32 as float64."""
+    return x.double() if x.dtype == torch.float32 else x
 
 
 def _padding_mask(lengths: Tensor) -> Tensor:
