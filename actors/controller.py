@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.alarms import AlarmResponse
+from actors.cluster import give_way
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
 from actors.evaluation import Evaluation, evaluate
@@ -345,6 +346,8 @@ class Controller:
         self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64, scheduling_strategy=here).remote(
             self._service_config(), self._queue, self._learner, self._state.monitor if self._state else None
         )
+        for actor in (self._queue, self._service):
+            give_way(actor)
         self._sync = WeightSync(
             config.weight_sync,
             self._learner,

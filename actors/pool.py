@@ -24,6 +24,7 @@ from typing import Any
 import ray
 
 from actors.actor_info import ActorInfo
+from actors.cluster import give_way
 from actors.rollout_worker import GroupSummary, RolloutWorker, WorkerLoad
 from actors.supervision import unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S, Ticket
@@ -157,6 +158,7 @@ class RolloutPool:
             )
             .remote(name, self._config, self._queue, bind=self._bind, seed=self._seed, topk=self._topk)
         )
+        give_way(actor)
         worker = WorkerHandle(name, actor, SyncTarget(name, actor))
         self._workers[name] = worker
         self._spawn(self._bring_up(worker))
