@@ -18,8 +18,9 @@ from correction.errors import ConfigError
 
 # Python warnings of third parties are about things that a user of evenkeel can't change.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"}
-_NICENESS = 15
-"""Of every actor but the learner's, as Ray's own default."""
+_WAY = 10
+"""By how much every actor but the learner's is nicer than it: at most a tenth of a core that the learner wants."""
+_NICEST = 19
 _LONGEST_TEMP_DIR = 40
 """Characters. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
 _CONNECT_S = 10.0
@@ -57,7 +58,7 @@ class Cluster:
                 f"ray.temp_dir = {temp_dir}: {len(temp_dir)} characters, but Ray's sockets lie below it and the path of a socket has to "
                 f"stay short. Choose a path of {_LONGEST_TEMP_DIR} characters, or shorter"
             )
-        os.environ.setdefault("RAY_worker_niceness", "0")  # the learner's; the others give way to it by themselves
+        os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: others give way to the learner by themselves, see give_way
         ray.init(
             num_cpus=settings.num_cpus or workers + self._config.learner.world_size + 1,
             resources={settings.rollout_resource: workers},
@@ -81,7 +82,8 @@ def give_way(actor: Any) -> None:
     """Have an actor, and what it starts from now on, leave a core to the learner's ranks when they want one.
 
     On a machine with few cores the learner is what a step waits for, and whoever shares a core with it delays the whole run: at equal
-    priority a training step of the nano recipe took a sixth longer beside the rollouts than alone.
+    priority a training step of the nano recipe took a sixth longer beside the rollouts than alone. On a cluster that was started elsewhere
+    actors are at Ray's 15 already, which leaves little room; start its nodes with RAY_worker_niceness=0 if learner and rollouts share one.
     """
     actor.__ray_call__.remote(_raise_niceness)
 
@@ -89,7 +91,7 @@ def give_way(actor: Any) -> None:
 def _raise_niceness(_: Any) -> None:
     for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):                          # it has ended
-            os.setpriority(os.PRIO_PROCESS, int(thread), max(_NICENESS, os.getpriority(os.PRIO_PROCESS, int(thread))))
+            os.setpriority(os.PRIO_PROCESS, int(thread), min(_NICEST, os.getpriority(os.PRIO_PROCESS, int(thread)) + _WAY))
 
 
 def _check_listening(address: str) -> None:

@@ -3,11 +3,12 @@
     python benchmarks/peers.py --make-trl FOLDER                  # once: trl in a virtual environment of its own (about 1.5 GB)
     python benchmarks/peers.py --trl FOLDER [--shape short]       # two runs of each, in turn
 
-Both train the same model folder on the same prompts in the same order, with the same G, batch, sampling, loss, optimizer, learning rate and
-number of steps. TRL generates with transformers, has both cores in each of its phases, and takes the micro-batch with which it is fastest
-here; evenkeel runs asynchronously with one thread for each side. Shapes: `long` has prompts of about 70 tokens and answers of about 28,
-16 groups of 8; `short` is the nano recipe's: prompts of 14 and answers of 6, 64 groups of 8. Starting up isn't counted; the first steps of
-a run count only for the time to the level.
+Both train the same model folder on the same prompts in the same order, with the same G, batch, sampling, loss, optimizer, learning rate
+and number of steps; evenkeel's loss has truncated importance weights besides, for its samples are of the weights before. TRL generates
+with transformers, has both cores in each of its phases, and takes the micro-batch with which it is fastest here; evenkeel runs
+asynchronously with one thread for each side. Shapes: `long` has prompts of about 70 tokens and answers of about 28, 16 groups of 8;
+`short` is the nano recipe's: prompts of 14 and answers of 6, 64 groups of 8. Starting up isn't counted; the first steps of a run count
+only for the time to the level.
 
 The task is to spell words backward; the reward is the share of the words that are right, each in its place. The start model has seen
 answers in which half of the words, by lot, stood as they were, and so begins with about half of what it can do. Held-out questions have
@@ -100,6 +101,7 @@ class Measured:
     generate_s: float
     """TRL: seconds of generation in a step. evenkeel: seconds in which the learner waited for a batch: generation goes on beside it."""
     train_s: float
+    """TRL: all of a step but its generation, the rewards included."""
     cpu_s: float
     """CPU seconds of all its processes in a step, mean."""
     seconds_to_level: float | None
@@ -331,7 +333,7 @@ def main() -> None:
 
 
 def compare(shape: Shape, steps: int, pairs: int, python: Path, recipe: Path, folder: Path) -> None:
-    """Runs in turn, kept in `folder`; prints each, and the ratios."""
+    """Runs in turn, with their files in `folder`; prints each, and the ratios."""
     microbatch = best_microbatch(python, recipe, shape, folder)
     both = []
     for pair in range(pairs):

@@ -64,7 +64,7 @@ class TileCall:
     """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; row 0 where a tile has fewer. In fixed
     order K is a multiple of operators.BLOCK, and the key of position p in the text stands in column p."""
     mask: Tensor
-    """[n, 1, Q, K] bool: which keys a query meets. Held until the backward pass; as a bias in float32 it would take four times as much."""
+    """[n, 1, Q, K] bool: which keys a query meets. Torch keeps it for the backward pass as a bias in the type of the queries."""
 
 
 @dataclass
@@ -222,6 +222,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSe
         query: [R, heads, width]; key, value: [R, groups, width].
     Returns: [R, heads, width].
     """
+    dtype = query.dtype
+    query, key, value = (_widened(x) for x in (query, key, value))
     sizes = [run.tokens for run in packed.runs]
     rows = sum(sizes)
     pieces = zip(packed.runs, *(torch.split(x[:rows], sizes) for x in (query, key, value)), strict=True)
@@ -229,28 +231,29 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSe
     if packed.row_in_tiles is not None:
         tiles = [_attend_tiles(call, query, key, value, scale) for call in packed.tile_calls]
         outputs.append(torch.cat(tiles).index_select(0, packed.row_in_tiles))
-    return torch.cat(outputs)
+    return torch.cat(outputs).to(dtype)
 
 
 def _attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """One run's rows, [count * length, heads, width]."""
-    q, k, v = (_widened(x).view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return output.transpose(1, 2).flatten(0, 1).to(query.dtype)
+    return output.transpose(1, 2).flatten(0, 1)
 
 
 def _attend_tiles(call: TileCall, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """[n * Q, heads, width], padding included. Gradients of keys that several tiles meet add up in index_select's backward."""
-    q, k, v = (_rows(_widened(x), which) for x, which in ((query, call.query_rows), (key, call.key_rows), (value, call.key_rows)))
+    q, k, v = (_rows(x, which) for x, which in ((query, call.query_rows), (key, call.key_rows), (value, call.key_rows)))
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return output.transpose(1, 2).flatten(0, 1).to(query.dtype)
+    return output.transpose(1, 2).flatten(0, 1)
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Float32 on a CPU as float64: in there the kernels' order of addition is lost, which is where engine and learner differ.
+    """Float32 on a CPU as float64, at the price of twice the memory: rounded back, it shows nothing of a kernel's order of addition.
 
-    All else that the two compute row by row is the same to the last bit. A difference of 1e-7 in the attention of one layer is one of 1e-5
-    in some logprobs: of the nano recipe's synchronous batches one in forty had a token with |log ratio| above 2e-5.
+    Attention is where engine and learner add in different orders; all else that they compute row by row is nearly always the same to the
+    last bit. The engine's prefill does likewise, its decode steps stay in float32. A difference of 1e-7 in the attention of one layer can
+    be one of 1e-5 in a logprob: before, one in forty of the nano recipe's synchronous batches had a token with |log ratio| above 2e-5.
     """
     return x.double() if x.device.type == "cpu" and x.dtype == torch.float32 else x
 

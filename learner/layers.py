@@ -16,7 +16,6 @@ version and warns, and the monitor watches the same difference on every batch.
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Literal
 
 import torch
@@ -56,7 +55,7 @@ def describe(config: LearnerConfig, device: torch.device) -> str:
     """The same for a person, with the reason where a GPU has to do without TransformerEngine."""
     chosen = choose(config, device)
     if chosen == "transformer_engine":
-        return f"layers of TransformerEngine {metadata.version('transformer-engine')}"
+        return "layers of TransformerEngine"
     is_second_choice = config.layers == "auto" and device.type == "cuda"
     return f"{chosen} layers" + (f", not TransformerEngine's: {_obstacle(config, device)}" if is_second_choice else "")
 

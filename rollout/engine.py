@@ -181,8 +181,8 @@ class RolloutEngine:
     ) -> list[dict[str, Any]]:
         """The answers, in SGLang's form, to the same tokens under each of some sampling parameters.
 
-        They are one batch to SGLang, whose work for each call is about that for each sample of a small model. All are aborted in the engine
-        as soon as nobody waits for them, or one of them fails.
+        They are one batch to SGLang: to handle a call costs it about as much as to sample a short answer of a small model. All are aborted
+        in the engine as soon as nobody waits for them, or one of them fails.
         """
         failed_updates = self._failed_updates
         request_ids = [uuid.uuid4().hex for _ in samplings]

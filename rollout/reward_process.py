@@ -56,8 +56,9 @@ def main(fd: int, parent_pid: int) -> None:
         return
     _send(connection, {"ready": True})
     while (request := _receive(connection)) is not None:
-        for completion in request.pop("completions"):
-            _send(connection, score_request(score, {**request, "completion": completion}))
+        completions, shared = request.pop("completions"), pickle.dumps(request)
+        for completion in completions:                              # each meets the metadata as they came, whatever a scorer does to them
+            _send(connection, score_request(score, {**pickle.loads(shared), "completion": completion}))
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -106,7 +106,8 @@ class RewardPool:
     async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
         """The same trajectories with reward and components, or with an error where there is none; in the same order.
 
-        Those that have failed already or were given up by the engine are not scored. The others are dealt out to the processes.
+        Those that have failed already or were given up by the engine are not scored. The others are dealt out to the processes beforehand:
+        one that hangs delays those that were dealt to the same process.
         """
         results = [_given_up(trajectory) for trajectory in trajectories]
         places = [place for place, trajectory in enumerate(results) if trajectory.error is None]
@@ -232,7 +233,11 @@ class _ScoringProcess:
         if self._is_ready:
             return
         self.start()
-        self._streams = await asyncio.open_connection(sock=self._socket)
+        try:
+            self._streams = await asyncio.open_connection(sock=self._socket)
+        except BaseException:      # cancelled: the socket is closed then
+            self.kill()
+            raise
         reply = await self._reply(self._start_deadline_s, "its imports", "rollout.reward.start_deadline_s")
         if "error" in reply:
             self.kill()
@@ -275,6 +280,8 @@ class _ScoringProcess:
             self._restart()
             raise RewardTimeout(f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed") from None
         except (ConnectionError, EOFError):
+            if self._child is None:
+                raise RewardCallError("the scoring processes were closed") from None
             exit_code = self._exit_code()
             self._restart()
             raise RewardCallError(f"the scoring process died at {what} ({exit_code})") from None

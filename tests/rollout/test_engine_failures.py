@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from correction.errors import DataError, DeadlineExceeded, EngineError
+from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop
@@ -115,6 +116,31 @@ async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> Non
         with pytest.raises(EngineError):
             await call
     assert time.monotonic() - killed < 5.0
+
+
+def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, engine_loop: BackgroundLoop) -> None:
+    """Each part has to find the one before in the prefix cache, though samples that found their prompt there add nothing to it.
+
+    Otherwise the parts' memory is lost, or a part is computed for ever; and SGLang's scheduler ends when it is idle and misses memory.
+    """
+    config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64})
+    engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="engine with small parts"))
+
+    async def sample_across_an_update() -> list[Completion]:
+        group = asyncio.ensure_future(engine.generate(list(range(5, 45)), max_tokens=250, samples=4, ignore_stop=True))
+        await engine.generate([5], max_tokens=120, ignore_stop=True)
+        await engine.update_weights(1, tiny_weights(tiny_model), mode="retract")
+        return await group
+
+    try:
+        completions = engine_loop.run(sample_across_an_update())
+        spans = [[(span.version, span.end) for span in completion.version_spans] for completion in completions]
+        assert all(new == (1, 250) for _, new in spans)
+        assert all(old_end > 64 for (_, old_end), _ in spans), "the prefill after the update came in one part"
+        time.sleep(3.0)                                             # an idle scheduler looks after its memory
+        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].token_ids) == 4
+    finally:
+        engine_loop.run(engine.shutdown())
 
 
 def test_folder_that_sglang_cannot_serve(tiny_model: Path, tmp_path: Path, engine_loop: BackgroundLoop) -> None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ USER_REWARDS = """
     def loud(completion):
         print("noise on stdout")
         return 1.0
+    def wasteful(metadata):
+        return len(metadata.pop("tests"))
+
     def moody(completion):
         if completion == "raise": raise KeyError("no such thing")
         if completion == "nan": return float("nan")
@@ -219,6 +223,12 @@ def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one() -> None:
         return results
 
     assert [t.reward for t in asyncio.run(run())] == [1.0, 2.0]
+
+
+def test_a_reward_that_changes_the_metadata_changes_them_for_itself_alone() -> None:
+    """All completions of a group travel in one message."""
+    question = replace(asked(), metadata={"tests": [3, 1, 2]})
+    assert [t.reward for t in scored(user_reward("wasteful"), "a", "b", "c", prompt=question)] == [3.0, 3.0, 3.0]
 
 
 def test_what_has_failed_already_is_not_scored() -> None:
