@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from actors.trajectory_queue import Ticket
@@ -40,7 +41,12 @@ def group(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Gr
 
 
 class FakeActor:
-    """A plain object called like a Ray actor: fake.method.remote(...) runs instance.method in the present event loop."""
+    """A plain object called like a Ray actor: fake.method.remote(...) runs instance.method in the present event loop.
+
+    What Ray would run in the actor's process is not run: there is none.
+    """
+
+    __ray_call__ = SimpleNamespace(remote=lambda function: None)
 
     def __init__(self, instance: object) -> None:
         self.instance = instance

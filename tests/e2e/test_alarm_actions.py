@@ -64,5 +64,6 @@ def test_the_correction_is_another_one_after_the_alarm(driven: tuple[str, Run, i
         return bool(line["correction/importance_weight_max"] == pytest.approx(1.02**0.5))
 
     assert not any(map(is_new, before)) and all(map(is_new, after))
-    assert all(line["correction/importance_weight_max"] == pytest.approx(1.02) for line in before[2:])
+    largest = [line["correction/importance_weight_max"] for line in before]
+    assert max(largest) == pytest.approx(1.02), f"the old bound never held: {largest}"
     assert f"at step {alarm}: {ACTIONS[action][1]}, from the next batch that is begun" in run.events()
