@@ -38,6 +38,8 @@ LONGEST_TILE = 128
 """Rows from which on a continuation is cut: longer tiles compute more scores that are masked, shorter ones copy more keys."""
 MOST_PADDING = 1.25
 """Scores of a padded call over those that its tiles need."""
+MOST_KEYS_WIDENED = 80
+"""Keys up to which a call in float32 on a CPU is computed in float64."""
 MOST_SCORES = 2**16
 """Of a call in fixed order, for each head: it has them all at the same time, and they should stay in the cache."""
 
@@ -222,8 +224,6 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSe
         query: [R, heads, width]; key, value: [R, groups, width].
     Returns: [R, heads, width].
     """
-    dtype = query.dtype
-    query, key, value = (_widened(x) for x in (query, key, value))
     sizes = [run.tokens for run in packed.runs]
     rows = sum(sizes)
     pieces = zip(packed.runs, *(torch.split(x[:rows], sizes) for x in (query, key, value)), strict=True)
@@ -231,31 +231,33 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSe
     if packed.row_in_tiles is not None:
         tiles = [_attend_tiles(call, query, key, value, scale) for call in packed.tile_calls]
         outputs.append(torch.cat(tiles).index_select(0, packed.row_in_tiles))
-    return torch.cat(outputs).to(dtype)
+    return torch.cat(outputs)
 
 
 def _attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """One run's rows, [count * length, heads, width]."""
-    q, k, v = (x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (_widened(x, run.length).view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return output.transpose(1, 2).flatten(0, 1)
+    return output.transpose(1, 2).flatten(0, 1).to(query.dtype)
 
 
 def _attend_tiles(call: TileCall, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """[n * Q, heads, width], padding included. Gradients of keys that several tiles meet add up in index_select's backward."""
-    q, k, v = (_rows(x, which) for x, which in ((query, call.query_rows), (key, call.key_rows), (value, call.key_rows)))
+    rows = ((query, call.query_rows), (key, call.key_rows), (value, call.key_rows))
+    q, k, v = (_widened(_rows(x, which), keys=call.key_rows.shape[1]) for x, which in rows)
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return output.transpose(1, 2).flatten(0, 1)
+    return output.transpose(1, 2).flatten(0, 1).to(query.dtype)
 
 
-def _widened(x: Tensor) -> Tensor:
-    """Float32 on a CPU as float64, at the price of twice the memory: rounded back, it shows nothing of a kernel's order of addition.
+def _widened(x: Tensor, keys: int) -> Tensor:
+    """Float32 on a CPU as float64, where there are few keys: rounded back, it shows nothing of a kernel's order of addition.
 
     Attention is where engine and learner add in different orders; all else that they compute row by row is nearly always the same to the
     last bit. The engine's prefill does likewise, its decode steps stay in float32. A difference of 1e-7 in the attention of one layer can
     be one of 1e-5 in a logprob: before, one in forty of the nano recipe's synchronous batches had a token with |log ratio| above 2e-5.
+    Attention to many keys is too large a part of a step to compute it at half the speed, in twice the memory.
     """
-    return x.double() if x.device.type == "cpu" and x.dtype == torch.float32 else x
+    return x.double() if keys <= MOST_KEYS_WIDENED and x.device.type == "cpu" and x.dtype == torch.float32 else x
 
 
 def _rows(x: Tensor, which: Tensor) -> Tensor:
