@@ -18,7 +18,7 @@ from correction.errors import ConfigError
 
 # Python warnings of third parties are about things that a user of evenkeel can't change.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"}
-_WAY = 10
+_NICER_BY = 10
 """By how much every actor but the learner's is nicer than it: at most a tenth of a core that the learner wants."""
 _NICEST = 19
 _LONGEST_TEMP_DIR = 40
@@ -91,7 +91,7 @@ def give_way(actor: Any) -> None:
 def _raise_niceness(_: Any) -> None:
     for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):                          # it has ended
-            os.setpriority(os.PRIO_PROCESS, int(thread), min(_NICEST, os.getpriority(os.PRIO_PROCESS, int(thread)) + _WAY))
+            os.setpriority(os.PRIO_PROCESS, int(thread), min(_NICEST, os.getpriority(os.PRIO_PROCESS, int(thread)) + _NICER_BY))
 
 
 def _check_listening(address: str) -> None:

@@ -103,18 +103,19 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         value_buffer = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         for request, cached, start, new in self._longer:
             slots = self.req_to_token_pool.req_to_token[request, : cached + new]
-            rows = widened(query[start : start + new].transpose(0, 1)[None])                           # [1, H, new, D]
-            keys = widened(gather(key_buffer, slots).transpose(0, 1)[None].to(q.dtype))                # [1, G, cached + new, D]
-            values = widened(gather(value_buffer, slots).transpose(0, 1)[None].to(q.dtype))
+            rows = _widened(query[start : start + new].transpose(0, 1)[None])                           # [1, H, new, D]
+            keys = _widened(gather(key_buffer, slots).transpose(0, 1)[None].to(q.dtype))                # [1, G, cached + new, D]
+            values = _widened(gather(value_buffer, slots).transpose(0, 1)[None].to(q.dtype))
             mask = None if cached == 0 else torch.ones(new, cached + new, dtype=torch.bool, device=q.device).tril(cached)
             attended = scaled_dot_product_attention(
                 rows, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=layer.scaling
             )
             out[start : start + new] = attended[0].transpose(0, 1).to(q.dtype)
         if len(self._single_rows):
-            keys = widened(gather(key_buffer, self._single_slots).transpose(1, 2).to(q.dtype))         # [B, G, L, D]
-            values = widened(gather(value_buffer, self._single_slots).transpose(1, 2).to(q.dtype))
-            out[self._single_rows] = self._attend_one(widened(query[self._single_rows]), keys, values, self._single_mask, layer).to(q.dtype)
+            keys = _widened(gather(key_buffer, self._single_slots).transpose(1, 2).to(q.dtype))         # [B, G, L, D]
+            values = _widened(gather(value_buffer, self._single_slots).transpose(1, 2).to(q.dtype))
+            rows = _widened(query[self._single_rows])
+            out[self._single_rows] = self._attend_one(rows, keys, values, self._single_mask, layer).to(q.dtype)
         return out.view(-1, heads * size)
 
     @staticmethod
@@ -129,7 +130,7 @@ class BatchedAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
 
 
-def widened(x: Tensor) -> Tensor:
+def _widened(x: Tensor) -> Tensor:
     """Float32 as float64."""
     return x.double() if x.dtype == torch.float32 else x
 
