@@ -17,7 +17,7 @@ from torch import Tensor
 
 from correction.errors import ConfigError
 from correction.invariance import operators
-from rollout.sglang_plugin.attention import STOCK_NAME, BatchedAttentionBackend, is_plain
+from rollout.sglang_plugin.attention import STOCK_NAME, PlainAttentionBackend, is_plain
 from rollout.sglang_plugin.running_cache import RunningCache, gather
 
 
@@ -63,8 +63,11 @@ def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None, *_: Any, **_
     return operators.rms_norm(residual, norm.weight, norm.variance_epsilon)[0], residual
 
 
-class FixedOrderAttentionBackend(BatchedAttentionBackend):
-    """Shapes as in BatchedAttentionBackend; L is a multiple of operators.BLOCK. There is no other kernel to fall back to."""
+class FixedOrderAttentionBackend(PlainAttentionBackend):
+    """B sequences, G key heads, R query heads for each, D head size, T new tokens of all sequences, L tokens of the longest sequence,
+    rounded up to a multiple of operators.BLOCK. A decode step is one call a layer, over keys and values that stay padded from step to step
+    (RunningCache); a prefill is one for each sequence. There is no other kernel to fall back to.
+    """
 
     _bias: Tensor
     """[B, 1, 1, 1, L]: 0, or -inf on padding."""
@@ -76,10 +79,13 @@ class FixedOrderAttentionBackend(BatchedAttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
-        if forward_batch.forward_mode.is_decode():
-            lengths = forward_batch.seq_lens
-            keys = torch.arange(operators.whole_blocks(int(lengths.max())), device=lengths.device)
-            self._bias = operators.key_bias(keys < lengths[:, None])[:, None, None, None]
+        if not forward_batch.forward_mode.is_decode():
+            self._running.forget()
+            return
+        lengths = forward_batch.seq_lens
+        self._running.begin_step(forward_batch.req_pool_indices, lengths, self.req_to_token_pool.req_to_token)
+        keys = torch.arange(operators.whole_blocks(int(lengths.max())), device=lengths.device)
+        self._bias = operators.key_bias(keys < lengths[:, None])[:, None, None, None]
 
     def forward_decode(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Tensor:
         _require_plain(layer)

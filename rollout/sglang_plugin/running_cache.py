@@ -1,4 +1,4 @@
-"""Keys and values of the running batch, one padded row a sequence, kept from one decode step to the next.
+"""Keys and values of the running batch, one padded row a sequence, kept from one decode step to the next, for the attention of fixed order.
 
 The engine's paged cache stays the truth, and is written at every step as ever. While the batch is the same as in the step before, each
 sequence only one token longer, the padded copy is brought up to date by that token; otherwise it is gathered anew. Torch only.
@@ -29,11 +29,11 @@ class RunningCache:
     B sequences, L longest of them, C >= L tokens that there is room for, G key heads, D head size.
     """
 
-    def __init__(self, layers: int, multiple: int = 1, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, layers: int, multiple: int, dtype: torch.dtype) -> None:
         """
         Args:
             multiple: L is rounded up to a multiple of it.
-            dtype: of the copy; None: as the paged cache.
+            dtype: of the copy.
         """
         self._layers, self._multiple, self.dtype = layers, multiple, dtype
         self._requests: Tensor | None = None
@@ -110,7 +110,7 @@ class RunningCache:
 
     def _is_kept(self, buffer: Tensor) -> bool:
         """Whether the copies of all layers fit into LARGEST_BYTES."""
-        row_bytes = buffer[0].numel() * (self.dtype or buffer.dtype).itemsize
+        row_bytes = buffer[0].numel() * self.dtype.itemsize
         fits = 2 * self._layers * len(self._lengths) * self._capacity * row_bytes <= LARGEST_BYTES
         if not fits:
             self.forget()

@@ -41,7 +41,7 @@ class PagedCache:
             buffer[self.req_to_token[rows, lengths - 1].long()] = new
             padded = cache.extended(kind, layer, new, buffer)
             assert padded.shape == (len(requests), GROUPS, int(lengths.max()), SIZE)
-            assert padded.isfinite().all() and padded.dtype == (cache.dtype or buffer.dtype)
+            assert padded.isfinite().all() and padded.dtype == cache.dtype
             for row, request in enumerate(requests):
                 expected = buffer[self.req_to_token[request, : self.lengths[request]].long()].to(padded.dtype)
                 torch.testing.assert_close(padded[row, :, : self.lengths[request]].transpose(0, 1), expected, rtol=0, atol=0)
@@ -52,11 +52,11 @@ class PagedCache:
 
 
 @pytest.mark.parametrize("largest_bytes", [1 << 30, 0], ids=["kept from step to step", "gathered at each step"])
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_follows_the_paged_cache(monkeypatch: pytest.MonkeyPatch, largest_bytes: int, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_follows_the_paged_cache(monkeypatch: pytest.MonkeyPatch, largest_bytes: int, dtype: torch.dtype) -> None:
     monkeypatch.setattr(running_cache, "LARGEST_BYTES", largest_bytes)
     monkeypatch.setattr(running_cache, "LEAST_ROOM", 4)
-    paged, cache = PagedCache(0), RunningCache(LAYERS, dtype=dtype)
+    paged, cache = PagedCache(0), RunningCache(LAYERS, multiple=1, dtype=dtype)
     for request, length in ((0, 5), (1, 1), (2, 12)):
         paged.admit(request, length)
     for _ in range(10):                                             # runs out of room and grows on the way
@@ -71,7 +71,7 @@ def test_follows_the_paged_cache(monkeypatch: pytest.MonkeyPatch, largest_bytes:
 
 def test_row_given_to_another_request_of_the_same_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only `forget`, which every prefill calls, tells this batch from the one before."""
-    paged, cache = PagedCache(1), RunningCache(LAYERS)
+    paged, cache = PagedCache(1), RunningCache(LAYERS, multiple=1, dtype=torch.float32)
     paged.admit(0, 5)
     paged.step_equals(cache, [0])
     paged.admit(0, 6)

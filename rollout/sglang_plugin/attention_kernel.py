@@ -1,0 +1,91 @@
+"""attention.c, compiled for a model's shape when an engine starts (a third of a second), on the machine that runs it.
+
+Torch has no kernel for many short queries over a paged cache on a CPU, and a loop over sequences, or copies of their keys and values, take
+longer than the attention itself. Fast-math lets the compiler vectorise sums and exponentials; all of it is computed in float64, so the
+order of additions is below what float32 can show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from correction.errors import EngineError
+
+SOURCE = Path(__file__).with_name("attention.c")
+ELEMENTS = {torch.float32: "FLOAT32", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+
+
+class AttentionKernel:
+    """Attention of single tokens to a paged cache; T of them (rows), H query heads over G key heads, head size D."""
+
+    def __init__(self, heads: int, key_heads: int, size: int, dtype: torch.dtype) -> None:
+        """
+        Raises: EngineError without a working C compiler.
+        """
+        shape = {"HEADS": heads, "KEY_HEADS": key_heads, "SIZE": size, "ELEMENT": ELEMENTS[dtype]}
+        self._attend = _compiled([f"-D{name}={value}" for name, value in shape.items()]).attend
+        self._attend.argtypes = [*[_POINTER] * 4, _COUNT, *[_POINTER] * 2, _COUNT, ctypes.c_double, _POINTER]
+        self._attend.restype = None
+        self._threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
+
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, requests: Tensor, lengths: Tensor, scale: float
+    ) -> Tensor:
+        """
+        Args:
+            query: [T, H, D].
+            keys, values: [slots of the cache, G, D], contiguous.
+            table: [requests, positions] int32, contiguous: the slot of each position.
+            requests: [T] int64, each row's row of the table.
+            lengths: [T] int64, tokens of its sequence up to and with this one.
+        Returns: [T, H, D] of the query's type; the same for a row whatever the other rows are.
+        """
+        query, requests, lengths = query.contiguous(), requests.contiguous(), lengths.contiguous()
+        out = torch.empty(query.shape, dtype=torch.float32)
+        fixed = (keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.shape[1])
+
+        def attend(first: int, end: int) -> None:
+            self._attend(
+                query[first:].data_ptr(), *fixed, requests[first:].data_ptr(), lengths[first:].data_ptr(), end - first, scale,
+                out[first:].data_ptr(),
+            )
+
+        rows = len(query)
+        if self._pool is None:
+            attend(0, rows)
+        else:                                                       # ctypes lets other threads run meanwhile
+            bounds = [rows * part // self._threads for part in range(self._threads + 1)]
+            list(self._pool.map(attend, bounds[:-1], bounds[1:]))
+        return out.to(query.dtype)
+
+
+def _compiled(definitions: list[str]) -> ctypes.CDLL:
+    """The library stays loaded; its files are gone when this returns, so that nothing stale is ever found by another machine or version."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    with tempfile.TemporaryDirectory(prefix="evenkeel-") as folder:
+        compiled, library = f"{folder}/attention.o", f"{folder}/attention.so"
+        # In two steps: a linker that is told of fast-math would have the whole process round subnormal numbers to zero.
+        for arguments in (
+            ["-O3", "-march=native", "-ffast-math", "-fPIC", *definitions, "-c", str(SOURCE), "-o", compiled],
+            ["-shared", compiled, "-lm", "-o", library],
+        ):
+            try:
+                subprocess.run([*compiler, *arguments], check=True, capture_output=True, text=True, timeout=120)
+            except (OSError, subprocess.SubprocessError) as error:
+                raise EngineError(
+                    f"the attention on a CPU is compiled when an engine starts, and {' '.join(compiler)!r} failed: "
+                    f"{getattr(error, 'stderr', None) or error}. Install a C compiler (or name one in the environment variable CC), or set "
+                    "rollout.engine.attention_backend=stock, which decodes half as fast"
+                ) from error
+        return ctypes.CDLL(library)
