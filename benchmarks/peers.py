@@ -38,6 +38,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "nano_spell_backward.yaml"
 TRL = ["torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"]
+ARCHITECTURE = {"hidden_size": 224, "intermediate_size": 768}
+"""Of both sides' model; the rest as the recipe's. What a shape says of steps and levels was chosen for it (2.0M parameters)."""
 WARM_UP_STEPS = 3
 HELD_OUT = 256
 LEARNING_RATE_RISES = 5
@@ -152,6 +154,7 @@ def prepare(shape: Shape, folder: Path) -> Path:
     recipe["learner"] = {"learning_rate": shape.learning_rate, "warmup_steps": LEARNING_RATE_RISES, "threads": 1}
     recipe["evaluation"] = {"every_steps": 0, "problems": HELD_OUT, "temperature": 1.0}
     recipe["checkpoint"] = {"every_steps": 0}
+    recipe["init"]["architecture"] |= ARCHITECTURE
     recipe["init"]["warmup"] = {"steps": shape.start_steps, "sequences_per_step": 64}
     recipe["init"]["learner"] |= {"decay_steps": shape.start_steps + 1, "threads": 2}
     path = folder / "recipe.yaml"

@@ -253,7 +253,7 @@ def _widened(x: Tensor, keys: int) -> Tensor:
     """Float32 on a CPU as float64, where there are few keys: rounded back, it shows nothing of a kernel's order of addition.
 
     Attention is where engine and learner add in different orders; all else that they compute row by row is nearly always the same to the
-    last bit. The engine's prefill does likewise, its decode steps stay in float32. A difference of 1e-7 in the attention of one layer can
+    last bit. The engine's kernel computes in float64, too. A difference of 1e-7 in the attention of one layer can
     be one of 1e-5 in a logprob: before, one in forty of the nano recipe's synchronous batches had a token with |log ratio| above 2e-5.
     Attention to many keys is too large a part of a step to compute it at half the speed, in twice the memory.
     """
