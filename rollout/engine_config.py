@@ -112,6 +112,11 @@ class EngineConfig(BaseModel):
 
         return "cuda" if torch.cuda.is_available() else "cpu"
 
+    @property
+    def has_compiled_attention(self) -> bool:
+        """Whether the engine attends by rollout/sglang_plugin/attention.c."""
+        return self.resolved_device == "cpu" and self.attention_backend is None and not self.fixed_order
+
     def sglang_arguments(self, model_folder: str, model_context: int, version: int) -> dict[str, Any]:
         """Keyword arguments for sglang.Engine.
 

@@ -31,6 +31,7 @@ from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
 from rollout.capabilities import EngineCapabilities, probe
 from rollout.engine_config import EngineConfig
+from rollout.sglang_plugin.attention_kernel import check_compiler
 from rollout.sglang_plugin.settings import VARIABLE, PluginSettings
 
 T = TypeVar("T")
@@ -132,6 +133,8 @@ class EngineProcess:
     def _own_engine(self, arguments: dict[str, Any], started: asyncio.Future[Any]) -> None:
         """Body of the owning thread: the children die when it ends."""
         try:
+            if self._config.has_compiled_attention:
+                check_compiler()
             with _environment(self._environment()):
                 self._started_at = time.time() - 0.1                # clock ticks: create_time is a hundredth early or late
                 built = _build_engine(arguments)

@@ -1,5 +1,5 @@
 /* Attention of each row's token to the tokens before it and to itself, over a paged cache of keys and values; attention_kernel.py compiles and
- * calls it. A row reads its own query and its own sequence's slots, so its result depends on nothing else in the batch.
+ * calls it. A row reads its own query and its own sequence's slots, nothing else of the batch.
  *
  * The compiler is told the model's shape: HEADS query heads over KEY_HEADS key heads, SIZE of a head, and ELEMENT, the type of the tensors
  * (FLOAT32, FLOAT16 or BFLOAT16).
@@ -19,8 +19,16 @@
 typedef float element;
 static inline double wide(element x) { return x; }
 #elif ELEMENT == FLOAT16
-typedef _Float16 element;
-static inline double wide(element x) { return (float)x; }
+typedef uint16_t element;            /* the bits: compilers convert _Float16 by a call for each, or don't know it */
+static inline double wide(element x)
+{
+    uint32_t bits = (uint32_t)(x & 0x7fff) << 13;            /* of a float, 2^112 times too small */
+    bits |= (x & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;        /* infinity and NaN */
+    bits |= (uint32_t)(x & 0x8000) << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value * 0x1p112;
+}
 #else
 typedef uint16_t element;            /* the upper half of a float */
 static inline double wide(element x)

@@ -32,6 +32,7 @@ class AttentionKernel:
         """
         Raises: EngineError without a working C compiler.
         """
+        self._dtype, self._query_shape, self._cache_shape = dtype, (heads, size), (key_heads, size)
         shape = {"HEADS": heads, "KEY_HEADS": key_heads, "SIZE": size, "ELEMENT": ELEMENTS[dtype]}
         self._attend = _compiled([f"-D{name}={value}" for name, value in shape.items()]).attend
         self._attend.argtypes = [*[_POINTER] * 4, _COUNT, *[_POINTER] * 2, _COUNT, ctypes.c_double, _POINTER]
@@ -49,9 +50,11 @@ class AttentionKernel:
             table: [requests, positions] int32, contiguous: the slot of each position.
             requests: [T] int64, each row's row of the table.
             lengths: [T] int64, tokens of its sequence up to and with this one.
-        Returns: [T, H, D] of the query's type; the same for a row whatever the other rows are.
+        Returns: [T, H, D] of the query's type. A row is computed from its own sequence alone.
+        Raises: EngineError for tensors of another type or shape than the kernel was compiled for, which it would misread.
         """
         query, requests, lengths = query.contiguous(), requests.contiguous(), lengths.contiguous()
+        self._check(query, keys, values, table, requests, lengths)
         out = torch.empty(query.shape, dtype=torch.float32)
         fixed = (keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.shape[1])
 
@@ -69,23 +72,41 @@ class AttentionKernel:
             list(self._pool.map(attend, bounds[:-1], bounds[1:]))
         return out.to(query.dtype)
 
+    def _check(self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, requests: Tensor, lengths: Tensor) -> None:
+        dtypes = (query.dtype, keys.dtype, values.dtype, table.dtype, requests.dtype, lengths.dtype)
+        shapes = (query.shape[1:], keys.shape[1:], values.shape[1:], len(requests), len(lengths))
+        if (
+            dtypes != (self._dtype,) * 3 + (torch.int32, torch.int64, torch.int64)
+            or shapes != (self._query_shape, self._cache_shape, self._cache_shape, len(query), len(query))
+            or not (keys.is_contiguous() and values.is_contiguous() and table.is_contiguous())
+        ):
+            raise EngineError(
+                f"the attention kernel was compiled for {self._dtype}, queries {self._query_shape} and a cache of {self._cache_shape}; "
+                f"SGLang gave it {dtypes}, {shapes}. Set rollout.engine.attention_backend=stock"
+            )
+
+
+def check_compiler() -> None:
+    """Raises: EngineError if a kernel can't be compiled and loaded here. In SGLang's own process that would be one log line among many."""
+    AttentionKernel(1, 1, 8, torch.float32)
+
 
 def _compiled(definitions: list[str]) -> ctypes.CDLL:
     """The library stays loaded; its files are gone when this returns, so that nothing stale is ever found by another machine or version."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    with tempfile.TemporaryDirectory(prefix="evenkeel-") as folder:
-        compiled, library = f"{folder}/attention.o", f"{folder}/attention.so"
-        # In two steps: a linker that is told of fast-math would have the whole process round subnormal numbers to zero.
-        for arguments in (
-            ["-O3", "-march=native", "-ffast-math", "-fPIC", *definitions, "-c", str(SOURCE), "-o", compiled],
-            ["-shared", compiled, "-lm", "-o", library],
-        ):
-            try:
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    try:
+        with tempfile.TemporaryDirectory(prefix="evenkeel-") as folder:
+            compiled, library = f"{folder}/attention.o", f"{folder}/attention.so"
+            # In two steps: a linker that is told of fast-math would have the whole process round subnormal numbers to zero.
+            for arguments in (
+                ["-O3", "-march=native", "-ffast-math", "-fPIC", *definitions, "-c", str(SOURCE), "-o", compiled],
+                ["-shared", compiled, "-lm", "-o", library],
+            ):
                 subprocess.run([*compiler, *arguments], check=True, capture_output=True, text=True, timeout=120)
-            except (OSError, subprocess.SubprocessError) as error:
-                raise EngineError(
-                    f"the attention on a CPU is compiled when an engine starts, and {' '.join(compiler)!r} failed: "
-                    f"{getattr(error, 'stderr', None) or error}. Install a C compiler (or name one in the environment variable CC), or set "
-                    "rollout.engine.attention_backend=stock, which decodes half as fast"
-                ) from error
-        return ctypes.CDLL(library)
+            return ctypes.CDLL(library)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EngineError(
+            f"the attention on a CPU is compiled by {' '.join(compiler)!r} when an engine starts, which failed: "
+            f"{getattr(error, 'stderr', None) or error}. Install a C compiler, or name one in the environment variable CC; TMPDIR has to "
+            "be a folder from which libraries can be loaded. Or set rollout.engine.attention_backend=stock, which decodes half as fast"
+        ) from error

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from correction.errors import EngineError
-from rollout.sglang_plugin.attention_kernel import AttentionKernel
+from rollout.sglang_plugin.attention_kernel import AttentionKernel, check_compiler
 
 SLOTS, REQUESTS, CONTEXT = 900, 5, 300
 SHAPES = [(4, 2, 48), (2, 2, 20), (8, 1, 64)]                       # query heads, key heads, head size
@@ -74,6 +74,20 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, digits: int) -> None
         torch.testing.assert_close(attended[row].double(), step.expected(row), rtol=1.001 * 2.0**-digits, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_half_precision_is_read(dtype: torch.dtype) -> None:
+    """Attention to a single key is that key's value: all 65,536 bit patterns but NaN come back as they were."""
+    numbers = torch.arange(2**16).to(torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[~numbers.isnan()]
+    values = torch.cat([numbers, numbers[: -len(numbers) % 96]]).view(-1, 2, 48)
+    rows = len(values)
+    attended = kernel((2, 2, 48), dtype)(
+        torch.ones(rows, 2, 48, dtype=dtype), torch.zeros(rows, 2, 48, dtype=dtype), values, torch.arange(rows, dtype=torch.int32)[:, None],
+        torch.arange(rows), torch.ones(rows, dtype=torch.int64), SCALE,
+    )  # fmt: skip
+    assert torch.equal(attended, values)
+
+
 def test_row_does_not_depend_on_the_others() -> None:
     step, attend = Step((4, 2, 48), [7, 130, 1, 64, 299], torch.float32, seed=1), kernel((4, 2, 48), torch.float32)
     together = step.attended(attend)
@@ -82,15 +96,33 @@ def test_row_does_not_depend_on_the_others() -> None:
 
 
 def test_threads_share_the_rows() -> None:
-    step, alone = Step((4, 2, 48), [9, 200, 31, 4, 5, 6, 280], torch.float32, seed=2), kernel((4, 2, 48), torch.float32)
-    threads = torch.get_num_threads()
+    step, threads = Step((4, 2, 48), [9, 200, 31, 4, 5, 6, 280], torch.float32, seed=2), torch.get_num_threads()
     try:
+        torch.set_num_threads(1)
+        alone = AttentionKernel(4, 2, 48, torch.float32)
         torch.set_num_threads(3)
         shared = AttentionKernel(4, 2, 48, torch.float32)
         assert torch.equal(step.attended(shared), step.attended(alone))
         assert torch.equal(step.attended(shared, slice(0, 2)), step.attended(alone, slice(0, 2)))       # fewer rows than threads
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["query", "keys", "values"])
+def test_broken_numbers_show(dtype: torch.dtype, name: str) -> None:
+    """A model gone to NaN must not look like one that samples well."""
+    step = Step((4, 2, 48), [70, 70], dtype, seed=3)
+    getattr(step, name).fill_(torch.nan)
+    assert step.attended(kernel((4, 2, 48), dtype)).isnan().all()
+
+
+def test_tensors_that_it_would_misread_are_refused() -> None:
+    step, attend = Step((4, 2, 48), [5, 6], torch.float32, seed=4), kernel((4, 2, 48), torch.float32)
+    with pytest.raises(EngineError, match=r"compiled for torch\.float32.*bfloat16"):
+        attend(step.query.bfloat16(), step.keys, step.values, step.table, step.requests, step.lengths, SCALE)
+    with pytest.raises(EngineError, match="attention_backend=stock"):
+        attend(step.query, step.keys, step.values, step.table, step.requests[:1], step.lengths, SCALE)
 
 
 def test_subnormal_numbers_stay() -> None:
@@ -101,5 +133,5 @@ def test_subnormal_numbers_stay() -> None:
 
 def test_error_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler --fast")
-    with pytest.raises(EngineError, match=r"'no-such-compiler --fast' failed: .*Install a C compiler .*attention_backend=stock"):
-        AttentionKernel(4, 2, 48, torch.float32)
+    with pytest.raises(EngineError, match=r"'no-such-compiler --fast' .*failed: .*Install a C compiler.*attention_backend=stock"):
+        check_compiler()
