@@ -56,13 +56,15 @@ class AttentionKernel:
         query, requests, lengths = query.contiguous(), requests.contiguous(), lengths.contiguous()
         self._check(query, keys, values, table, requests, lengths)
         out = torch.empty(query.shape, dtype=torch.float32)
-        fixed = (keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.shape[1])
+        cache = (keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.shape[1])
+        queries, indices, counts, results = (x.data_ptr() for x in (query, requests, lengths, out))
+        row = query.shape[1] * query.shape[2]
 
         def attend(first: int, end: int) -> None:
             self._attend(
-                query[first:].data_ptr(), *fixed, requests[first:].data_ptr(), lengths[first:].data_ptr(), end - first, scale,
-                out[first:].data_ptr(),
-            )
+                queries + first * row * query.element_size(), *cache, indices + first * 8, counts + first * 8, end - first, scale,
+                results + first * row * 4,
+            )  # fmt: skip
 
         rows = len(query)
         if self._pool is None:
