@@ -64,7 +64,7 @@ class EngineConfig(BaseModel):
     context_length: int | None = Field(default=None, ge=2)
     """Longest prompt and response together; unset: the model's own."""
     attention_backend: str | None = None
-    """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's batched one on a CPU ("stock" is SGLang's)."""
+    """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's own on a CPU ("stock" is SGLang's)."""
     fixed_order: bool = False
     """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the learner's."""
     projection_parts: int = Field(default=1, ge=1)

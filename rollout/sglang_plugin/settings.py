@@ -19,7 +19,7 @@ class PluginSettings(BaseModel):
     engine_id: str = ""
     """Marks the processes of one engine: they carry it in their environment."""
     attention: Literal["batched", "stock"] = "batched"
-    """On a CPU: our decode attention for all sequences at once, or SGLang's loop over them."""
+    """On a CPU: our kernel for all sequences at once, or SGLang's loop over them."""
     fixed_order: bool = False
     """Operators of fixed order, attention included, in place of SGLang's."""
     projection_parts: int = 1
