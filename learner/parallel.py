@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from correction import matrix_products
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.megatron import model_parallel_cuda_manual_seed, parallel_state
@@ -166,6 +167,8 @@ def join(config: LearnerConfig, rank: int, world_size: int, master_addr: str, ma
         if getattr(config, name) != size:
             raise ConfigError(f"learner.{name} = {getattr(config, name)}: this process was set up for {size}; use a fresh process")
     torch.set_num_threads(config.threads)
+    if device.type == "cpu":
+        matrix_products.use_fastest()
     model_parallel_cuda_manual_seed(config.seed)
     return Placement(
         rank=rank,

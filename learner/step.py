@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from correction import matrix_products
 from correction.batch import CorrectedBatch
 from learner import balance
 from learner.attention import can_share_prompts
@@ -180,13 +181,15 @@ def _share_of_this_rank(
     lengths = batch.lengths.tolist()
     blank = [i for i, length in enumerate(lengths) if length > 0][:1]
     chosen = [corrected.select(part) if any(lengths[i] for i in part) else without_loss(corrected.select(blank)) for part in parts]
-    row_multiple = placement.tensor_parallel if config.sequence_parallel else 1
+    row_parts = placement.tensor_parallel if config.sequence_parallel else 1
+    # Experts would be sent the rows that fill up.
+    row_multiple = math.lcm(row_parts, matrix_products.row_multiple()) if transformer.num_moe_experts is None else row_parts
     inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
     if config.moe_aux_loss_coefficient:
         # Megatron multiplies a micro-batch's balancing loss by the rows that a router sees, of which sequence-parallel ranks have a
-        # part (row_multiple): this makes the sum over micro-batches and ranks a mean over all rows that are computed.
+        # part (row_parts): this makes the sum over micro-batches and ranks a mean over all rows that are computed.
         rows = placement.sum_over_data(torch.tensor(sum(len(its.token_ids) for its in inputs), device=placement.device))
-        transformer.moe_aux_loss_coeff = config.moe_aux_loss_coefficient * row_multiple / int(rows)
+        transformer.moe_aux_loss_coeff = config.moe_aux_loss_coefficient * row_parts / int(rows)
     return parts, [(one.to(placement.device), its.to(placement.device)) for one, its in zip(chosen, inputs, strict=True)]
 
 

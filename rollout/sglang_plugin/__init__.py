@@ -2,8 +2,8 @@
 
 `platform` runs while SGLang looks for hardware: on a CPU it puts stand-ins for `sgl_kernel` and `torchvision` in place where the
 real packages are absent. `register` runs in the engine's owner and in its scheduler, before the engine is built: attention backend,
-sampler, weight inspection, cache namespaces. Where CUDA serves the model, stand-ins and attention backend stay away and SGLang's own
-kernels run.
+sampler, weight inspection, cache namespaces, matrix products. Where CUDA serves the model, stand-ins, attention backend and products stay
+away and SGLang's own kernels run.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def platform() -> None:
 def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
+    from correction import matrix_products
     from rollout.sglang_plugin import attention, fixed_order, host_memory, idle, prefix_cache, process_groups, sampler, weights
     from rollout.sglang_plugin.settings import PluginSettings
 
@@ -40,6 +41,7 @@ def register() -> None:
     if serves_on_cpu():
         attention.register(settings.attention)
         host_memory.register()
+        matrix_products.use_fastest()
     if settings.fixed_order:
         fixed_order.register(settings.projection_parts)
     sampler.register()

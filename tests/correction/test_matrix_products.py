@@ -1,0 +1,95 @@
+"""Matrix products by oneDNN against float64, and torch with them in place of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from correction import matrix_products
+from correction.matrix_products import MANY_ROWS, ROW_MULTIPLE, product
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")  # type: ignore[no-untyped-call]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, MANY_ROWS + 40),
+    inner=st.integers(1, 200),
+    columns=st.integers(1, 200),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 2**32),
+)
+@example(rows=ROW_MULTIPLE + 1, inner=64, columns=64, transposed=(False, True), seed=0)
+@example(rows=MANY_ROWS - 1, inner=64, columns=64, transposed=(True, False), seed=0)
+def test_products_are_those_of_float64(rows: int, inner: int, columns: int, transposed: tuple[bool, bool], seed: int) -> None:
+    """The rounding of a sum of n products is at most n u sum |a b|, u = 2^-24 (Higham 2002, eq. 3.5), whatever their order."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(inner, rows, generator=generator).t() if transposed[0] else torch.randn(rows, inner, generator=generator)
+    b = torch.randn(columns, inner, generator=generator).t() if transposed[1] else torch.randn(inner, columns, generator=generator)
+    found = product(a, b)
+    assert found.shape == (rows, columns) and found.dtype == torch.float32
+    bound = (inner + 1) * 2.0**-24 * (a.double().abs() @ b.double().abs())
+    assert bool(((found.double() - a.double() @ b.double()).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_other_types_are_left_to_torch(dtype: torch.dtype) -> None:
+    a, b = (torch.arange(n, dtype=dtype).reshape(shape) for n, shape in ((6, (2, 3)), (12, (3, 4))))
+    expected = torch.tensor([[20, 23, 26, 29], [56, 68, 80, 92]], dtype=dtype)
+    assert torch.equal(product(a, b), expected)
+
+
+def test_empty_factors_and_those_that_do_not_fit_are_left_to_torch() -> None:
+    assert product(torch.ones(0, 3), torch.ones(3, 4)).shape == (0, 4)
+    assert torch.equal(product(torch.ones(2, 0), torch.ones(0, 4)), torch.zeros(2, 4))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        product(torch.ones(2, 3), torch.ones(4, 5))
+
+
+PROGRAM = """
+import torch
+from correction import matrix_products
+matrix_products.is_needed = lambda: True
+assert matrix_products.row_multiple() == 1
+matrix_products.use_fastest()
+matrix_products.use_fastest()
+assert matrix_products.row_multiple() == 64
+torch.manual_seed(0)
+x, weight = torch.randn(3, 7, 65, requires_grad=True), torch.randn(33, 65, requires_grad=True)
+y = torch.nn.functional.linear(x, weight)
+assert torch.equal(y.flatten(0, 1), matrix_products.product(x.flatten(0, 1), weight.t()))
+slope = torch.randn_like(y)
+y.backward(slope)
+exact = torch.nn.functional.linear(x.double(), weight.double())
+torch.testing.assert_close(y, exact.float())
+torch.testing.assert_close(x.grad, (slope.double() @ weight.double()).float())
+torch.testing.assert_close(weight.grad, (slope.double().flatten(0, 1).t() @ x.double().flatten(0, 1)).float())
+"""
+
+
+def test_torch_multiplies_and_differentiates_with_them() -> None:
+    """In a process of its own, since an override is for all of it; the second call must not override again, nor anything warn."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("capability", "vendor", "expected"),
+    [("AVX512", "AuthenticAMD", True), ("AVX512", "GenuineIntel", False), ("AVX2", "AuthenticAMD", False)],
+)
+def test_only_processors_that_mkl_does_not_use_wholly_need_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: str, vendor: str, expected: bool
+) -> None:
+    processor = tmp_path / "cpuinfo"
+    processor.write_text(f"vendor_id : {vendor}\n")
+    monkeypatch.setattr(matrix_products, "Path", lambda _: processor)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert matrix_products.is_needed.__wrapped__() is expected
