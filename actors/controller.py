@@ -25,7 +25,7 @@ from actors.correction_service import CorrectionService, Observation, PreparedBa
 from actors.evaluation import Evaluation, evaluate
 from actors.learner_group import LearnerGroup
 from actors.ledger import Ledger
-from actors.observer import Observer
+from actors.observer import FinishedStep, Observer
 from actors.pool import RolloutPool
 from actors.resume import TrainingState
 from actors.rollout_worker import SyncReceipt
@@ -75,7 +75,7 @@ class Controller:
         """Why an alarm ends the run; empty: none does."""
         self._evaluation: asyncio.Task[Evaluation] | None = None
         self._saving: asyncio.Task[None] | None = None
-        self._telling: asyncio.Task[None] | None = None
+        self._untold: FinishedStep | None = None
         self._ends_at_once = False
         self._watch = Stopwatch()
 
@@ -127,35 +127,30 @@ class Controller:
                 await self._saved()
             batch = await self._next_batch()
             result = await self._learn(batch)
-            await self._told()  # what is noted from here on belongs to this step
             self._compare_bits(batch, result)
             self._version += 1
             with self._watch.phase("publish"):
                 await self._sync.publish()                                 # engines take it while we go on
-            await self._ask(self._queue.publish, self._version)
-            discarded = await self._ask(self._queue.settle, [g.group_id for g in batch.groups])
+            discarded, counts = await self._ask(self._queue.advance, self._version, [g.group_id for g in batch.groups])
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
-            observed = self._observe(batch, result)  # before the service has the next batch
-            counts = self._ask(self._queue.counts)
-            telling = self._observer.step(self._step, self._version, batch, result, observed, self._watch.read(), counts, discarded)
-            self._telling = asyncio.create_task(telling)  # beside the next step
+            ended = time.monotonic()
+            self._untold = FinishedStep(self._step, self._version, batch, result, self._watch.read(), ended, counts, discarded)
+            # The ranks take collective calls from one caller at a time: the service may call them when it is asked for the next batch.
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
             await self._answer_alarms()
-            # After the save: the ranks take collective calls from one caller at a time.
-            if self._step < config.steps and not self._ends_early:
-                await self._ask(self._service.learner_reached, self._version)
             self._evaluate_beside()
 
-    async def _told(self) -> None:
-        """Wait until the observer has the numbers of all finished steps. Raises: what went wrong with them."""
-        if self._telling is not None:
-            await self._telling
+    def _tell(self) -> None:
+        """Give the observer the last finished step, and have its batch diagnosed. What is noted from here on belongs to the next step."""
+        told, self._untold = self._untold, None
+        if told is not None:
+            self._observer.step(told, self._observe(told))
 
     async def _flush(self) -> None:
         """Have the lines of all finished steps written."""
-        await self._told()
+        self._tell()
         await self._observer.flush()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
@@ -175,12 +170,20 @@ class Controller:
             )
 
     async def _learn(self, batch: PreparedBatch) -> Any:
+        """Train on a batch; what there is to do about the step before is done meanwhile."""
         with self._watch.phase("train"):
-            return await self._learner.step(batch.corrected, batch.correction, step=self._step)
+            learning = asyncio.ensure_future(self._learner.step(batch.corrected, batch.correction, step=self._step))
+            try:
+                await asyncio.sleep(0)  # the learner has its work
+                self._tell()
+                return await learning
+            finally:
+                learning.cancel()
 
-    def _observe(self, batch: PreparedBatch, result: Any) -> Awaitable[Observation | None]:
-        """Diagnostics of the batch that was just trained, in the making; their alarms are answered between two steps, once known."""
-        reference = self._service.observe.remote(self._step, batch.version, result.target_logprobs, learned_numbers(batch, result))
+    def _observe(self, step: FinishedStep) -> Awaitable[Observation | None]:
+        """Diagnostics of a step's batch, in the making; their alarms are answered between two steps, once known."""
+        batch, result = step.batch, step.result
+        reference = self._service.observe.remote(step.number, batch.version, result.target_logprobs, learned_numbers(batch, result))
 
         async def with_alarms() -> Observation | None:
             observation: Observation | None = await reference
@@ -365,9 +368,8 @@ class Controller:
         await self._pool.first_worker()
         await self._sync.publish()
         self._pool.follow(self._sync)
-        await self._ask(self._queue.publish, self._version)
+        await self._ask(self._queue.advance, self._version, [])
         await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)
-        await self._ask(self._service.learner_reached, self._version)
 
     def _service_config(self) -> ServiceConfig:
         config = self._config
@@ -415,7 +417,7 @@ class Controller:
         if self._saving is not None and not self._ends_at_once:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
                 await wait_for(self._saved(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
-        for beside in (self._evaluation, self._saving, self._telling):
+        for beside in (self._evaluation, self._saving):
             if beside is not None and not beside.cancel() and not beside.cancelled():
                 beside.exception()  # is known: it ended the run, or a warning told of it
         endings: dict[str, Callable[[], Any]] = {

@@ -112,17 +112,15 @@ class CorrectionService:
         self._learner_at = asyncio.Condition()
         self._learner_version = -1
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
-        self._last: PreparedBatch | None = None
+        self._undiagnosed: dict[int, PreparedBatch] = {}
+        """By version: the batch that the learner has, and the one before, which is diagnosed while it has that."""
         self._scatter = ScatterReservoir()
 
-    async def learner_reached(self, version: int) -> None:
-        """The learner stands at `version` and is idle: forwards for the batch of that version may run."""
+    async def next_batch(self, version: int) -> PreparedBatch:
+        """The batch of `version`, at which the learner stands, idle; the one after it is begun before this returns."""
         async with self._learner_at:
             self._learner_version = version
             self._learner_at.notify_all()
-
-    async def next_batch(self, version: int) -> PreparedBatch:
-        """The batch of `version`; the one after it is begun before this returns."""
         if self._ahead is None or self._ahead[0] != version:
             self._ahead = (version, asyncio.create_task(self._prepare(version)))
         # The deadline counts from the learner's asking, not from the work ahead: that may rest while the learner trains.
@@ -132,7 +130,7 @@ class CorrectionService:
             deadline_s=self._config.batch_s,
             detail=lambda: self._queue.waiting_for.remote(version),
         )
-        self._last = prepared
+        self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v == version - 1} | {version: prepared}
         self._ahead = (version + 1, asyncio.create_task(self._prepare(version + 1)))
         return prepared
 
@@ -143,15 +141,15 @@ class CorrectionService:
             self._ahead = None
 
     async def observe(self, step: int, version: int, target_logprobs: Tensor, learned: Mapping[str, float]) -> Observation | None:
-        """Diagnostics of the batch that was trained last and what the monitor says about them; None if that is not the batch of `version`.
+        """Diagnostics of the batch of `version` and what the monitor says about them; None if it is not one of the last two.
 
         Args:
             step: number of the batch's step.
             target_logprobs: [N] float32, the learner's at the weights from which the update started; the proximal ones of a fused step.
             learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
         """
-        trained, self._last = self._last, None    # its tensors live as long as this call
-        if trained is None or trained.version != version:
+        trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
+        if trained is None:
             return None
         async with self._observing:
             return await asyncio.to_thread(self._observe, step, trained, target_logprobs, learned)

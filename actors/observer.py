@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,32 @@ if TYPE_CHECKING:
     from actors.learner_group import LearnerGroup
     from actors.pool import RolloutPool
     from actors.weight_sync import SyncTarget
+    from learner.step import StepResult
 
 _DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_total"}
 """Where discarded groups are counted besides groups/discarded_total, by reason."""
 _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
 """Families that count the monitor's events, by symptom."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """What the loop knows of a step when it has ended."""
+
+    number: int
+    """From 1."""
+    version: int
+    """Of the weights after it."""
+    batch: PreparedBatch
+    result: StepResult
+    phases: dict[str, float]
+    """Seconds by phase of the loop."""
+    ended: float
+    """time.monotonic()."""
+    counts: dict[str, int]
+    """Of the queue."""
+    discarded: Sequence[tuple[str, str]]
+    """Groups given up since the step before, as (prompt id, reason)."""
 
 
 class Observer:
@@ -163,44 +185,30 @@ class Observer:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    async def step(
-        self,
-        step: int,
-        version: int,
-        batch: PreparedBatch,
-        result: Any,
-        observed: Awaitable[Observation | None],
-        phases: dict[str, float],
-        counting: Awaitable[dict[str, int]],
-        discarded: Sequence[tuple[str, str]],
-    ) -> None:
-        """Take the numbers of a finished step; loads, diagnostics and warnings come later, beside the loop; steps are written in order.
-
-        Args:
-            counting: the queue's counts, in the making.
-        """
-        counts = await counting
-        now = time.monotonic()
-        seconds, self._step_ended = now - self._step_ended, now
+    def step(self, finished: FinishedStep, observed: Awaitable[Observation | None]) -> None:
+        """Take the numbers of a finished step; loads, diagnostics and warnings come later, beside the loop; steps are written in order."""
+        step, batch, result = finished.number, finished.batch, finished.result
+        seconds, self._step_ended = finished.ended - self._step_ended, finished.ended
         loads = asyncio.create_task(self._pool.loads())  # awaited off the loop's path
-        for _, reason in discarded:
+        for _, reason in finished.discarded:
             self._count(_DISCARD_COUNTERS[reason], 1)
         self._count("steps/skipped_total", result.skipped_steps)
         if not math.isfinite(result.loss + result.grad_norm):
             self._keep_skipped(step, batch, result)
-        metrics = StepMetrics(step, {"weight_version": version, "time/elapsed_s": now - self._began, "time/step_s": seconds})
+        elapsed = {"time/elapsed_s": finished.ended - self._began, "time/step_s": seconds}
+        metrics = StepMetrics(step, {"weight_version": finished.version, **elapsed})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
         metrics.update(sync_metrics(self._receipts, self._differences))
-        metrics.update(self._learner_share(phases, batch, seconds))
-        self._queue_numbers(metrics, counts)
+        metrics.update(self._learner_share(finished.phases, batch, seconds))
+        self._queue_numbers(metrics, finished.counts)
         metrics.update(self._extra)
         metrics.update(self._totals)
-        finished, self._finished, self._receipts, self._differences, self._extra = self._finished, [], [], [], {}
+        groups, self._finished, self._receipts, self._differences, self._extra = self._finished, [], [], [], {}
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, step=step, limit=self._config.metrics.trajectories_per_step)
             self._folder.write_trajectories(step, text)
-        self._writing = asyncio.create_task(self._write_when_known(metrics, finished, loads, observed, self._writing))
+        self._writing = asyncio.create_task(self._write_when_known(metrics, groups, loads, observed, self._writing))
 
     def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any) -> None:
         """Say what the guard did, and keep the batch for study. The weights were those of the version before the step."""

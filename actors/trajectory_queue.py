@@ -297,18 +297,15 @@ class TrajectoryQueueActor:
             await self._wait_until(lambda: take() and len(drawn) == places, time.monotonic() + _JOIN_S)
         return drawn
 
-    async def settle(self, group_ids: list[int]) -> list[tuple[str, str]]:
-        """Trained groups leave; returns what was discarded since the last call, as (prompt id, reason)."""
-        self._queue.settle(group_ids)
-        await self._notify()
-        return self._queue.take_discarded()
+    async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int]]:
+        """The learner has new weights, by training on these groups; they leave.
 
-    async def publish(self, version: int) -> None:
+        Returns: what was discarded since the last call, as (prompt id, reason), and the counts.
+        """
         self._queue.publish(version)
+        self._queue.settle(trained)
         await self._notify()
-
-    async def counts(self) -> dict[str, int]:
-        return self._queue.counts()
+        return self._queue.take_discarded(), self._queue.counts()
 
     async def waiting_for(self, version: int) -> str:
         return self._queue.waiting_for(version)

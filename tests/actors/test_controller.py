@@ -13,6 +13,7 @@ import pytest
 from actors.config import RunConfig
 from actors.controller import Controller
 from actors.correction_service import PreparedBatch
+from actors.observer import FinishedStep
 from correction.errors import DeadlineExceeded
 from tests.actors.cases import prompts
 
@@ -125,26 +126,25 @@ def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypat
 
 
 class Loop:
-    """A controller whose steps take no time but the queue's counts do: the observer hears of a step when the next one is under way."""
+    """A controller whose steps take a moment: the observer hears of a step when the learner is at work on the next one."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         observer = Observer()
         observer.step = self._told  # type: ignore[attr-defined]
         self.run = controller(observer)
-        self.run._queue = SimpleNamespace(publish=self._call(None), settle=self._call([]), counts=self._call({}, 0.05))
-        self.run._service = SimpleNamespace(learner_reached=self._call(None), observe=self._call(None))
+        self.run._queue = SimpleNamespace(advance=self._call(([], {})))
         self.run._sync = SimpleNamespace(publish=self._nothing)  # type: ignore[assignment]
         self.run._ledger = SimpleNamespace(settle=lambda *_, **__: None)  # type: ignore[assignment]
-        self.run._next_batch, self.run._learn = self._batch, self._learn  # type: ignore[method-assign]
+        self.run._learner = SimpleNamespace(step=self._learn)  # type: ignore[assignment]
+        self.run._next_batch = self._batch  # type: ignore[method-assign]
         self.run._compare_bits = lambda *_: self.log.append(f"note {self.run._step + 1}")  # type: ignore[method-assign]
-        self.run._observe = lambda *_: self.log.append(f"observe {self.run._step}")  # type: ignore[method-assign,assignment,return-value]
+        self.run._observe = lambda step: self.log.append(f"observe {step.number}")  # type: ignore[method-assign,assignment,return-value]
         self.run._evaluate_beside = lambda: None  # type: ignore[method-assign]
 
     @staticmethod
-    def _call(answer: Any, seconds: float = 0.0) -> Any:
+    def _call(answer: Any) -> Any:
         async def later(*_: Any) -> Any:
-            await asyncio.sleep(seconds)
             return answer
 
         return SimpleNamespace(remote=later, _method_name="call")
@@ -153,19 +153,19 @@ class Loop:
 
     async def _batch(self) -> PreparedBatch:
         self.log.append(f"batch {self.run._step + 1}")
-        return SimpleNamespace(groups=[])  # type: ignore[return-value]
+        return SimpleNamespace(groups=[], corrected=None, correction=None)  # type: ignore[return-value]
 
-    async def _learn(self, _: Any) -> Any:
-        self.log.append(f"learn {self.run._step + 1}")
+    async def _learn(self, *_: Any, step: int) -> Any:
+        self.log.append(f"learn {step + 1}")
+        await asyncio.sleep(0.05)
+        self.log.append(f"learned {step + 1}")
 
-    async def _told(self, step: int, *others: Any) -> None:
-        *_, counting, _ = others
-        await counting
-        self.log.append(f"told {step}")
+    def _told(self, step: FinishedStep, _: Any) -> None:
+        self.log.append(f"told {step.number}")
 
     async def train(self) -> None:
         await self.run._train()
-        await self.run._told()
+        self.run._tell()
 
 
 def test_a_step_is_told_beside_the_next_one_but_before_anything_is_noted_of_that() -> None:
@@ -173,9 +173,9 @@ def test_a_step_is_told_beside_the_next_one_but_before_anything_is_noted_of_that
     loop = Loop()
     loop.run._config = loop.run._config.model_copy(update={"steps": 5})
     asyncio.run(loop.train())
-    steps = [["batch 3", "learn 3", "note 3", "observe 3"]]
-    steps += [[f"batch {n}", f"learn {n}", f"told {n - 1}", f"note {n}", f"observe {n}"] for n in (4, 5)]
-    steps.append(["told 5"])
+    steps = [["batch 3", "learn 3", "learned 3", "note 3"]]
+    steps += [[f"batch {n}", f"learn {n}", f"observe {n - 1}", f"told {n - 1}", f"learned {n}", f"note {n}"] for n in (4, 5)]
+    steps.append(["observe 5", "told 5"])
     assert loop.log == [entry for step in steps for entry in step]
 
 
@@ -201,9 +201,7 @@ def test_a_step_is_told_before_its_checkpoint_is_taken() -> None:
 def test_numbers_that_could_not_be_told_end_the_run() -> None:
     loop = Loop()
 
-    async def full(*others: Any) -> None:
-        *_, counting, _ = others
-        await counting
+    def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
     loop.run._observer.step = full  # type: ignore[method-assign]

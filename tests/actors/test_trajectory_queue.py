@@ -261,8 +261,8 @@ def test_the_actor_waits_for_places_and_groups() -> None:
         await actor.put([group(ticket)])
         assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
         assert not placing.done()
-        await actor.publish(1)
-        assert await actor.settle([0]) == []
+        discarded, counts = await actor.advance(1, [0])
+        assert (discarded, counts["trained"]) == ([], 1)
         assert await asyncio.wait_for(placing, 5.0) == 1
 
     asyncio.run(scenario())
