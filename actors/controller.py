@@ -41,6 +41,10 @@ from rollout.tasks import Task
 from rollout.trajectory import Prompt
 
 T = TypeVar("T")
+_BATCH_IS_LATE_S = 0.1
+"""The last step is told while the learner waits for a batch, if it waits longer than that."""
+_END_S = 30.0
+"""For each of the things that are still to be done when a run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +138,8 @@ class Controller:
             discarded, counts = await self._ask(self._queue.advance, self._version, [g.group_id for g in batch.groups])
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
-            ended = time.monotonic()
-            self._untold = FinishedStep(self._step, self._version, batch, result, self._watch.read(), ended, counts, discarded)
+            phases = self._watch.read()
+            self._untold = self._observer.end_step(self._step, self._version, batch, result, phases, counts, discarded)
             # The ranks take collective calls from one caller at a time: the service may call them when it is asked for the next batch.
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
@@ -143,10 +147,21 @@ class Controller:
             self._evaluate_beside()
 
     def _tell(self) -> None:
-        """Give the observer the last finished step, and have its batch diagnosed. What is noted from here on belongs to the next step."""
-        told, self._untold = self._untold, None
-        if told is not None:
-            self._observer.step(told, self._observe(told))
+        """Make the last finished step known, and have its batch diagnosed, if that wasn't done."""
+        step, self._untold = self._untold, None
+        if step is not None:
+            self._observer.tell(step, self._observe(step))
+
+    async def _telling_beside(self, work: Awaitable[T], *, after_s: float) -> T:
+        """The result of `work`; the last step is told while that is under way, if it takes longer than `after_s`."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task}, timeout=after_s)
+            if not task.done():
+                self._tell()
+            return await task
+        finally:
+            task.cancel()
 
     async def _flush(self) -> None:
         """Have the lines of all finished steps written."""
@@ -160,7 +175,7 @@ class Controller:
 
     async def _next_batch(self) -> PreparedBatch:
         with self._watch.phase("wait_learner"):
-            return await wait_for(
+            batch = wait_for(
                 self._service.next_batch.remote(self._version),
                 f"batch of version {self._version} <- correction service",
                 deadline_s=self._config.deadlines.batch_s + 30.0,
@@ -168,17 +183,12 @@ class Controller:
                 notice=self._observer.waiting,
                 detail=lambda: self._queue.waiting_for.remote(self._version),
             )
+            return await self._telling_beside(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _learn(self, batch: PreparedBatch) -> Any:
-        """Train on a batch; what there is to do about the step before is done meanwhile."""
         with self._watch.phase("train"):
-            learning = asyncio.ensure_future(self._learner.step(batch.corrected, batch.correction, step=self._step))
-            try:
-                await asyncio.sleep(0)  # the learner has its work
-                self._tell()
-                return await learning
-            finally:
-                learning.cancel()
+            # Told as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
+            return await self._telling_beside(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
 
     def _observe(self, step: FinishedStep) -> Awaitable[Observation | None]:
         """Diagnostics of a step's batch, in the making; their alarms are answered between two steps, once known."""
@@ -368,7 +378,6 @@ class Controller:
         await self._pool.first_worker()
         await self._sync.publish()
         self._pool.follow(self._sync)
-        await self._ask(self._queue.advance, self._version, [])
         await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)
 
     def _service_config(self) -> ServiceConfig:
@@ -417,6 +426,8 @@ class Controller:
         if self._saving is not None and not self._ends_at_once:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
                 await wait_for(self._saved(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
+        with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
+            await wait_for(self._flush(), "lines of the last steps", deadline_s=_END_S)
         for beside in (self._evaluation, self._saving):
             if beside is not None and not beside.cancel() and not beside.cancelled():
                 beside.exception()  # is known: it ended the run, or a warning told of it
@@ -428,7 +439,7 @@ class Controller:
         for part, end in endings.items():
             if hasattr(self, part):
                 with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
-                    await wait_for(end(), f"end of {part.strip('_')}", deadline_s=30.0)
+                    await wait_for(end(), f"end of {part.strip('_')}", deadline_s=_END_S)
         if hasattr(self, "_learner"):
             self._learner.kill()
 

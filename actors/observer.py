@@ -44,7 +44,7 @@ _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """What the loop knows of a step when it has ended."""
+    """What is known of a step at its end, and belongs to it."""
 
     number: int
     """From 1."""
@@ -52,14 +52,19 @@ class FinishedStep:
     """Of the weights after it."""
     batch: PreparedBatch
     result: StepResult
+    elapsed_s: float
+    """Since the run began."""
+    seconds: float
+    """Since the step before ended."""
     phases: dict[str, float]
     """Seconds by phase of the loop."""
-    ended: float
-    """time.monotonic()."""
-    counts: dict[str, int]
-    """Of the queue."""
-    discarded: Sequence[tuple[str, str]]
-    """Groups given up since the step before, as (prompt id, reason)."""
+    loads: Awaitable[dict[str, WorkerLoad]]
+    groups: Sequence[GroupSummary]
+    receipts: Sequence[SyncReceipt]
+    differences: Sequence[float]
+    """Of the probes."""
+    noted: dict[str, float]
+    """Further numbers, by name of the catalogue, and the totals."""
 
 
 class Observer:
@@ -185,30 +190,52 @@ class Observer:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, finished: FinishedStep, observed: Awaitable[Observation | None]) -> None:
-        """Take the numbers of a finished step; loads, diagnostics and warnings come later, beside the loop; steps are written in order."""
-        step, batch, result = finished.number, finished.batch, finished.result
-        seconds, self._step_ended = finished.ended - self._step_ended, finished.ended
-        loads = asyncio.create_task(self._pool.loads())  # awaited off the loop's path
-        for _, reason in finished.discarded:
+    def end_step(
+        self,
+        number: int,
+        version: int,
+        batch: PreparedBatch,
+        result: StepResult,
+        phases: dict[str, float],
+        counts: dict[str, int],
+        discarded: Sequence[tuple[str, str]],
+    ) -> FinishedStep:
+        """Take stock of a step that ends now; what is noted from here on belongs to the next one.
+
+        Args:
+            phases: seconds of the loop.
+            counts: of the queue.
+            discarded: groups given up since the step before, as (prompt id, reason).
+        """
+        now = time.monotonic()
+        seconds, self._step_ended = now - self._step_ended, now
+        loads = asyncio.create_task(self._pool.loads())
+        for _, reason in discarded:
             self._count(_DISCARD_COUNTERS[reason], 1)
         self._count("steps/skipped_total", result.skipped_steps)
+        noted = self._extra | self._queue_numbers(counts) | self._totals
+        elapsed_s, groups, receipts, differences = now - self._began, self._finished, self._receipts, self._differences
+        self._finished, self._receipts, self._differences, self._extra = [], [], [], {}
+        return FinishedStep(
+            number, version, batch, result, elapsed_s, seconds, phases, loads, groups, receipts, differences, noted
+        )
+
+    def tell(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
+        """Make a step's numbers known, beside the loop: loads, diagnostics and warnings come later; steps are written in order."""
+        batch, result = step.batch, step.result
         if not math.isfinite(result.loss + result.grad_norm):
-            self._keep_skipped(step, batch, result)
-        elapsed = {"time/elapsed_s": finished.ended - self._began, "time/step_s": seconds}
-        metrics = StepMetrics(step, {"weight_version": finished.version, **elapsed})
+            self._keep_skipped(step.number, batch, result)
+        times = {"time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds}
+        metrics = StepMetrics(step.number, {"weight_version": step.version, **times})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
-        metrics.update(sync_metrics(self._receipts, self._differences))
-        metrics.update(self._learner_share(finished.phases, batch, seconds))
-        self._queue_numbers(metrics, finished.counts)
-        metrics.update(self._extra)
-        metrics.update(self._totals)
-        groups, self._finished, self._receipts, self._differences, self._extra = self._finished, [], [], [], {}
+        metrics.update(sync_metrics(step.receipts, step.differences))
+        metrics.update(self._learner_share(step.phases, batch, step.seconds))
+        metrics.update(step.noted)
         if self._config.metrics.trajectories_per_step:
-            text = trajectories_text(batch.groups, step=step, limit=self._config.metrics.trajectories_per_step)
-            self._folder.write_trajectories(step, text)
-        self._writing = asyncio.create_task(self._write_when_known(metrics, groups, loads, observed, self._writing))
+            text = trajectories_text(batch.groups, step=step.number, limit=self._config.metrics.trajectories_per_step)
+            self._folder.write_trajectories(step.number, text)
+        self._writing = asyncio.create_task(self._write_when_known(metrics, step.groups, step.loads, observed, self._writing))
 
     def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any) -> None:
         """Say what the guard did, and keep the batch for study. The weights were those of the version before the step."""
@@ -297,12 +324,13 @@ class Observer:
             "throughput/learner_tokens_per_s": batch.corrected.batch.num_tokens / train_s if train_s > 0 else None,
         }
 
-    def _queue_numbers(self, metrics: StepMetrics, counts: dict[str, int]) -> None:
-        self._totals["groups/admitted_total"] = counts["admitted"]
-        self._totals["groups/trained_total"] = counts["trained"]
-        self._totals["groups/discarded_total"] = counts["discarded"]
-        metrics.set("queue/groups", counts["finished"])
-        metrics.set("queue/outstanding", counts["in_flight"] + counts["finished"] + counts["drawn"])
+    def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:
+        for name in ("admitted", "trained", "discarded"):
+            self._totals[f"groups/{name}_total"] = counts[name]
         joined, current = self._pool.counts()
-        metrics.set("pool/workers", joined)
-        metrics.set("pool/current_workers", current)
+        return {
+            "queue/groups": counts["finished"],
+            "queue/outstanding": counts["in_flight"] + counts["finished"] + counts["drawn"],
+            "pool/workers": joined,
+            "pool/current_workers": current,
+        }

@@ -3,11 +3,12 @@
 Torch multiplies by MKL, which keeps to AVX2 on processors that aren't Intel's. Torch carries oneDNN as well, which goes by what the
 processor can do: with AVX-512 on an AMD processor its products take half the time. On other processors nothing is changed.
 
-It is torch's own operator `mm` that is given another kernel for the CPU, below autograd: layers, their gradients and the heads of both
-engines need not know. Torch has no setting for it; its precisions choose oneDNN for float32 only to round the factors.
+It is torch's own operator `mm` that is given another kernel for the CPU, below autograd: layers and their gradients need not know. What
+multiplies by another operator stays with MKL: into a given tensor (mm.out), with a bias in the same call (addmm), in batches (bmm). Torch
+has no setting for it; its precisions choose oneDNN for float32 only to round the factors.
 
 oneDNN compiles a kernel for every shape that it meets (about a millisecond) and keeps a thousand of them, so the numbers of rows should not
-be too many: here those of a decode step are padded, and `row_multiple` is for those who lay out larger inputs.
+be too many: here those of a decode step are padded, and the learner fills what it trains on up to a multiple of TRAINED_ROW_MULTIPLE.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 ROW_MULTIPLE, MANY_ROWS = 16, 512
 """Between the two, rows are padded to a multiple of the first. Of fewer each number is met, of more the copy would take too long."""
+TRAINED_ROW_MULTIPLE = 64
 
 _overrides: list[torch.library.Library] = []
 """An override lasts as long as its library object."""
@@ -35,11 +37,6 @@ def use_fastest() -> None:
             warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that this is an override
             library.impl("mm", product, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
         _overrides.append(library)
-
-
-def row_multiple() -> int:
-    """Of which the rows of a large input should be a multiple in this process."""
-    return 64 if _overrides else 1
 
 
 @cache
@@ -56,6 +53,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     is_served = a.dtype is b.dtype is torch.float32 and a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
     if not is_served or not a.numel() or not b.numel():
         return torch.addmm(a.new_empty(()), a, b, beta=0)
+    if not (b.is_contiguous() or b.t().is_contiguous()):
+        b = b.contiguous()  # oneDNN takes no rows that overlap
     rows = a.shape[0]
     padding = -rows % ROW_MULTIPLE if ROW_MULTIPLE < rows < MANY_ROWS else 0
     if padding:

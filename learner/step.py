@@ -124,7 +124,7 @@ def run_microbatches(
     """
     batch = corrected.batch
     with watch.phase("prepare"):
-        parts, microbatches = _share_of_this_rank(chunks[0].config, corrected, config, placement)
+        parts, microbatches = _share_of_this_rank(chunks[0].config, corrected, config, placement, trains=objective is not None)
         routes = [
             Routes.of(its.routed_experts, len(its.token_ids), placement, shares_rows=config.sequence_parallel, keeps_taken=keep_routes)
             for _, its in microbatches
@@ -164,13 +164,15 @@ def run_microbatches(
 
 
 def _share_of_this_rank(
-    transformer: TransformerConfig, corrected: CorrectedBatch, config: LearnerConfig, placement: Placement
+    transformer: TransformerConfig, corrected: CorrectedBatch, config: LearnerConfig, placement: Placement, *, trains: bool
 ) -> tuple[tuple[tuple[int, ...], ...], list[Microbatch]]:
     """Which sequences are this rank's, micro-batch by micro-batch, and those as the model takes them.
 
     Ranks pass through equally many micro-batches; one that has nothing left computes a sequence without loss. So does every rank where
     the interleaved schedule wants the number of micro-batches to be a multiple of that of the stages: of a sequence without loss one row is
-    read, and a pass over one row costs less than cutting the others smaller.
+    read, and a pass over that costs less than cutting the others smaller.
+    Args:
+        trains: rows are filled up so that few shapes come up; where each is met once, that gains nothing.
     """
     batch = corrected.batch
     shares = config.shared_prompts and can_share_prompts(placement.device.type, config.torch_dtype)
@@ -182,8 +184,8 @@ def _share_of_this_rank(
     blank = [i for i, length in enumerate(lengths) if length > 0][:1]
     chosen = [corrected.select(part) if any(lengths[i] for i in part) else without_loss(corrected.select(blank)) for part in parts]
     row_parts = placement.tensor_parallel if config.sequence_parallel else 1
-    # Experts would be sent the rows that fill up.
-    row_multiple = math.lcm(row_parts, matrix_products.row_multiple()) if transformer.num_moe_experts is None else row_parts
+    fills = trains and placement.device.type == "cpu" and transformer.num_moe_experts is None  # experts would be sent what fills up
+    row_multiple = math.lcm(row_parts, matrix_products.TRAINED_ROW_MULTIPLE) if fills else row_parts
     inputs = [ModelInputs.of(one.batch, share_prompts=shares, row_multiple=row_multiple) for one in chosen]
     if config.moe_aux_loss_coefficient:
         # Megatron multiplies a micro-batch's balancing loss by the rows that a router sees, of which sequence-parallel ranks have a

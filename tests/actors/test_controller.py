@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import pytest
 from actors.config import RunConfig
 from actors.controller import Controller
 from actors.correction_service import PreparedBatch
-from actors.observer import FinishedStep
 from correction.errors import DeadlineExceeded
 from tests.actors.cases import prompts
 
@@ -131,7 +130,8 @@ class Loop:
     def __init__(self) -> None:
         self.log: list[str] = []
         observer = Observer()
-        observer.step = self._told  # type: ignore[attr-defined]
+        observer.end_step = lambda number, *_: SimpleNamespace(number=number)  # type: ignore[attr-defined]
+        observer.tell = lambda step, _: self.log.append(f"told {step.number}")  # type: ignore[attr-defined]
         self.run = controller(observer)
         self.run._queue = SimpleNamespace(advance=self._call(([], {})))
         self.run._sync = SimpleNamespace(publish=self._nothing)  # type: ignore[assignment]
@@ -160,9 +160,6 @@ class Loop:
         await asyncio.sleep(0.05)
         self.log.append(f"learned {step + 1}")
 
-    def _told(self, step: FinishedStep, _: Any) -> None:
-        self.log.append(f"told {step.number}")
-
     async def train(self) -> None:
         await self.run._train()
         self.run._tell()
@@ -177,6 +174,70 @@ def test_a_step_is_told_beside_the_next_one_but_before_anything_is_noted_of_that
     steps += [[f"batch {n}", f"learn {n}", f"observe {n - 1}", f"told {n - 1}", f"learned {n}", f"note {n}"] for n in (4, 5)]
     steps.append(["observe 5", "told 5"])
     assert loop.log == [entry for step in steps for entry in step]
+
+
+def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
+    """After a resume it holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line."""
+
+    async def scenario() -> None:
+        loop = Loop()
+        run = loop.run
+        run._queue = None
+        run._pool = SimpleNamespace(first_worker=loop._nothing, follow=lambda _: None)  # type: ignore[assignment]
+
+        async def receipts(version: int, *, deadline_s: float) -> None:
+            loop.log.append(f"receipts {version}")
+
+        run._sync = SimpleNamespace(publish=loop._nothing, receipts=receipts)  # type: ignore[assignment]
+        await run._first_sync()
+        assert loop.log == [f"receipts {run._version}"]
+
+    asyncio.run(scenario())
+
+
+def test_a_step_is_told_while_its_successor_waits_for_a_batch() -> None:
+    """A terminal that shows the step before last for as long as a batch takes would mislead."""
+    loop = Loop()
+    loop.run._config = loop.run._config.model_copy(update={"steps": 4})
+
+    async def late() -> PreparedBatch:
+        await asyncio.sleep(0.3)
+        return await loop._batch()
+
+    service = SimpleNamespace(next_batch=SimpleNamespace(remote=lambda _: late()))
+    loop.run._service = service
+    loop.run._next_batch = MethodType(Controller._next_batch, loop.run)  # type: ignore[method-assign]
+    asyncio.run(loop.train())
+    assert loop.log[4:] == ["observe 3", "told 3", "batch 4", "learn 4", "learned 4", "note 4", "observe 4", "told 4"]
+
+
+def test_the_last_step_is_told_whatever_ends_the_run() -> None:
+    """What came just before the end is what one wants to read: the third batch never comes."""
+    loop = Loop()
+    flushed: list[str] = []
+
+    async def batch() -> PreparedBatch:
+        if loop.run._step == 4:
+            raise DeadlineExceeded("batch of version 4")
+        return await loop._batch()
+
+    async def flush() -> None:
+        flushed.append(loop.log[-1])
+
+    async def run() -> None:
+        try:
+            await loop.run._train()
+        finally:
+            await loop.run._end()
+
+    loop.run._next_batch = batch  # type: ignore[method-assign]
+    loop.run._observer.flush = flush  # type: ignore[method-assign]
+    loop.run._learner = SimpleNamespace(step=loop._learn, kill=list)  # type: ignore[assignment]
+    loop.run._sync = SimpleNamespace(publish=loop._nothing, close=loop._nothing)  # type: ignore[assignment]
+    loop.run._pool = SimpleNamespace(stop=loop._nothing)  # type: ignore[assignment]
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(run())
+    assert flushed == ["told 4"]
 
 
 def test_a_step_is_told_before_its_checkpoint_is_taken() -> None:
@@ -204,7 +265,7 @@ def test_numbers_that_could_not_be_told_end_the_run() -> None:
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    loop.run._observer.step = full  # type: ignore[method-assign]
+    loop.run._observer.tell = full  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no space left"):
         asyncio.run(loop.train())
     assert "note 4" not in loop.log

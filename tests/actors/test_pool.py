@@ -179,7 +179,7 @@ def test_groups_of_a_lost_worker_are_sampled_by_its_replacement(monkeypatch: pyt
         await scene.begin()
         await scene.until_finished(8)
         assert sorted(scene.finished) == list(range(8)) and sorted(scene.workers["1"].sampled) == list(range(8))
-        assert (scene.queue._queue.counts())["finished"] == 8
+        assert scene.queue._queue.counts()["finished"] == 8
         assert scene.joined == ["0", "1"] and scene.left == ["0"] and scene.sync.left == ["0"]
         await asyncio.sleep(0.05)
         assert scene.killed == ["0"], "an engine whose scheduler died still has a process"

@@ -74,16 +74,21 @@ def setting(learner: LearnerRank, **changes: Any) -> Iterator[None]:
 
 
 def rows_computed(learner: LearnerRank, batch: PackedBatch, **changes: Any) -> list[int]:
-    """Of each forward pass: the rows that the transformer's first layer is given."""
+    """Of each forward pass without gradient: the rows that the transformer's first layer is given."""
+    with watched_rows(learner) as rows, setting(learner, **changes):
+        learner.logprobs(batch)
+    return rows
+
+
+@contextmanager
+def watched_rows(learner: LearnerRank) -> Iterator[list[int]]:
     rows: list[int] = []
     decoder = learner._policies[0].decoder
     hook = decoder.layers[0].register_forward_pre_hook(
         lambda _, args, options: rows.append((args[0] if args else options["hidden_states"]).shape[0]), with_kwargs=True
     )
-    with setting(learner, **changes):
-        learner.logprobs(batch)
+    yield rows
     hook.remove()
-    return rows
 
 
 # Attention
@@ -200,6 +205,16 @@ def test_budget_counts_computed_positions(learner: LearnerRank) -> None:
     """A group takes 68 + 8 x 31 = 316: six of them fit into 2,048 positions, and sixteen into three micro-batches."""
     rows = rows_computed(learner, grouped_batch(ISSUE_SHAPE), tokens_per_microbatch=2048)
     assert rows == [6 * 316, 5 * 316, 5 * 316]
+
+
+def test_a_training_pass_is_filled_up(learner: LearnerRank) -> None:
+    """50 + 8 x 20 = 210 rows become 256, a multiple of 64, so that few shapes come up; the logprobs are those of the pass that isn't."""
+    batch = grouped_batch([([50] * 8, [21] * 8)])
+    with watched_rows(learner) as rows:
+        logprobs = learner.logprobs(batch)
+        trained = learner.step(defer(batch, TIS), TIS, step=0).target_logprobs
+    assert rows == [210, 256]
+    torch.testing.assert_close(trained, logprobs, rtol=0, atol=1e-6)
 
 
 def test_a_group_too_large_is_split_and_its_prompt_computed_in_each_part(learner: LearnerRank) -> None:
