@@ -139,6 +139,7 @@ class Controller:
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
             phases = self._watch.read()
+            self._tell()  # the step before, if nothing took long enough to tell it beside
             self._untold = self._observer.end_step(self._step, self._version, batch, result, phases, counts, discarded)
             # The ranks take collective calls from one caller at a time: the service may call them when it is asked for the next batch.
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
@@ -426,8 +427,10 @@ class Controller:
         if self._saving is not None and not self._ends_at_once:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
                 await wait_for(self._saved(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
-        with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
-            await wait_for(self._flush(), "lines of the last steps", deadline_s=_END_S)
+        try:
+            await wait_for(self._flush(), "lines of the last steps", deadline_s=1.0 if self._ends_at_once else _END_S)
+        except Exception as error:  # must not stand in place of what ended the run
+            self._observer.event("warning", f"the last step's numbers may be incomplete: {error}")
         for beside in (self._evaluation, self._saving):
             if beside is not None and not beside.cancel() and not beside.cancelled():
                 beside.exception()  # is known: it ended the run, or a warning told of it

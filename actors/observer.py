@@ -293,9 +293,9 @@ class Observer:
             self.warned(event)
 
     async def flush(self) -> None:
-        """Wait until every step so far is written."""
+        """Wait until every step told so far is written; they are written as well if this wait is cancelled."""
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)
 
     def keep_scatter(self, sample: ScatterSample | None) -> None:
         """Write what the report draws pi_prox against mu from."""

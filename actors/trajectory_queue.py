@@ -242,7 +242,7 @@ class TrajectoryQueue:
 
 
 class TrajectoryQueueActor:
-    """The queue as a Ray actor (async): the same methods, and waiting with a deadline."""
+    """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline."""
 
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)

@@ -1,14 +1,15 @@
 """Float32 matrix products on a CPU by the library that uses the whole processor, in the learner and in the engines alike.
 
 Torch multiplies by MKL, which keeps to AVX2 on processors that aren't Intel's. Torch carries oneDNN as well, which goes by what the
-processor can do: with AVX-512 on an AMD processor its products take half the time. On other processors nothing is changed.
+processor can do: with AVX-512 on an AMD processor its products take half the time. Other processors keep torch's own.
 
 It is torch's own operator `mm` that is given another kernel for the CPU, below autograd: layers and their gradients need not know. What
 multiplies by another operator stays with MKL: into a given tensor (mm.out), with a bias in the same call (addmm), in batches (bmm). Torch
 has no setting for it; its precisions choose oneDNN for float32 only to round the factors.
 
 oneDNN compiles a kernel for every shape that it meets (about a millisecond) and keeps a thousand of them, so the numbers of rows should not
-be too many: here those of a decode step are padded, and the learner fills what it trains on up to a multiple of TRAINED_ROW_MULTIPLE.
+be too many: here those of a decode step are padded, and the learner fills what it trains on up to a multiple of TRAINED_ROW_MULTIPLE (but
+for experts; on every CPU, because ranks on different ones have to lay out the same rows).
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     is_served = a.dtype is b.dtype is torch.float32 and a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]
     if not is_served or not a.numel() or not b.numel():
         return torch.addmm(a.new_empty(()), a, b, beta=0)
-    if not (b.is_contiguous() or b.t().is_contiguous()):
-        b = b.contiguous()  # oneDNN takes no rows that overlap
+    weight = b.t()
+    if not (b.is_contiguous() or weight.is_contiguous()):
+        weight = weight.contiguous()  # oneDNN adds in another order where rows lie apart, and can't take those that overlap
     rows = a.shape[0]
     padding = -rows % ROW_MULTIPLE if ROW_MULTIPLE < rows < MANY_ROWS else 0
     if padding:
         a = F.pad(a, (0, 0, 0, padding))
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
     return result[:rows] if padding else result

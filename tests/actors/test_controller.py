@@ -166,7 +166,7 @@ class Loop:
 
 
 def test_a_step_is_told_beside_the_next_one_but_before_anything_is_noted_of_that() -> None:
-    """What is noted joins the next line that is told: noted of step 4 before step 3 is told, it would stand in step 3's line."""
+    """The learner has its work first; what is noted of a step comes before its end, so that it stands in its line."""
     loop = Loop()
     loop.run._config = loop.run._config.model_copy(update={"steps": 5})
     asyncio.run(loop.train())
@@ -211,8 +211,9 @@ def test_a_step_is_told_while_its_successor_waits_for_a_batch() -> None:
     assert loop.log[4:] == ["observe 3", "told 3", "batch 4", "learn 4", "learned 4", "note 4", "observe 4", "told 4"]
 
 
-def test_the_last_step_is_told_whatever_ends_the_run() -> None:
-    """What came just before the end is what one wants to read: the third batch never comes."""
+@pytest.mark.parametrize("fails", [False, True], ids=["flushed", "flush fails"])
+def test_the_last_step_is_told_whatever_ends_the_run(fails: bool) -> None:
+    """What came just before the end is what one wants to read: the third batch never comes. A failing flush doesn't hide that."""
     loop = Loop()
     flushed: list[str] = []
 
@@ -223,6 +224,8 @@ def test_the_last_step_is_told_whatever_ends_the_run() -> None:
 
     async def flush() -> None:
         flushed.append(loop.log[-1])
+        if fails:
+            raise RuntimeError("no connection")
 
     async def run() -> None:
         try:

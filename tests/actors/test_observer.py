@@ -18,10 +18,11 @@ from rich.console import Console
 
 from actors.config import RunConfig
 from actors.config_tools import load_config
-from actors.correction_service import Observation
+from actors.correction_service import UNIFORM, Observation
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics
 from actors.observer import Observer
+from actors.rollout_worker import GroupSummary, SyncReceipt
 from actors.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.terminal import TerminalView
 from correction.batch import CorrectedBatch, PackedBatch
@@ -104,6 +105,48 @@ def test_a_warning_reaches_every_view(seen: Seen) -> None:
     assert 'evenkeel_monitor_alarms_total{part="k3_kl"} 1.0' in page and 'evenkeel_monitor_alarms_total{part="broken_tokens"} 1.0' in page
     seen.observer.close()
     assert scalars(seen.folder.tensorboard_path, "monitor/level") == [(1, 0), (2, 1), (3, 2), (4, 0)]
+
+
+def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 1 is told when step 2 has been noted, received and counted already."""
+    for part in ("batch_metrics", "learner_metrics"):
+        monkeypatch.setattr(f"actors.observer.{part}", lambda *_, **__: {})
+    batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
+    result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0)
+
+    async def scenario() -> None:
+        observer = seen.observer
+        observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1)), None)  # type: ignore[arg-type]
+        ended = []
+        for step in (1, 2):
+            observer.note({"true_on_policy/tokens": step})
+            observer.receipt(SyncReceipt("0", step, 0.1 * step, 0.0, 100 * step, {}))
+            observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1))
+            counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
+            ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]
+        for step in ended:
+            observer.tell(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        await observer.flush()
+
+    asyncio.run(scenario())
+    names = ("true_on_policy/tokens", "sync/bytes", "length/sampled_tokens", "groups/trained_total", "groups/refilled_total")
+    assert [seen.line(1)[name] for name in names] == [1, 100, 7, 1, 1]
+    assert [seen.line(2)[name] for name in names] == [2, 200, 14, 2, 2]
+
+
+def test_lines_are_written_though_the_wait_for_them_is_cancelled(seen: Seen) -> None:
+    """As when the pool fails while a checkpoint waits for them: the run's end waits again."""
+
+    async def scenario() -> None:
+        writing = asyncio.create_task(write(seen.observer, (1, None)))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(seen.observer.flush())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await writing
+
+    asyncio.run(scenario())
+    assert seen.line(1)["time/step_s"] == 1.0
 
 
 def test_a_step_without_diagnostics_has_no_level(seen: Seen) -> None:

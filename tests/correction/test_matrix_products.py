@@ -45,6 +45,15 @@ def test_other_types_are_left_to_torch(dtype: torch.dtype) -> None:
     assert torch.equal(product(a, b), expected)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 24, 200])
+def test_a_slice_of_the_weights_gives_the_bits_of_its_copy(rows: int) -> None:
+    """True on-policy, one side multiplies by slices of what the other side's ranks hold apart."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 96), torch.randn(160, 192)
+    for half in weight.chunk(2, -1):
+        assert torch.equal(product(x, half.t()), product(x, half.clone().t()))
+
+
 def test_factors_whose_rows_overlap_are_copied() -> None:
     """As torch.Tensor.unfold makes them; oneDNN has no description for such a tensor."""
     a, b = torch.eye(4), torch.arange(12.0).as_strided((4, 5), (2, 1))
