@@ -36,6 +36,7 @@ lint: .venv/installed  ## ruff and mypy (strict on correction/)
 bench: .venv/installed  ## the benchmarks, as ratios measured in one run; with VERL=FOLDER also against verl (make verl VERL=FOLDER)
 	$(BIN)/python benchmarks/async_vs_sync.py
 	$(BIN)/python benchmarks/decode_attention.py
+	$(BIN)/python benchmarks/matrix_products.py
 	$(BIN)/python benchmarks/correction_pass.py $(if $(VERL),--verl $(VERL))
 
 verl: .venv/installed  ## a virtual environment in VERL=FOLDER with what the benchmark against verl needs (about 1 GB)
