@@ -160,7 +160,7 @@ def test_preset_trains_and_all_its_parts_act(trained: Trained, preset: str) -> N
         assert {"k3_kl", "target_k3_kl", "ess_token", "kept_fraction"} <= numbers.keys()
         # The narrow geometric bands drop nearly every stale sequence at the recipe's learning rate: whole batches are without a gradient.
         assert (numbers["grad_norm"] > 0 and numbers["skipped_steps"] < 2) or numbers["kept_fraction"] < 0.02
-        assert numbers["skipped_steps"] == 0 or numbers["kept_fraction"] < 0.1
+        assert numbers["skipped_steps"] == 0 or numbers["kept_fraction"] < 0.2  # one half may lose all, and the other not
     assert run.steps[0]["grad_norm"] > 0
     idle = [condition for condition in ACTIVE[preset] if not holds(condition, run.steps + stress.steps)]
     assert idle == []
