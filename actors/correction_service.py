@@ -141,7 +141,7 @@ class CorrectionService:
             self._ahead = None
 
     async def observe(self, step: int, version: int, target_logprobs: Tensor, learned: Mapping[str, float]) -> Observation | None:
-        """Diagnostics of the batch of `version` and what the monitor says about them; None if it is not one of the last two.
+        """Diagnostics of the batch of `version` and what the monitor says about them; None if it isn't held (any more).
 
         Args:
             step: number of the batch's step.
