@@ -48,7 +48,7 @@ def run(name: str, steps: int, folder: Path, *overrides: str) -> Phases:
     """Train for some steps in a process of its own and read its metrics."""
     run_dir = folder / name
     settings = [*COMMON, f"steps={steps}", f"run_dir={run_dir}", *overrides]
-    command = [sys.executable, "-m", "actors.cli", "train", str(RECIPE), *settings]
+    command = [sys.executable, "-m", "actors.commands.cli", "train", str(RECIPE), *settings]
     print(f"... {name}: {' '.join(overrides)}", flush=True)
     done = subprocess.run(command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1, help="how often the runs are repeated, interleaved")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE over the recipe, for every run")
     arguments = parser.parse_args()
-    subprocess.run([sys.executable, "-m", "actors.cli", "init-model", str(RECIPE), "--if-missing"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "actors.commands.cli", "init-model", str(RECIPE), "--if-missing"], cwd=ROOT, check=True)
     one = ["rollout.engine.threads=1", "learner.threads=1"]
     two = ["rollout.engine.threads=2", "learner.threads=2"]
     gains, shares_of_ideal, both_cores = [], [], []

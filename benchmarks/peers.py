@@ -166,7 +166,7 @@ def prepare(shape: Shape, folder: Path) -> Path:
 
 def evenkeel(command: str, *words: object) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "actors.cli", command, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "actors.commands.cli", command, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         sys.exit(f"evenkeel {command} failed:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -174,7 +174,7 @@ def evenkeel(command: str, *words: object) -> str:
 
 
 def run_evenkeel(recipe: Path, steps: int, level: float, run_dir: Path, seed: int) -> Measured:
-    command = [sys.executable, "-m", "actors.cli", "train", str(recipe), f"steps={steps}", f"run_dir={run_dir}", f"seed={seed}"]
+    command = [sys.executable, "-m", "actors.commands.cli", "train", str(recipe), f"steps={steps}", f"run_dir={run_dir}", f"seed={seed}"]
     log = run_dir.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)

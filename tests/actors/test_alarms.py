@@ -10,7 +10,7 @@ import pytest
 
 from actors.alarms import AlarmResponse, Replacement
 from actors.config import RunConfig
-from actors.config_tools import load_config
+from actors.commands.recipe import load_config
 from actors.controller import Controller
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State

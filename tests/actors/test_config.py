@@ -8,7 +8,7 @@ import pytest
 from pydantic import model_validator
 
 from actors.config import RunConfig
-from actors.config_tools import load_config
+from actors.commands.recipe import load_config
 from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError
 
@@ -55,7 +55,7 @@ def test_batch_arithmetic(overrides: str, sentence: str) -> None:
 
 def test_a_run_config_survives_its_own_file(tmp_path: Path) -> None:
     """What a run writes down, a resume reads: equal to the last field, presets and unions included."""
-    from actors.run_folder import RunFolder
+    from actors.record.run_folder import RunFolder
 
     config = small("correction.preset=icepop", "run_dir=" + str(tmp_path / "run"))
     with RunFolder.create(tmp_path / "run", "x") as folder:

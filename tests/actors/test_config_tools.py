@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from actors.config_tools import explain, explain_lines, load_config, nearest_key
+from actors.commands.recipe import explain, explain_lines, load_config, nearest_key
 from correction.errors import ConfigError
 
 

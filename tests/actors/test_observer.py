@@ -17,14 +17,14 @@ import torch
 from rich.console import Console
 
 from actors.config import RunConfig
-from actors.config_tools import load_config
+from actors.commands.recipe import load_config
 from actors.correction_service import UNIFORM, Observation
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics
-from actors.observer import Observer
+from actors.record.observer import Observer
 from actors.rollout_worker import GroupSummary, SyncReceipt
-from actors.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
-from actors.terminal import TerminalView
+from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
+from actors.record.terminal import TerminalView
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
@@ -110,7 +110,7 @@ def test_a_warning_reaches_every_view(seen: Seen) -> None:
 def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 1 is told when step 2 has been noted, received and counted already."""
     for part in ("batch_metrics", "learner_metrics"):
-        monkeypatch.setattr(f"actors.observer.{part}", lambda *_, **__: {})
+        monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
     result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0)
 

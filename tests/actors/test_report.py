@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from actors.metrics import StepMetrics
-from actors.report import summary_rows, write_report
-from actors.report_plots import _CURVES as CURVES
-from actors.report_plots import draw_curves, draw_plots, running_mean
-from actors.run_folder import RunFolder
+from actors.record.report import summary_rows, write_report
+from actors.record.report_plots import _CURVES as CURVES
+from actors.record.report_plots import draw_curves, draw_plots, running_mean
+from actors.record.run_folder import RunFolder
 from actors.scatter import ScatterReservoir, ScatterSample
 from correction.monitor import Event, State
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from actors.metrics import StepMetrics
-from actors.run_folder import RunFolder
+from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from actors.run_folder import RunFolder
+from actors.record.run_folder import RunFolder
 folder = RunFolder.create(Path(sys.argv[1]), "held")
 folder.write_text("config.yaml", "name: held\\n")
 if sys.argv[2] == "fork" and os.fork() > 0:

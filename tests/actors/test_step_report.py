@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.rollout_worker import WorkerLoad
-from actors.step_report import rollout_metrics, sync_metrics
+from actors.record.step_report import rollout_metrics, sync_metrics
 
 
 def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> None:

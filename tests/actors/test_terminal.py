@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from actors.metrics import StepMetrics
-from actors.run_folder import RunFolder
-from actors.terminal import TerminalView, duration, sparkline, terminal_svg
+from actors.record.run_folder import RunFolder
+from actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
 
 STEP = StepMetrics(
     3,

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from actors.config import RunConfig
-from actors.config_tools import load_config
-from actors.init_model import init_model_folder
+from actors.commands.recipe import load_config
+from actors.commands.init_model import init_model_folder
 from correction.advantages import group_advantages
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig

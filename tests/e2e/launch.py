@@ -21,7 +21,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).with_name("small.yaml")
-EVENKEEL = [sys.executable, "-m", "actors.cli"]
+EVENKEEL = [sys.executable, "-m", "actors.commands.cli"]
 _MARK = "EVENKEEL_TEST_MARK"
 _GONE = "(gone)"
 RAY_AGENTS = ("DashboardAgent", "RuntimeEnvAgent")

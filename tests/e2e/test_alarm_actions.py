@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.run_folder import RunFolder
+from actors.record.run_folder import RunFolder
 from correction.monitor import State
 from tests.e2e.launch import RECIPE, Run
 from tests.e2e.test_early_warning import THRESHOLDS

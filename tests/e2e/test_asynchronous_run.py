@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from actors.resume import TrainingState
-from actors.run_folder import RunFolder
+from actors.record.run_folder import RunFolder
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run
 from tests.rollout.hf_reference import hf_model, response_logprobs
 

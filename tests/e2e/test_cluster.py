@@ -65,7 +65,7 @@ def test_run_joins_a_cluster_and_its_actors_can_be_scraped(
     words = [str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "steps=3", f"ray.address={address}"]
     with output.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "actors.cli", "train", *words], env=variables, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "actors.commands.cli", "train", *words], env=variables, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT
         )
         roles: set[str] = set()
         scraped: set[str] = set()

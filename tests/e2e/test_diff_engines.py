@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import learner.capture  # noqa: F401  (megatron behind the CPU hook, before it is patched below)
-from actors.diff_engines import EngineDiff, capture_engine
+from actors.commands.diff_engines import EngineDiff, capture_engine
 from correction.batch import PackedBatch
 from correction.invariance import compare
 from correction.invariance.capture import Capture, compare_captures

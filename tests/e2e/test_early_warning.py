@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.cli import ENDED_BY_ALARM
+from actors.commands.cli import ENDED_BY_ALARM
 from actors.resume import TrainingState
-from actors.run_folder import RunFolder
+from actors.record.run_folder import RunFolder
 from correction.monitor import Event, Monitor, State
 from tests.e2e.launch import RECIPE, Run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from actors.resume import TrainingState
-from actors.run_folder import RunFolder
+from actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, Run
 
 pytestmark = pytest.mark.engine

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from actors.run_folder import RunFolder
+from actors.record.run_folder import RunFolder
 from correction.checksum import tensor_checksum
 from tests.e2e.launch import RECIPE, ROOT, Run, evenkeel
 

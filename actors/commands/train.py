@@ -9,14 +9,14 @@ from typing import Any
 
 from actors.cluster import Cluster
 from actors.config import RunConfig
-from actors.config_tools import load_config
+from actors.commands.recipe import load_config
 from actors.controller import Controller, RunSummary
-from actors.init_model import read_record
-from actors.observer import Observer
-from actors.report import write_report
+from actors.commands.init_model import read_record
+from actors.record.observer import Observer
+from actors.record.report import write_report
 from actors.resume import TrainingState
-from actors.run_folder import Checkpoint, RunFolder
-from actors.terminal import TerminalView
+from actors.record.run_folder import Checkpoint, RunFolder
+from actors.record.terminal import TerminalView
 from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError, DataError, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer

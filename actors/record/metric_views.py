@@ -18,7 +18,7 @@ from correction.monitor import Event, State
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
-    from actors.run_folder import RunFolder
+    from actors.record.run_folder import RunFolder
 
 
 class MetricsView(Protocol):

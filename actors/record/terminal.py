@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from actors.run_folder import RunFolder
+from actors.record.run_folder import RunFolder
 
 _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
 _MONITOR_LEVELS = ("ok", "watch", "alarm")

@@ -13,10 +13,10 @@ import jinja2
 import yaml
 
 from actors.metrics import StepMetrics
-from actors.report_plots import Plot, draw_plots
-from actors.run_folder import RunFolder
+from actors.record.report_plots import Plot, draw_plots
+from actors.record.run_folder import RunFolder
 from actors.scatter import ScatterSample
-from actors.terminal import duration
+from actors.record.terminal import duration
 from correction.monitor import Event
 
 _MOST_EVENTS = 200

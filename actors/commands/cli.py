@@ -62,7 +62,7 @@ def train(
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
     if recipe is None and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
-    from actors.session import train_run
+    from actors.commands.train import train_run
 
     summary = train_run(None if resume else recipe, words, resume)
     if summary.alarm:
@@ -76,7 +76,7 @@ def init_model(
     if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing when the model folder is there already.")] = False,
 ) -> None:
     """Make the recipe's model folder from nothing: a small model with its own tokenizer, warmed up on demonstrations of the task."""
-    from actors.init_model import init_model_folder
+    from actors.commands.init_model import init_model_folder
 
     config = _load(recipe, overrides)
     init_model_folder(config, if_missing=if_missing, say=typer.echo)
@@ -92,7 +92,7 @@ def evaluate(
     samples: Annotated[Path | None, typer.Option(help="Write the answers to this text file.")] = None,
 ) -> None:
     """Measure held-out accuracy of a model through SGLang, with its 95% Wilson interval."""
-    from actors.offline_evaluation import evaluate_folder
+    from actors.commands.evaluate import evaluate_folder
 
     if not task:
         raise ConfigError(
@@ -104,8 +104,8 @@ def evaluate(
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
     """Write a run's report.html anew."""
-    from actors.report import write_report
-    from actors.run_folder import RunFolder
+    from actors.record.report import write_report
+    from actors.record.run_folder import RunFolder
 
     typer.echo(f"report: {write_report(RunFolder.view(run_dir))}")
 
@@ -119,7 +119,7 @@ def config(
 ) -> None:
     """Show a recipe as it will be used, or explain every key there is."""
     from actors.config import RunConfig
-    from actors.config_tools import explain as explain_model
+    from actors.commands.recipe import explain as explain_model
 
     if explain or section or recipe is None:
         typer.echo(explain_model(RunConfig, section))
@@ -161,7 +161,7 @@ def diff_engines(
     """Compute the same tokens with SGLang and with Megatron, and name the operator at which the two part (about a minute)."""
     from rich.console import Console
 
-    from actors.diff_engines import diff_engines as compare_engines
+    from actors.commands.diff_engines import diff_engines as compare_engines
 
     found = compare_engines(model, true_on_policy=true_on_policy, dtype=dtype, prompts=prompts, tokens=tokens)
     Console().print(found.table())
@@ -183,7 +183,7 @@ def capabilities() -> None:
 
 def _load(recipe: Path, overrides: list[str] | None) -> RunConfig:
     from actors.config import RunConfig
-    from actors.config_tools import load_config
+    from actors.commands.recipe import load_config
 
     return load_config(RunConfig, recipe, overrides or [])
 
