@@ -24,7 +24,7 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 	$(BIN)/evenkeel train $(RECIPE)
 
 test: .venv/installed  ## set up .venv, run the test suite (under 20 minutes on 2 cores)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-slow: .venv/installed  ## the tests that the fast suite leaves out
 	$(BIN)/python -m pytest -m slow

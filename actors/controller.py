@@ -25,12 +25,12 @@ from actors.correction_service import CorrectionService, Observation, PreparedBa
 from actors.evaluation import Evaluation, evaluate
 from actors.learner_group import LearnerGroup
 from actors.ledger import Ledger
-from actors.record.observer import FinishedStep, Observer
 from actors.pool import RolloutPool
-from actors.resume import TrainingState
-from actors.rollout_worker import SyncReceipt
+from actors.record.observer import FinishedStep, Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_report import learned_numbers
+from actors.resume import TrainingState
+from actors.rollout_worker import SyncReceipt
 from actors.supervision import Stopwatch, wait_for
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of, with_both_sides

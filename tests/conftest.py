@@ -15,6 +15,30 @@ from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 T = TypeVar("T")
 
+_ENGINE_FIXTURES = {"shared_engine", "engine"}
+_LONGEST_FIRST = ("tests/e2e", "shared engine", "tests/learner", "tests/failures", "tests/rollout", "tests/benchmarks")
+"""Order in which two processes take groups of tests: what is short fills the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for `pytest -n 2 --dist loadgroup`: a file stays in one process, and so does everything that uses the shared engine.
+
+    Fixtures of a module or of the session (engines, ranks, whole runs) are then made once, whatever the number of processes.
+    """
+    names = {item.nodeid: _group(item) for item in items}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(names[item.nodeid]))
+    places = {name: place for place, name in enumerate(dict.fromkeys(names.values()))}
+    items.sort(key=lambda item: (_rank(names[item.nodeid]), places[names[item.nodeid]]))  # stable: tests of a group keep their order
+
+
+def _group(item: pytest.Item) -> str:
+    return "shared engine" if _ENGINE_FIXTURES & set(getattr(item, "fixturenames", ())) else item.nodeid.split("::")[0]
+
+
+def _rank(group: str) -> int:
+    return next((rank for rank, start in enumerate(_LONGEST_FIRST) if group.startswith(start)), len(_LONGEST_FIRST))
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -118,8 +118,8 @@ def config(
     section: Annotated[str, typer.Option(help="Only the keys under this one, e.g. rollout.engine.")] = "",
 ) -> None:
     """Show a recipe as it will be used, or explain every key there is."""
-    from actors.config import RunConfig
     from actors.commands.recipe import explain as explain_model
+    from actors.config import RunConfig
 
     if explain or section or recipe is None:
         typer.echo(explain_model(RunConfig, section))
@@ -182,8 +182,8 @@ def capabilities() -> None:
 
 
 def _load(recipe: Path, overrides: list[str] | None) -> RunConfig:
-    from actors.config import RunConfig
     from actors.commands.recipe import load_config
+    from actors.config import RunConfig
 
     return load_config(RunConfig, recipe, overrides or [])
 

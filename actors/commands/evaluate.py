@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from actors.config import RunConfig
 from actors.commands.recipe import load_config
-from actors.evaluation import Evaluation, evaluate
 from actors.commands.train import check_model_folder, model_config
+from actors.config import RunConfig
+from actors.evaluation import Evaluation, evaluate
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool

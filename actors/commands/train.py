@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from actors.cluster import Cluster
-from actors.config import RunConfig
-from actors.commands.recipe import load_config
-from actors.controller import Controller, RunSummary
 from actors.commands.init_model import read_record
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.controller import Controller, RunSummary
 from actors.record.observer import Observer
 from actors.record.report import write_report
-from actors.resume import TrainingState
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.terminal import TerminalView
+from actors.resume import TrainingState
 from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError, DataError, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer

@@ -17,14 +17,14 @@ from actors.config import RunConfig
 from actors.correction_service import INVALID, UNIFORM, Observation, PreparedBatch
 from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint
-from actors.record.metric_views import MetricViews
 from actors.metrics import StepMetrics
-from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
+from actors.record.metric_views import MetricViews
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
-from actors.scatter import ScatterSample
 from actors.record.step_report import batch_metrics, diagnostic_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
-from actors.supervision import wait_for
 from actors.record.terminal import TerminalView
+from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
+from actors.scatter import ScatterSample
+from actors.supervision import wait_for
 from actors.trajectory_queue import Ticket
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State

@@ -15,8 +15,8 @@ import yaml
 from actors.metrics import StepMetrics
 from actors.record.report_plots import Plot, draw_plots
 from actors.record.run_folder import RunFolder
-from actors.scatter import ScatterSample
 from actors.record.terminal import duration
+from actors.scatter import ScatterSample
 from correction.monitor import Event
 
 _MOST_EVENTS = 200
@@ -154,6 +154,10 @@ def _shortened(text: str) -> str:
 
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("actors"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("actors.record"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template("report.html.j2")

@@ -35,8 +35,8 @@ import filelock
 import yaml
 from pydantic import BaseModel
 
-from actors.record.metric_views import event_line, json_line, parse_event_line, parse_json_line
 from actors.metrics import StepMetrics
+from actors.record.metric_views import event_line, json_line, parse_event_line, parse_json_line
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event
 

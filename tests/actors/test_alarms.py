@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from actors.alarms import AlarmResponse, Replacement
-from actors.config import RunConfig
 from actors.commands.recipe import load_config
+from actors.config import RunConfig
 from actors.controller import Controller
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State

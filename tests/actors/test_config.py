@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import model_validator
 
-from actors.config import RunConfig
 from actors.commands.recipe import load_config
+from actors.config import RunConfig
 from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError
 

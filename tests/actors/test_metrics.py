@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from actors.config import MetricsConfig
-from actors.record.metric_views import MetricViews, TensorBoardView, json_line, parse_json_line
 from actors.metrics import CATALOGUE, Kind, MetricError, StepMetrics, is_listed, lookup, markdown, member
+from actors.record.metric_views import MetricViews, TensorBoardView, json_line, parse_json_line
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from actors.config import RunConfig
 from actors.commands.recipe import load_config
+from actors.config import RunConfig
 from actors.correction_service import UNIFORM, Observation
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics
 from actors.record.observer import Observer
-from actors.rollout_worker import GroupSummary, SyncReceipt
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.record.terminal import TerminalView
+from actors.rollout_worker import GroupSummary, SyncReceipt
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.config import RunConfig
-from actors.commands.recipe import load_config
 from actors.commands.init_model import init_model_folder
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
 from correction.advantages import group_advantages
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig

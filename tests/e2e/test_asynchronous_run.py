@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.resume import TrainingState
 from actors.record.run_folder import RunFolder
+from actors.resume import TrainingState
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run
 from tests.rollout.hf_reference import hf_model, response_logprobs
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from actors.commands.cli import ENDED_BY_ALARM
-from actors.resume import TrainingState
 from actors.record.run_folder import RunFolder
+from actors.resume import TrainingState
 from correction.monitor import Event, Monitor, State
 from tests.e2e.launch import RECIPE, Run
 

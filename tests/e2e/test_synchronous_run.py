@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.resume import TrainingState
 from actors.record.run_folder import RunFolder
+from actors.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run
 
 pytestmark = pytest.mark.engine

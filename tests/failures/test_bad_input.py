@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from actors.commands.cli import main
-from actors.record.run_folder import RunFolder
 from actors.commands.train import prepare_task
+from actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, evenkeel
 
 
@@ -109,8 +109,8 @@ def test_no_usable_row(recipe: Path, tmp_path: Path) -> None:
 
 def test_bad_rows_are_skipped_counted_and_reported(recipe: Path, tmp_path: Path) -> None:
     """The notes that a run puts into its events; what makes them is called as the run calls it."""
-    from actors.config import RunConfig
     from actors.commands.recipe import load_config
+    from actors.config import RunConfig
 
     path = tmp_path / "rows.jsonl"
     rows: list[object] = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
