@@ -5,25 +5,49 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import filelock
+import psutil
 import ray
 
-from actors.config import RunConfig
-from correction.errors import ConfigError
+from actors import interrupts
+from actors.config import RayConfig, RunConfig
+from correction.errors import ConfigError, EngineError
+
+log = logging.getLogger("evenkeel.cluster")
 
 # Python warnings of third parties are about things that a user of evenkeel can't change.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"}
+_PRIVATE_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # not Ray's 15: others give way to the learner by themselves, see give_way
+    # A control service on this machine that has lost its clients is dead. Ray's agents try for a minute to tell it of a death.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+}
+_JOINED_ENVIRONMENT = {
+    "RAY_gcs_server_port_wait_time_s": "1",  # one attempt, which takes Ray up to 40 s; its own 20 take a quarter of an hour
+    "RAY_BACKEND_LOG_LEVEL": "error",  # what failed is said in the error
+}
+_TRIES = 3
+_PAUSE_S = 2.0
 _NICER_BY = 10
 """By how much every actor but the learner's is nicer than it: at most a tenth of a core that the learner wants."""
 _NICEST = 19
 _LONGEST_TEMP_DIR = 40
 """Characters. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
 _CONNECT_S = 10.0
+_TURN_S = 120.0
+"""For how long a run lets others of this machine start their Ray first."""
+_ENDED_S = 5.0
+"""What Ray leaves behind has to be gone by then."""
 
 
 class Cluster:
@@ -31,9 +55,12 @@ class Cluster:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._before = _descendants()
 
     def __enter__(self) -> Cluster:
+        """Raises: ConfigError for an address or a folder that can't do; EngineError when Ray does not start, with what to do."""
         settings = self._config.ray
+        check_ray(settings)
         os.environ.update(_ENVIRONMENT)
         common: dict[str, Any] = {
             "logging_level": logging.ERROR,
@@ -41,32 +68,63 @@ class Cluster:
             "runtime_env": {"env_vars": _ENVIRONMENT},
             "namespace": "evenkeel",
         }
+        # Ray also prints what its daemons report, such as the death of a worker, in hundreds of characters: supervision says that better.
+        ray._private.worker._worker_logs_enabled = False
+        start_s = self._config.deadlines.start_s
         if settings.address is not None:
-            try:
-                _check_listening(settings.address)
-                ray.init(address=settings.address, **common)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"ray.address = {settings.address!r}: no Ray cluster answers there ({error}). Start one (deploy/README.md), "
-                    f"or leave ray.address empty for a private one"
-                ) from error
+            with _environment(_JOINED_ENVIRONMENT):
+                self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             return self
+        os.environ.update({name: value for name, value in _PRIVATE_ENVIRONMENT.items() if name not in os.environ})
         workers = self._config.rollout.workers
-        temp_dir = str(settings.temp_dir.resolve()) if settings.temp_dir else None
-        if temp_dir is not None and len(temp_dir) > _LONGEST_TEMP_DIR:
-            raise ConfigError(
-                f"ray.temp_dir = {temp_dir}: {len(temp_dir)} characters, but Ray's sockets lie below it and the path of a socket has to "
-                f"stay short. Choose a path of {_LONGEST_TEMP_DIR} characters, or shorter"
-            )
-        os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: others give way to the learner by themselves, see give_way
-        ray.init(
-            num_cpus=settings.num_cpus or workers + self._config.learner.world_size + 1,
-            resources={settings.rollout_resource: workers},
-            include_dashboard=settings.include_dashboard,
-            _temp_dir=temp_dir,
-            **common,
-        )
+        arguments: dict[str, Any] = {
+            "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
+            "resources": {settings.rollout_resource: workers},
+            "include_dashboard": settings.include_dashboard,
+            "_temp_dir": str(settings.temp_dir.resolve()) if settings.temp_dir else None,
+        }
+        with _own_turn():
+            self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
         return self
+
+    def _try(self, start: Callable[[], object], what: str, deadline_s: float) -> None:
+        """Call `start` until it succeeds, `_TRIES` times at most, and not again after `deadline_s`."""
+        began = time.monotonic()
+        for left in reversed(range(_TRIES)):
+            try:
+                with _signals_stay_ours():
+                    start()
+                interrupts.check()
+                return
+            except (ValueError, PermissionError) as error:  # trying again changes nothing
+                self._clear()
+                raise ConfigError(f"{what}: {_first_line(error)}; `evenkeel config --section ray` explains the settings") from error
+            except Exception as error:
+                logs = self._clear()
+                interrupts.check()
+                took_s = time.monotonic() - began
+                reason = f"{what} failed after {took_s:.0f} s: {_first_line(error)} ({_load()})"
+                if not left or took_s > deadline_s:
+                    remedy = (
+                        "Start it (deploy/README.md), or leave ray.address empty for a private one"
+                        if self._config.ray.address
+                        else "Start the run again when the machine has less to do, or join a running cluster with ray.address"
+                    )
+                    raise EngineError(f"{reason}; tried {_TRIES - left} times. {remedy}.{logs}") from error
+                log.warning("%s; trying again, %d of %d", reason, _TRIES - left + 1, _TRIES)
+                time.sleep(_PAUSE_S)
+            except BaseException:
+                _end([process for process in _descendants() if process not in self._before])
+                raise
+
+    def _clear(self) -> str:
+        """End what a start that failed has left. Returns: where its logs are, as a sentence, if that can be told."""
+        left = [process for process in _descendants() if process not in self._before]
+        session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", _command(process)))), None)
+        _end(left)
+        with contextlib.suppress(Exception):  # it may not be up far enough to be shut down
+            ray.shutdown()
+        return f" Ray's own logs: {session}/logs" if session else ""
 
     @property
     def log_folder(self) -> Path:
@@ -75,7 +133,33 @@ class Cluster:
         return Path(node.get_logs_dir_path()) if node is not None else Path("/tmp/ray/session_latest/logs")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        ray.shutdown()
+        node: Any = ray._private.worker._global_node
+        pids = [info.process.pid for infos in node.all_processes.values() for info in infos] if node is not None else []
+        daemons = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        ours = [*daemons, *(child for daemon in daemons for child in _descendants(daemon))]
+        try:
+            ray.shutdown()
+        finally:
+            _end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
+
+
+def check_ray(settings: RayConfig) -> None:
+    """What can be known without starting anything. Raises: ConfigError if nothing listens at the address, or a path is too long."""
+    if settings.address is not None:
+        try:
+            _check_listening(settings.address)
+        except OSError as error:
+            raise ConfigError(
+                f"ray.address = {settings.address!r}: no Ray cluster answers there ({error}). Start one (deploy/README.md), "
+                f"or leave ray.address empty for a private one"
+            ) from error
+        return
+    temp_dir = str(settings.temp_dir.resolve()) if settings.temp_dir else ""
+    if len(temp_dir) > _LONGEST_TEMP_DIR:
+        raise ConfigError(
+            f"ray.temp_dir = {temp_dir}: {len(temp_dir)} characters, but Ray's sockets lie below it and the path of a socket has to "
+            f"stay short. Choose a path of {_LONGEST_TEMP_DIR} characters, or shorter"
+        )
 
 
 def give_way(actor: Any) -> None:
@@ -92,6 +176,83 @@ def _raise_niceness(_: Any) -> None:
     for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):                          # it has ended
             os.setpriority(os.PRIO_PROCESS, int(thread), min(_NICEST, os.getpriority(os.PRIO_PROCESS, int(thread)) + _NICER_BY))
+
+
+@contextlib.contextmanager
+def _own_turn() -> Iterator[None]:
+    """One private Ray starts at a time on this machine.
+
+    Ray's daemon gives its two agents 15 s to start, and ends itself if they are later (ray-project/ray issue 65983); where several runs
+    start at once on a few cores, that is too short.
+    """
+    lock = filelock.FileLock(Path(tempfile.gettempdir()) / f"evenkeel-ray-start-{os.getuid()}.lock")
+    try:
+        lock.acquire(timeout=5.0)
+    except filelock.Timeout:
+        log.info("another run is starting its Ray on this machine; this one is next, in %.0f s at the latest", _TURN_S)
+        with contextlib.suppress(filelock.Timeout):
+            lock.acquire(timeout=_TURN_S)
+    except OSError as error:  # a folder that can't be written to, or locked
+        log.debug("no turns: %s", error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _signals_stay_ours() -> Iterator[None]:
+    """ray.init puts a handler of its own in the place of what is there, and its core one below Python's."""
+    replace = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = replace
+        interrupts.rearm()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables of this process for a while; what the user has set stays."""
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
+    try:
+        return (process or psutil.Process()).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(processes: list[psutil.Process], *, grace_s: float = 0.0) -> None:
+    """Kill those that are there after `grace_s`, and wait a little for them to be gone."""
+    _, left = psutil.wait_procs(processes, timeout=grace_s)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_ENDED_S)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else type(error).__name__
+
+
+def _load() -> str:
+    return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
 def _check_listening(address: str) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors import interrupts
 from actors.alarms import AlarmResponse
 from actors.cluster import give_way
 from actors.config import RunConfig
@@ -29,6 +29,7 @@ from actors.pool import RolloutPool
 from actors.record.observer import FinishedStep, Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_report import learned_numbers
+from actors.record.terminal import counted
 from actors.resume import TrainingState
 from actors.rollout_worker import SyncReceipt
 from actors.supervision import Stopwatch, wait_for
@@ -58,6 +59,8 @@ class RunSummary:
     stopped_early: bool
     alarm: str = ""
     """Why the monitor ended it; empty: it didn't."""
+    ended_by: int | None = None
+    """The signal that ended it before its last step."""
 
 
 class Controller:
@@ -73,11 +76,13 @@ class Controller:
         self._version = self._state.weight_version if self._state else 0
         self._began = time.monotonic() - (self._state.elapsed_s if self._state else 0.0)
         self._is_training = False
-        self._stop_requested = False
+        self.ended_by: int | None = None
+        """The signal that has asked for the end."""
         self._alarms = AlarmResponse(config, self._state.replacement if self._state else None)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
         self._evaluation: asyncio.Task[Evaluation] | None = None
+        self._last_evaluation: asyncio.Task[Evaluation] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._untold: FinishedStep | None = None
         self._ends_at_once = False
@@ -106,6 +111,7 @@ class Controller:
         feeding = asyncio.create_task(self._pool.feed(self._prompts(), self._unfinished, self._observer.admitted))
         feeding.add_done_callback(self._pool.note_end)
         self._is_training = True
+        self._observer.phase("training")
         try:
             await self._train()
         finally:
@@ -113,14 +119,16 @@ class Controller:
         if self._step > self._last_saved:
             await self._save()
         await self._saved()
-        after = None if self._ends_early else await self._evaluate_now("after training")
+        self._is_training = False
+        after = None if self._ends_early else await self._evaluate_last()
         await self._flush()
         self._observer.keep_scatter(await self._ask(self._service.scatter))
-        return RunSummary(self._step, before, after, time.monotonic() - self._began, self._ends_early, self._alarm)
+        ended_by = self.ended_by if self._step < self._config.steps else None
+        return RunSummary(self._step, before, after, time.monotonic() - self._began, self._ends_early, self._alarm, ended_by)
 
     @property
     def _ends_early(self) -> bool:
-        return self._stop_requested or bool(self._alarm)
+        return self.ended_by is not None or bool(self._alarm)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -175,6 +183,7 @@ class Controller:
         return await wait_for(method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
 
     async def _next_batch(self) -> PreparedBatch:
+        self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"):
             batch = wait_for(
                 self._service.next_batch.remote(self._version),
@@ -187,6 +196,7 @@ class Controller:
             return await self._telling_beside(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _learn(self, batch: PreparedBatch) -> Any:
+        self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
         with self._watch.phase("train"):
             # Told as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
             return await self._telling_beside(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
@@ -260,6 +270,12 @@ class Controller:
         await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
         return await self._in_time(self._evaluate(self._held_out), f"evaluation {when}")
 
+    async def _evaluate_last(self) -> Evaluation | None:
+        """None if an interrupt leaves it out: the last checkpoint is on disk, and whoever wants the run to end has waited for that."""
+        self._last_evaluation = asyncio.create_task(self._evaluate_now("after training"))
+        await asyncio.wait({self._last_evaluation})
+        return None if self._last_evaluation.cancelled() else self._last_evaluation.result()
+
     async def _in_time(self, evaluation: Awaitable[T], what: str) -> T:
         return await wait_for(
             evaluation,
@@ -275,6 +291,7 @@ class Controller:
         The learner is idle, and nothing of the queue is between two places.
         """
         await self._saved()
+        self._observer.doing(f"checkpoint of step {self._step}")
         began = time.monotonic()
         deadline_s = self._config.deadlines.checkpoint_s
         await self._flush()  # a resume goes on after this step: its line and counts have to be there by then
@@ -318,7 +335,8 @@ class Controller:
         bind, deadlines = config.metrics.bind, config.deadlines
         model = (self._resume_from.hf if self._resume_from else config.model).resolve()
 
-        observer.phase(f"starting {config.rollout.workers} rollout workers and {config.learner.world_size} learner ranks")
+        workers, ranks = config.rollout.workers, config.learner.world_size
+        observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         # Beside the driver: a rollout node may leave, and must not take the queue along.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._queue: Any = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=4096, scheduling_strategy=here).remote(
@@ -377,6 +395,7 @@ class Controller:
 
     async def _first_sync(self) -> None:
         await self._pool.first_worker()
+        self._observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
         await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)
@@ -424,6 +443,7 @@ class Controller:
 
     async def _end(self) -> None:
         """Stop what was started, whatever state it is in. What ended the run need not cost the checkpoint that is being written."""
+        self._observer.doing("ending")
         if self._saving is not None and not self._ends_at_once:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
                 await wait_for(self._saved(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
@@ -431,7 +451,7 @@ class Controller:
             await wait_for(self._flush(), "lines of the last steps", deadline_s=1.0 if self._ends_at_once else _END_S)
         except Exception as error:  # must not stand in place of what ended the run
             self._observer.event("warning", f"the last step's numbers may be incomplete: {error}")
-        for beside in (self._evaluation, self._saving):
+        for beside in (self._evaluation, self._last_evaluation, self._saving):
             if beside is not None and not beside.cancel() and not beside.cancelled():
                 beside.exception()  # is known: it ended the run, or a warning told of it
         endings: dict[str, Callable[[], Any]] = {
@@ -448,24 +468,31 @@ class Controller:
 
     @contextlib.contextmanager
     def _handled_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C ends the run after the step under way, with a checkpoint; the second, or one before training, at once."""
+        """The first Ctrl-C or SIGTERM ends the run after the step under way, with a checkpoint.
+
+        The second, or one before training, ends it at once. One during the last evaluation leaves that out.
+        """
         loop = asyncio.get_running_loop()
         main = asyncio.current_task()
 
-        def interrupt() -> None:
-            if self._is_training and not self._stop_requested:
-                self._observer.event("warning", "interrupted: ending after this step with a checkpoint (once more: at once)")
+        def interrupt(number: int) -> None:
+            is_first, name = self.ended_by is None, interrupts.NAMES[number]
+            self.ended_by = number
+            if self._is_training and is_first:
+                self._observer.event("warning", f"interrupted ({name}): ending after this step with a checkpoint (once more: at once)")
+            elif self._last_evaluation is not None and is_first:
+                self._observer.event("warning", f"interrupted ({name}): leaving out the evaluation after training")
+                self._last_evaluation.cancel()
             elif main is not None:
-                self._observer.event("warning", "interrupted: ending at once")
+                self._observer.event("warning", f"interrupted ({name}): ending at once")
                 self._ends_at_once = True
                 main.cancel()
-            self._stop_requested = True
 
-        signals = (signal.SIGINT, signal.SIGTERM)
-        for number in signals:
-            loop.add_signal_handler(number, interrupt)
+        for number in interrupts.SIGNALS:
+            loop.add_signal_handler(number, interrupt, number)
         try:
             yield
         finally:
-            for number in signals:
+            for number in interrupts.SIGNALS:
                 loop.remove_signal_handler(number)
+            interrupts.rearm()

@@ -16,7 +16,7 @@ import ray
 
 from actors.actor_info import ActorInfo, listen_address, node_address
 from actors.exporter import MetricsEndpoint
-from actors.supervision import wait_for
+from actors.supervision import USUAL_START, wait_for
 from actors.weight_buckets import pack
 from correction.config import CorrectionConfig
 from correction.errors import DeadlineExceeded, SyncError
@@ -208,8 +208,10 @@ class LearnerGroup:
         )
         ranks: list[Any] = [actor.remote(config, rank, bind=bind) for rank in range(world_size)]
         group = cls(ranks, step_s=step_s)
-        master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s)
-        infos = await group._all([r.start.remote(world_size, master, model, version) for r in ranks], "learner start", start_s)
+        usual_s = USUAL_START * start_s
+        master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
+        starts = [r.start.remote(world_size, master, model, version) for r in ranks]
+        infos = await group._all(starts, "learner start", start_s, usual_s=usual_s)
         return group, infos
 
     @property
@@ -277,10 +279,13 @@ class LearnerGroup:
         for rank in self._ranks:
             ray.kill(rank)
 
-    async def _all(self, references: list[Any], what: str, deadline_s: float | None = None) -> list[Any]:
+    async def _all(self, references: list[Any], what: str, deadline_s: float | None = None, *, usual_s: float = 0.0) -> list[Any]:
         """The answers of all ranks; the first error of any of them at once, not after the others' deadline."""
         limit_s = deadline_s or self._step_s
-        waits = [asyncio.ensure_future(wait_for(r, f"{what} <- rank {i}", deadline_s=limit_s)) for i, r in enumerate(references)]
+        waits = [
+            asyncio.ensure_future(wait_for(r, f"{what} <- rank {i}", deadline_s=limit_s, usual_s=usual_s))
+            for i, r in enumerate(references)
+        ]
         try:
             return list(await asyncio.gather(*waits))
         finally:

@@ -26,7 +26,7 @@ import ray
 from actors.actor_info import ActorInfo
 from actors.cluster import give_way
 from actors.rollout_worker import GroupSummary, RolloutWorker, WorkerLoad
-from actors.supervision import unwrapped, wait_for
+from actors.supervision import USUAL_START, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S, Ticket
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
@@ -129,7 +129,7 @@ class RolloutPool:
             self._until(lambda: any(True for _ in self._joined())),
             "the first rollout worker",
             deadline_s=self._start_s,
-            notice_s=self._notice_s,
+            notice=log.debug,  # each worker's own start gives notice
         )
 
     def counts(self) -> tuple[int, int]:
@@ -170,6 +170,7 @@ class RolloutPool:
                 f"start of rollout worker {worker.name} (a node with the resource {self._resource!r}, then its engine)",
                 deadline_s=self._start_s,
                 notice_s=self._notice_s,
+                usual_s=USUAL_START * self._start_s,
             )
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))

@@ -15,6 +15,8 @@ from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
 
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")
+USUAL_START = 1 / 3
+"""Of its deadline: engines and learner ranks that need longer to start are worth a warning."""
 
 ACTOR_LOST = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.WorkerCrashedError)
 """What Ray raises when the process behind a handle is gone; the call may or may not have run."""
@@ -26,7 +28,8 @@ async def wait_for(
     *,
     deadline_s: float,
     notice_s: float = 30.0,
-    notice: Callable[[str], None] = log.warning,
+    notice: Callable[[str], None] | None = None,
+    usual_s: float = 0.0,
     detail: Callable[[], Awaitable[str]] | None = None,
 ) -> T:
     """Await something that another process does.
@@ -36,7 +39,8 @@ async def wait_for(
         what: phase, actor and version, as they stand in notices and in the error ("weight sync v12 -> worker 3").
         deadline_s: seconds until DeadlineExceeded.
         notice_s: seconds between notices while waiting.
-        notice: takes each notice.
+        notice: takes each notice; None: the log, as information until `usual_s`, as a warning from then on.
+        usual_s: a wait of so many seconds is nothing unusual.
         detail: asked for one clause on what exactly is missing, before each notice.
     Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; EngineError when its process is gone.
     """
@@ -52,7 +56,8 @@ async def wait_for(
             clause = f" ({await _ask(detail)})" if detail else ""
             if waited >= deadline_s:
                 raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}; the deadline is set under deadlines")
-            notice(f"waiting {waited:.0f} s for {what}{clause}")
+            say = notice or (log.warning if waited >= usual_s else log.info)
+            say(f"waiting {waited:.0f} s for {what}{clause}")
     except ray.exceptions.RayTaskError as error:
         raise unwrapped(error) from error
     except ACTOR_LOST as error:

@@ -6,13 +6,15 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
+from actors import interrupts
 from correction.errors import ConfigError, EvenkeelError
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ app = typer.Typer(
 ENDED_BY_ALARM = 3
 """Exit code of a run that monitor.on_alarm = stop has ended, with a checkpoint; 1 and 2 are errors."""
 
+ENDED_BY_SIGTERM = interrupts.exit_code(signal.SIGTERM)
+"""Exit code (143) of a run that SIGTERM has ended before its last step: start it again with --resume. Ctrl-C's, with a checkpoint, is 0."""
+
 ENGINES_DIFFER = 4
 """Exit code of diff-engines when a bit differs."""
 
@@ -42,13 +47,20 @@ Overrides = Annotated[
 def main() -> None:
     """Entry point of the console script: one sentence and a non-zero exit for whatever is wrong with the input."""
     _quiet()
-    try:
-        app()
-    except EvenkeelError as error:
-        sys.exit(f"evenkeel: {error}")
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("evenkeel: interrupted", file=sys.stderr)
-        sys.exit(130)  # as shells have it, and typer, which takes most interrupts before this
+    with interrupts.guarded():
+        try:
+            app()
+        except EvenkeelError as error:
+            sys.exit(_sentence(str(error), error))
+        except (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted) as error:
+            number = error.number if isinstance(error, interrupts.Interrupted) else int(signal.SIGINT)
+            print(_sentence("interrupted" if number == signal.SIGINT else "ended by SIGTERM", error), file=sys.stderr)
+            sys.exit(interrupts.exit_code(number))
+
+
+def _sentence(text: str, error: BaseException) -> str:
+    """What a command ends with, and below it what can be done after that."""
+    return "\n".join([f"evenkeel: {text}", *getattr(error, "__notes__", ())])
 
 
 @app.command()
@@ -67,6 +79,8 @@ def train(
     summary = train_run(None if resume else recipe, words, resume)
     if summary.alarm:
         raise typer.Exit(ENDED_BY_ALARM)
+    if summary.ended_by == signal.SIGTERM:
+        raise typer.Exit(ENDED_BY_SIGTERM)
 
 
 @app.command("init-model")
@@ -195,7 +209,21 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    handler = _ToStandardError()
+    handler.addFilter(lambda record: record.name.startswith("evenkeel") or record.levelno >= logging.ERROR)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+
+
+class _ToStandardError(logging.StreamHandler[TextIO]):
+    """To what sys.stderr is at that moment: a live panel puts something there that prints above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 if __name__ == "__main__":

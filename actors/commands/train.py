@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.cluster import Cluster
+from actors import interrupts
+from actors.cluster import Cluster, check_ray
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
@@ -31,18 +34,27 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     """
     if resume is not None:
         folder = RunFolder.open(resume)
-        config = load_config(RunConfig, folder.path / "config.yaml", overrides)
-        checkpoint: Checkpoint | None = folder.latest_checkpoint()
     else:
-        config, checkpoint = load_config(RunConfig, recipe, overrides), None
+        config = load_config(RunConfig, recipe, overrides)
+        check_ray(config.ray)
         task, notes = prepare_task(config)  # before a folder is made: most mistakes show here
         folder = RunFolder.create(config.run_dir, config.name)
+        checkpoint = None
+        if folder.is_reused:
+            notes.append(f"{folder.path} held what a start that failed had left, without a step or a checkpoint: it is used anew")
     try:
         if resume is not None:
+            config = load_config(RunConfig, folder.path / "config.yaml", overrides)
+            check_ray(config.ray)
+            checkpoint = folder.latest_checkpoint() if folder.checkpoints() else None
             task, notes = prepare_task(config)
-            _check_resumable(config, folder, checkpoint)
+            notes += _make_resumable(config, folder, checkpoint)
         folder.write_config(config)
         return _run_in(folder, config, task, notes, checkpoint)
+    except BaseException as error:
+        if folder.checkpoints() and not isinstance(error, ConfigError):
+            error.add_note(f"to go on: evenkeel train --resume {folder.path}")
+        raise
     finally:
         folder.close()
 
@@ -101,8 +113,12 @@ def model_config(path: Path) -> Any:
     return AutoConfig.from_pretrained(path).get_text_config()
 
 
-def _check_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
-    assert checkpoint is not None
+def _make_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None) -> list[str]:
+    """Take back what came after the checkpoint. Returns: what to say about it."""
+    if checkpoint is None:
+        taken = folder.rewind(-1)
+        lines = f"; {taken} lines of the steps before are in rewound.jsonl" if taken else ""
+        return [f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"]
     if checkpoint.step >= config.steps:
         raise ConfigError(
             f"{folder.path} has done {checkpoint.step} of {config.steps} steps: nothing is left. "
@@ -117,6 +133,7 @@ def _check_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoin
                 f"Resume with {saved} or more"
             )
     folder.rewind(checkpoint.step)
+    return []
 
 
 def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], checkpoint: Checkpoint | None) -> RunSummary:
@@ -130,25 +147,62 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
         if checkpoint:
             observer.event("info", f"going on from step {checkpoint.step} ({checkpoint.path})")
         controller = Controller(config, folder, task, observer, resume_from=checkpoint)
-        observer.phase("starting Ray")
-        with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
-            observer.event("info", f"output of the actors: {cluster.log_folder}")
-            summary = asyncio.run(controller.run())
+        with _log_as_events(observer):
+            observer.phase("starting Ray")
+            with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
+                observer.event("info", f"output of the actors: {cluster.log_folder}")
+                summary = _run_controller(controller)
     except BaseException as error:
-        observer.event("error", _said(error))
+        folder.event("error", _said(error))  # the terminal has it from whoever catches it
         view.close()
         raise
     finally:
         observer.close()
-        report = _report(folder)
+        report = None if interrupts.is_ending() else _report(folder)
     view.close(_summary_text(summary, folder, report, temperature=config.evaluation.temperature, steps=config.steps))
     return summary
 
 
+def _run_controller(controller: Controller) -> RunSummary:
+    """Raises: Interrupted if a signal has ended it at once."""
+    try:
+        return asyncio.run(controller.run())
+    except asyncio.CancelledError:
+        if controller.ended_by is None:
+            raise
+        raise interrupts.Interrupted(controller.ended_by) from None
+
+
+@contextlib.contextmanager
+def _log_as_events(observer: Observer) -> Iterator[None]:
+    """What this process logs about the run is an event of it: above the live panel, and in events.log."""
+    logger = logging.getLogger("evenkeel")
+    handler, before = _EventHandler(observer), (logger.level, logger.propagate)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+class _EventHandler(logging.Handler):
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "info" if record.levelno < logging.WARNING else "warning" if record.levelno < logging.ERROR else "error"
+        self._observer.event(level, record.getMessage())
+
+
 def _said(error: BaseException) -> str:
     """A run's last event when it did not reach its end."""
-    if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
-        return "ended at once by Ctrl-C, without a checkpoint of what came after the last one"
+    if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted)):
+        by = str(error) if isinstance(error, interrupts.Interrupted) else "Ctrl-C"
+        return f"ended at once by {by}, without a checkpoint of what came after the last one"
     return str(error) if isinstance(error, EvenkeelError) else f"{type(error).__name__}: {error}"
 
 

@@ -126,6 +126,10 @@ class Observer:
         self._folder.event("info", text)
         self._view.phase(text)
 
+    def doing(self, text: str) -> None:
+        """The same, for what only a live panel has room for."""
+        self._view.waiting(text)
+
     def waiting(self, text: str) -> None:
         self.event("warning", text)
 

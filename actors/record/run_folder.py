@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,6 +43,11 @@ from correction.monitor import Event
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
 KEPT_SKIPPED_BATCHES = 8
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
+_FOLDERS = ("tensorboard", "trajectories", "checkpoints")
+_BEFORE_NUMBERS = {*_FOLDERS, "config.yaml", "events.log", "ledger.jsonl"}
+"""What a run writes before its first evaluation, step or checkpoint."""
+_BESIDE = re.compile(r"\.\d+\.")
+"""A file that was being written, see write_file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +85,12 @@ class RunFolder:
     def __init__(self, path: Path, lock: filelock.BaseFileLock | None = None) -> None:
         self.path = path
         self._lock = lock
+        self.is_reused = False
+        """It held what a start that failed had left."""
 
     @classmethod
     def create(cls, path: Path | None, name: str, *, root: Path = Path("runs")) -> RunFolder:
-        """Make and own the folder of a new run.
+        """Make and own the folder of a new run. What a start that failed has left is cleared away; its events.log stays.
 
         Args:
             path: the folder; None takes root/NAME-DATE-TIME.
@@ -91,16 +98,24 @@ class RunFolder:
         Raises: ConfigError if another process owns the folder, or it holds something already.
         """
         path = _fresh_path(root, name) if path is None else Path(path)
+        was_ours = (path / ".owner.json").is_file()
         lock = _own(path)
         present = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".owner"))
-        if present:
+        is_reused = bool(present) and was_ours and _is_failed_start(path, present)
+        if is_reused:
+            _clear(path, present)
+        elif present:
+            if not was_ours:
+                (path / ".owner.json").unlink()
             lock.release()
             what = "a run" if "config.yaml" in present else f"other files ({present[0]}, ...)"
             remedy = f"Go on with it (--resume {path}), or choose" if "config.yaml" in present else "Choose"
             raise ConfigError(f"run_dir = {path}: holds {what} already, and a new run would mix with it. {remedy} another run_dir.")
-        for folder in ("tensorboard", "trajectories", "checkpoints"):
-            (path / folder).mkdir()
-        return cls(path, lock)
+        for name_of_folder in _FOLDERS:
+            (path / name_of_folder).mkdir()
+        folder = cls(path, lock)
+        folder.is_reused = is_reused
+        return folder
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -332,6 +347,25 @@ def _fresh_path(root: Path, name: str) -> Path:
     stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = [root / stem, *(root / f"{stem}-{i}" for i in range(2, 100))]
     return next(path for path in candidates if not path.exists())
+
+
+def _is_failed_start(path: Path, present: Sequence[str]) -> bool:
+    """Nothing is in it but what a run writes before its first number. A config.yaml alone may be anybody's."""
+    known = all(name in _BEFORE_NUMBERS or _BESIDE.match(name) for name in present)
+    samples = path / "trajectories"
+    has_samples = samples.is_dir() and any(samples.iterdir())
+    checkpoints = path / "checkpoints"
+    has_checkpoints = checkpoints.is_dir() and any(not entry.name.endswith(".partial") for entry in checkpoints.iterdir())
+    is_ours = "config.yaml" not in present or set(_FOLDERS) <= set(present)  # which are made before it
+    return known and is_ours and not has_samples and not has_checkpoints
+
+
+def _clear(path: Path, present: Sequence[str]) -> None:
+    for name in present:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        elif name != "events.log":
+            (path / name).unlink()
 
 
 def _own(path: Path) -> filelock.BaseFileLock:

@@ -57,7 +57,7 @@ class TerminalView:
             self._say(f"... {text}")
 
     def waiting(self, text: str) -> None:
-        """The same, for what only the live panel has room for: the usual waits inside a step."""
+        """The same, for what only the live panel has room for: the parts of a step."""
         if text != self._state.phase:
             self._state.phase = text
             self._state.phase_since = time.monotonic()
@@ -258,6 +258,11 @@ def sparkline(values: list[float], *, width: int) -> str:
     low, high = min(means), max(means)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+
+
+def counted(number: int, what: str) -> str:
+    """"1 rollout worker", "2 rollout workers"."""
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def duration(seconds: float) -> str:

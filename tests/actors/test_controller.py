@@ -22,11 +22,15 @@ class Observer:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.phases: list[str] = []
 
     def event(self, level: str, text: str) -> None:
         self.events.append(text)
 
     def phase(self, text: str) -> None: ...
+
+    def doing(self, text: str) -> None:
+        self.phases.append(text)
 
     def waiting(self, text: str) -> None:
         self.events.append(text)
@@ -124,6 +128,26 @@ def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypat
     assert told == (["outlived 1", "ended"] if is_training else ["ended"])
 
 
+def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps are done and saved: the run ends as usual, without a number after training, and without waiting for it."""
+
+    async def scenario() -> None:
+        observer = Observer()
+        run = controller(observer)
+
+        async def endless(when: str) -> None:
+            asyncio.get_running_loop().call_later(0.05, signal.raise_signal, signal.SIGTERM)
+            await asyncio.sleep(60.0)
+
+        monkeypatch.setattr(run, "_evaluate_now", endless)
+        with run._handled_interrupts():
+            assert await run._evaluate_last() is None
+        assert observer.events == ["interrupted (SIGTERM): leaving out the evaluation after training"]
+        assert run.ended_by == signal.SIGTERM
+
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
 class Loop:
     """A controller whose steps take a moment: the observer hears of a step when the learner is at work on the next one."""
 
@@ -209,6 +233,18 @@ def test_a_step_is_told_while_its_successor_waits_for_a_batch() -> None:
     loop.run._next_batch = MethodType(Controller._next_batch, loop.run)  # type: ignore[method-assign]
     asyncio.run(loop.train())
     assert loop.log[4:] == ["observe 3", "told 3", "batch 4", "learn 4", "learned 4", "note 4", "observe 4", "told 4"]
+
+
+def test_the_phase_is_that_of_the_step() -> None:
+    """Not what came before training: the line stands below the live panel until the next one."""
+    loop = Loop()
+    loop.run._config = loop.run._config.model_copy(update={"steps": 3})
+    service = SimpleNamespace(next_batch=SimpleNamespace(remote=lambda _: loop._batch()))
+    loop.run._service = service
+    loop.run._next_batch = MethodType(Controller._next_batch, loop.run)  # type: ignore[method-assign]
+    asyncio.run(loop.train())
+    expected = ["step 3: waiting for its batch; rollouts go on", "step 3 in training; rollouts go on"]
+    assert loop.run._observer.phases == expected  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["flushed", "flush fails"])

@@ -75,6 +75,7 @@ def test_a_killed_owner_leaves_the_folder_free(tmp_path: Path, children: str) ->
 
 
 def test_a_new_run_does_not_mix_with_what_is_there(folder: RunFolder, tmp_path: Path) -> None:
+    folder.append_metrics(StepMetrics(1))
     folder.close()
     with pytest.raises(ConfigError, match=rf"holds a run already.*--resume {folder.path}"):
         RunFolder.create(folder.path, "x")
@@ -83,6 +84,43 @@ def test_a_new_run_does_not_mix_with_what_is_there(folder: RunFolder, tmp_path: 
     with pytest.raises(ConfigError, match=r"holds other files \(chapter.tex"):
         RunFolder.create(tmp_path / "thesis", "x")
     RunFolder.open(folder.path).close()    # the refusal has given the lock back
+
+
+def test_what_a_failed_start_has_left_is_cleared_but_for_its_events(folder: RunFolder) -> None:
+    """Killed while it wrote its first file, or any later: the same."""
+    folder.event("error", "Ray did not start")
+    (folder.path / "tensorboard" / "events.out").write_text("")
+    (folder.path / "checkpoints" / "step_000001.partial").mkdir()
+    (folder.path / f".{os.getpid()}.config.yaml").write_text("name: x")
+    folder.close()
+    with RunFolder.create(folder.path, "x") as again:
+        assert again.is_reused
+        present = sorted(path.name for path in again.path.rglob("*") if not path.name.startswith(".owner"))
+        assert present == ["checkpoints", "events.log", "tensorboard", "trajectories"]
+        assert [event.text for event in again.read_events()] == ["Ray did not start"]
+    (folder.path / "trajectories").rmdir()    # killed in between: the folders are made one by one
+    with RunFolder.create(folder.path, "x") as again:
+        assert (again.path / "trajectories").is_dir()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step_000001/hf/x", "trajectories/step_000001.txt", "evaluations.jsonl"])
+def test_what_has_a_number_is_no_failed_start(folder: RunFolder, name: str) -> None:
+    folder.write_text(name, "{}\n")
+    folder.close()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        RunFolder.create(folder.path, "x")
+    assert (folder.path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "events.log", "checkpoints/notes.txt"])
+def test_files_of_somebody_else_are_never_cleared(tmp_path: Path, name: str) -> None:
+    """Under names that a run uses, too; nor after an earlier refusal, which has left a lock in the folder."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="holds"):
+            RunFolder.create(tmp_path, "x")
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_what_is_no_run_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 
 import pytest
@@ -62,6 +63,15 @@ def test_notices_come_while_it_waits() -> None:
     assert asyncio.run(result) == "done"
     assert 2 <= len(notices) <= 4
     assert all(n.startswith("waiting 0 s for receipt of worker 2 (no detail: RuntimeError)") for n in notices)
+
+
+def test_a_usual_wait_is_information_and_a_longer_one_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "evenkeel"):
+        asyncio.run(wait_for(late(0.5), "learner rank 0 -> a process", deadline_s=5.0, notice_s=0.1, usual_s=0.25))
+        asyncio.run(wait_for(late(0.15), "receipt of worker 2", deadline_s=5.0, notice_s=0.1))
+    levels = [record.levelname for record in caplog.records]
+    assert levels[0] == "INFO" and levels[-2:] == ["WARNING", "WARNING"] and levels == sorted(levels)
+    assert caplog.messages[0] == "waiting 0 s for learner rank 0 -> a process"
 
 
 def test_errors_of_another_process_arrive_as_themselves() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from actors.metrics import StepMetrics
 from actors.record.run_folder import RunFolder
-from actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
+from actors.record.terminal import TerminalView, counted, duration, sparkline, terminal_svg
 
 STEP = StepMetrics(
     3,
@@ -54,6 +55,23 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "held-out accuracy 0.500 [0.460, 0.540] on 512 problems, weight version 0",
         "the end",
     ]
+
+
+def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
+    """The panel is drawn over what it drew before: a line that is written past it leaves half of it behind."""
+    from actors.commands.cli import _ToStandardError
+
+    handler, record = _ToStandardError(), logging.makeLogRecord({"msg": "waiting for an engine"})
+    view, out = watch(terminal=True)
+    before = out.getvalue()
+    handler.emit(record)
+    view.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()[len(before):])
+    assert "waiting for an engine\n╭─ a run" in text.replace("\r", ""), "the warning, and the whole panel below it"
+
+
+def test_numbers_have_their_plural() -> None:
+    assert [counted(number, "learner rank") for number in (1, 2)] == ["1 learner rank", "2 learner ranks"]
 
 
 def test_a_step_without_an_update_says_why() -> None:

@@ -1,0 +1,153 @@
+"""SIGTERM and Ctrl-C end this process within seconds wherever it is: in an import, in Ray's start, in a wait, in the last lines of a run.
+
+A signal's handler raises in the main thread, which unwinds as for any error. That alone is not enough: an exception raised inside a fork
+hook or a finalizer is swallowed, and a call into C may not come back for half a minute. So the signal is seen by a thread as well, through
+a wakeup descriptor, which the kernel's own handler writes to; when the process is still there after `GRACE_S`, or at a second signal,
+the thread ends it together with all that it has started.
+
+An event loop that handles signals itself (the controller's) takes the descriptor over; `rearm` takes it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+GRACE_S = 10.0
+"""How long the main thread may take to unwind."""
+_KILLED_S = 3.0
+"""For the kernel to end what was killed."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+class Interrupted(SystemExit):
+    """A signal, where the main thread was. A SystemExit, which event loops and frameworks let pass; its code is that of shells."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(exit_code(number))
+        self.number = number
+
+    def __str__(self) -> str:
+        return NAMES[self.number]
+
+
+def exit_code(number: int) -> int:
+    """Of a process that a signal has ended, as shells count: 130 after Ctrl-C, 143 after SIGTERM."""
+    return 128 + number
+
+
+class _Guard:
+    """Handlers, descriptor and thread, while `guarded` lasts."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self.raised: int | None = None
+        """The signal whose handler has raised."""
+        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._is_over = threading.Event()
+        self._wakeup_before = -1
+        self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+        self._thread.start()
+
+    def arm(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._raise)
+        before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._wakeup_before = before if before != self._writer.fileno() else self._wakeup_before
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._is_over.set()
+        self._writer.send(b"\0")  # ends the wait of the thread
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self.raised is None:  # once: what unwinds after that must not be broken off; the thread sees to its end
+            self.raised = number
+            raise Interrupted(number)
+
+    def _watch(self) -> None:
+        number = self._next_signal(None)
+        if number is None:
+            return
+        again = self._next_signal(self._grace_s)
+        if not self._is_over.is_set():
+            _end_all(number, "again" if again is not None else f"still busy after {self._grace_s:g} s")
+
+    def _next_signal(self, timeout_s: float | None) -> int | None:
+        """Waits for it; None when the guard is closed, or time is up."""
+        self._reader.settimeout(timeout_s)
+        while not self._is_over.is_set():
+            try:
+                number = self._reader.recv(1)[0]
+            except TimeoutError:
+                return None
+            if number in SIGNALS:
+                return number
+        return None
+
+
+_guard: _Guard | None = None  # signal handlers belong to the whole process, and so does this
+
+
+@contextlib.contextmanager
+def guarded(*, grace_s: float = GRACE_S) -> Iterator[None]:
+    """While this lasts, SIGTERM and Ctrl-C end the process within seconds. Only in the main thread, where Python runs handlers."""
+    global _guard
+    if _guard is not None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _guard = _Guard(grace_s)
+    _guard.arm()
+    try:
+        yield
+    finally:
+        guard, _guard = _guard, None
+        guard.close()
+
+
+def rearm() -> None:
+    """Take signals back from whoever has handled them meanwhile (an event loop, a library); nothing to do outside `guarded`."""
+    if _guard is not None and threading.current_thread() is threading.main_thread():
+        _guard.arm()
+
+
+def check() -> None:
+    """Raises: Interrupted if a signal has come and its exception was swallowed."""
+    if _guard is not None and _guard.raised is not None:
+        raise Interrupted(_guard.raised)
+
+
+def is_ending() -> bool:
+    """A signal has come, and the process has `GRACE_S` to end."""
+    return _guard is not None and _guard.raised is not None
+
+
+def _end_all(number: int, why: str) -> NoReturn:
+    """End this process and its descendants, without the help of the main thread."""
+    import psutil
+
+    with contextlib.suppress(OSError):
+        if sys.stdout.isatty():
+            os.write(1, b"\x1b[?25h\n")  # the cursor, which a live panel hides
+        os.write(2, f"evenkeel: ended by {NAMES[number]} ({why})\n".encode())
+    children = psutil.Process().children(recursive=True)
+    for process in children:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(children, timeout=_KILLED_S)
+    os._exit(exit_code(number))

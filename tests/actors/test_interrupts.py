@@ -1,0 +1,116 @@
+"""SIGTERM and Ctrl-C end a process within the grace wherever its main thread is, with the exit code of shells and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BEGIN = """
+import ctypes, os, subprocess, sys, time
+from actors import interrupts
+with interrupts.guarded(grace_s=0.5):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+"""
+ORDERLY = """
+    try:
+        print(child.pid, flush=True)
+        time.sleep(300)
+    finally:
+        child.kill()
+        child.wait()
+        print("unwound", flush=True)
+"""
+SWALLOWED = """
+    class Finalizer:
+        def __del__(self):
+            print(child.pid, flush=True)
+            time.sleep(300)    # the exception is raised in here, and Python ignores it
+    finalizer = Finalizer()
+    del finalizer
+    while True:
+        time.sleep(1)
+"""
+IN_C = """
+    mutex = ctypes.create_string_buffer(128)
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    print(child.pid, flush=True)
+    libc.pthread_mutex_lock(mutex)    # no signal ends this wait
+"""
+CHECKED = """
+    class Finalizer:
+        def __del__(self):
+            print(child.pid, flush=True)
+            time.sleep(300)
+    finalizer = Finalizer()
+    del finalizer
+    try:
+        interrupts.check()
+    finally:
+        child.kill()
+        child.wait()
+        print("unwound", flush=True)
+"""
+TAKEN_OVER = """
+    import asyncio, signal
+    async def run():
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)    # whoever handles signals itself ...
+        loop.remove_signal_handler(signal.SIGTERM)
+    asyncio.run(run())
+    interrupts.rearm()                                           # ... hands them back
+""" + IN_C
+
+
+def ended(program: str, number: int) -> tuple[subprocess.CompletedProcess[str], int]:
+    """The program after it has got a signal, and the process id of its child."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        child = int(process.stdout.readline())
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60.0)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err), child
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_main_thread_unwinds(number: int) -> None:
+    process, child = ended(ORDERLY, number)
+    assert process.returncode == 128 + number
+    assert process.stdout == "unwound\n" and process.stderr == ""
+    assert not psutil.pid_exists(child)
+
+
+@pytest.mark.parametrize("program", [SWALLOWED, IN_C, TAKEN_OVER], ids=["swallowed", "in a call of C", "after an event loop"])
+def test_a_main_thread_that_does_not_end_is_ended_with_its_children(program: str) -> None:
+    process, child = ended(program, signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert process.stderr.endswith("evenkeel: ended by SIGTERM (still busy after 0.5 s)\n")
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_swallowed_signal_is_found_at_the_next_check() -> None:
+    process, child = ended(CHECKED, signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert process.stdout == "unwound\n", "in order, not by the thread that ends it otherwise"
+    assert not psutil.pid_exists(child)
+
+
+def test_handlers_are_given_back() -> None:
+    from actors import interrupts
+
+    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    with interrupts.guarded():
+        assert [signal.getsignal(number) for number in interrupts.SIGNALS] != before
+    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1

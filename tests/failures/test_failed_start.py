@@ -1,0 +1,125 @@
+"""A start that failed: said once, and its folder can be started and resumed. Ray's start is what fails here; nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.commands.cli import main
+from actors.commands.recipe import load_config
+from actors.metrics import StepMetrics
+from actors.record.run_folder import RunFolder
+from correction.errors import EngineError
+from tests.e2e.launch import RECIPE
+
+REASON = "Ray did not start"
+
+
+class BrokenCluster:
+    def __init__(self, config: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        raise EngineError(REASON)
+
+    def __exit__(self, *error: object) -> None:
+        raise AssertionError("never entered")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(RECIPE.parent)
+    monkeypatch.setattr("actors.commands.train.Cluster", BrokenCluster)
+    path = tmp_path / "recipe.yaml"
+    text = RECIPE.read_text().replace("set-by-the-test", str(model)) + f"run_dir: {tmp_path / 'run'}\n"
+    path.write_text(text.replace("{kind: function, path: \"e2e_reward:vowels\", processes: 1}", "{kind: reasoning_gym}"))
+    return path
+
+
+def fails(*words: str) -> str:
+    """The last words of a command that ends with an error."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr("sys.argv", ["evenkeel", *words])
+        main()
+    return str(caught.value.code)
+
+
+def test_a_failed_start_can_be_started_again_and_resumed(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command gets as far as the first did, and says what it found; none sends to another."""
+    run = tmp_path / "run"
+    assert fails("train", str(recipe)) == f"evenkeel: {REASON}"
+    assert "used anew" not in capsys.readouterr().out
+    assert fails("train", str(recipe), "steps=7") == f"evenkeel: {REASON}"
+    assert f"{run} held what a start that failed had left, without a step or a checkpoint: it is used anew" in capsys.readouterr().out
+    assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}"
+    assert f"{run} has no checkpoint: starting from step 0 with its config.yaml" in capsys.readouterr().out
+    assert RunFolder.view(run).read_config()["steps"] == 7
+    errors = [event.text for event in RunFolder.view(run).read_events() if event.level == "error"]
+    assert errors == [REASON] * 3, "the events of all three are kept"
+
+
+def test_a_run_without_a_checkpoint_is_resumed_from_step_0(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has numbers, so a new run in its folder is refused; resuming it begins again, and loses no line."""
+    run = tmp_path / "run"
+    fails("train", str(recipe))
+    with RunFolder.open(run) as folder:
+        folder.append_evaluation(StepMetrics(0, {"held_out/accuracy": 0.5}))
+        folder.append_metrics(StepMetrics(1, {"reward/mean": 0.5}))
+    assert f"holds a run already, and a new run would mix with it. Go on with it (--resume {run})" in fails("train", str(recipe))
+    capsys.readouterr()
+    assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}"
+    assert "starting from step 0 with its config.yaml; 2 lines of the steps before are in rewound.jsonl" in capsys.readouterr().out
+    assert len((run / "rewound.jsonl").read_text().splitlines()) == 2 and RunFolder.view(run).read_metrics() == []
+
+
+def test_an_error_is_printed_once(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By whoever ends the command; the run's own view leaves it to that."""
+    said = fails("train", str(recipe))
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err + said).count(REASON) == 1
+
+
+def test_an_error_after_a_checkpoint_names_the_command_that_goes_on(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    fails("train", str(recipe))
+
+    class BreaksLater(BrokenCluster):
+        def __enter__(self) -> None:
+            with RunFolder.view(run).checkpoint(3):
+                pass
+            raise EngineError(REASON)
+
+    monkeypatch.setattr("actors.commands.train.Cluster", BreaksLater)
+    assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}\nto go on: evenkeel train --resume {run}"
+
+
+def test_an_address_is_tried_before_a_folder_is_made(recipe: Path, tmp_path: Path) -> None:
+    assert "no Ray cluster answers there" in fails("train", str(recipe), "ray.address=127.0.0.1:1")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also on the terminal, where a line past the live panel would tear it: nothing goes to standard error."""
+    import logging
+
+    from actors.commands.train import _log_as_events
+    from actors.config import RunConfig
+    from actors.record.observer import Observer
+    from actors.record.terminal import TerminalView
+
+    folder = RunFolder.create(tmp_path / "run", "x")
+    observer = Observer(load_config(RunConfig, RECIPE, []), folder, TerminalView(1, "x"))
+    log = logging.getLogger("evenkeel.sync")
+    with _log_as_events(observer):
+        log.info("waiting 30 s for %s", "an engine")
+        log.warning("waiting 300 s for %s", "an engine")
+    observer.close()
+    assert [(event.level, event.text) for event in folder.read_events()] == [
+        ("info", "waiting 30 s for an engine"), ("warning", "waiting 300 s for an engine"),
+    ]
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["x", "waiting 30 s for an engine", "warning: waiting 300 s for an engine"] and printed.err == ""

@@ -1,0 +1,53 @@
+"""SIGTERM and Ctrl-C before there is an engine: while libraries are imported, and at two points of the real Ray's start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.launch import RECIPE, Run
+
+
+def imports_torch(run: Run) -> bool:
+    return any("libtorch" in mapped.path for mapped in psutil.Process(run.process.pid).memory_maps())
+
+
+def has_started(command: str) -> Callable[[Run], bool]:
+    return lambda run: any(command in " ".join(child.cmdline()[:1]) for child in psutil.Process(run.process.pid).children())
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGTERM, imports_torch),
+        (signal.SIGTERM, has_started("gcs_server")),
+        (signal.SIGTERM, has_started("raylet")),
+        (signal.SIGINT, has_started("raylet")),
+    ],
+    ids=["importing", "control service", "daemon", "daemon, Ctrl-C"],
+)
+def test_a_signal_ends_a_start_and_leaves_nothing(model: Path, tmp_path: Path, number: int, moment: Callable[[Run], bool]) -> None:
+    run = Run(tmp_path / "run", str(RECIPE), f"model={model}", f"run_dir={tmp_path / 'run'}")
+    try:
+        until = time.monotonic() + 240.0
+        while True:
+            assert run.process.poll() is None and time.monotonic() < until, run.output()[-4000:]
+            try:
+                if moment(run):
+                    break
+            except psutil.Error:  # a child that has just ended
+                pass
+        os.kill(run.process.pid, number)
+        assert run.wait(60.0) == 128 + number, run.output()[-4000:]
+        said = run.output()
+        assert said.splitlines()[-1].startswith("evenkeel: " + ("interrupted" if number == signal.SIGINT else "ended by SIGTERM"))
+        assert "Traceback" not in said and "Exception ignored" not in said and "SystemExit" not in said
+        assert run.orphans(30.0) == [], "Ray's agents neither"
+    finally:
+        run.close()
