@@ -19,6 +19,7 @@ from actors.observer import Observer
 from actors.report import write_report
 from actors.resume import TrainingState
 from actors.run_folder import Checkpoint, RunFolder
+from actors.supervision import counted
 from actors.terminal import TerminalView
 from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError, DataError, EvenkeelError
@@ -117,7 +118,7 @@ def _make_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoint
     """Take back what came after the checkpoint. Returns: what to say about it."""
     if checkpoint is None:
         taken = folder.rewind(-1)
-        lines = f"; {taken} lines of the steps before are in rewound.jsonl" if taken else ""
+        lines = f"; {counted(taken, 'line')} of the steps before went to rewound.jsonl" if taken else ""
         return [f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"]
     if checkpoint.step >= config.steps:
         raise ConfigError(
@@ -218,7 +219,7 @@ def _report(folder: RunFolder) -> Path | None:
 
 
 def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, temperature: float, steps: int) -> str:
-    lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {summary.steps} steps in {summary.seconds:.0f} s"]
+    lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {counted(summary.steps, 'step')} in {summary.seconds:.0f} s"]
     if summary.alarm:
         lines.append(summary.alarm)
     how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
