@@ -52,10 +52,6 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
             notes += _make_resumable(config, folder, checkpoint)
         folder.write_config(config)
         return _run_in(folder, config, task, notes, checkpoint)
-    except BaseException as error:
-        if folder.checkpoints() and not isinstance(error, ConfigError):
-            error.add_note(f"to go on: evenkeel train --resume {folder.path}")
-        raise
     finally:
         folder.close()
 
@@ -155,6 +151,9 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
                 summary = _run_controller(controller)
     except BaseException as error:
         folder.event("error", _said(error))  # the terminal has it from whoever catches it
+        saved = folder.checkpoints()
+        if saved and saved[-1].step < config.steps:
+            error.add_note(f"to go on: evenkeel train --resume {folder.path}")
         view.close()
         raise
     finally:
