@@ -21,17 +21,13 @@ import ray
 
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
+from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
 
 log = logging.getLogger("evenkeel.cluster")
 
 # Python warnings of third parties are about things that a user of evenkeel can't change.
 _ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"}
-_PRIVATE_ENVIRONMENT = {
-    "RAY_worker_niceness": "0",  # not Ray's 15: others give way to the learner by themselves, see give_way
-    # A control service on this machine that has lost its clients is dead. Ray's agents try for a minute to tell it of a death.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
-}
 _JOINED_ENVIRONMENT = {
     "RAY_gcs_server_port_wait_time_s": "1",  # one attempt, which takes Ray up to 40 s; its own 20 take a quarter of an hour
     "RAY_BACKEND_LOG_LEVEL": "error",  # what failed is said in the error
@@ -75,7 +71,7 @@ class Cluster:
             with _environment(_JOINED_ENVIRONMENT):
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             return self
-        os.environ.update({name: value for name, value in _PRIVATE_ENVIRONMENT.items() if name not in os.environ})
+        os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: others give way to the learner by themselves, see give_way
         workers = self._config.rollout.workers
         arguments: dict[str, Any] = {
             "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
@@ -110,7 +106,7 @@ class Cluster:
                         if self._config.ray.address
                         else "Start the run again when the machine has less to do, or join a running cluster with ray.address"
                     )
-                    raise EngineError(f"{reason}; tried {_TRIES - left} times. {remedy}.{logs}") from error
+                    raise EngineError(f"{reason}; tried {counted(_TRIES - left, 'time')}. {remedy}.{logs}") from error
                 log.warning("%s; trying again, %d of %d", reason, _TRIES - left + 1, _TRIES)
                 time.sleep(_PAUSE_S)
             except BaseException:

@@ -90,7 +90,7 @@ class DeadlinesConfig(_Section):
     """No wait without an end; the error names phase, actor and version."""
 
     start_s: PositiveFloat = 600.0
-    """Engines and learner ranks have to be up by then."""
+    """Engines and learner ranks have to be up by then; Ray is not tried again after so long."""
     batch_s: PositiveFloat = 600.0
     """A training batch has to be whole."""
     step_s: PositiveFloat = 1800.0
@@ -152,7 +152,7 @@ class RunConfig(_Section):
     model: Path
     """Hugging Face folder of the policy to train: config.json, safetensors, tokenizer."""
     run_dir: Path | None = None
-    """Folder of the run; empty: runs/NAME-DATE-TIME."""
+    """Folder of the run; empty: runs/NAME-DATE-TIME. What a start that failed has left in it is cleared."""
     steps: PositiveInt
     """Training batches; the weight version grows by one with each."""
     groups_per_step: PositiveInt

@@ -32,7 +32,7 @@ from actors.record.step_report import learned_numbers
 from actors.record.terminal import counted
 from actors.resume import TrainingState
 from actors.rollout_worker import SyncReceipt
-from actors.supervision import Stopwatch, wait_for
+from actors.supervision import Stopwatch, counted, wait_for
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of, with_both_sides
 from actors.weight_sync import WeightSync
@@ -266,7 +266,7 @@ class Controller:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         if self._evaluation is not None:
             await asyncio.wait({self._evaluation})  # which has a name and an end of its own
-        self._observer.phase(f"evaluating {when} on {len(self._held_out)} held-out problems")
+        self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
         await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
         return await self._in_time(self._evaluate(self._held_out), f"evaluation {when}")
 

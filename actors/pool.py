@@ -26,7 +26,7 @@ import ray
 from actors.actor_info import ActorInfo
 from actors.cluster import give_way
 from actors.rollout_worker import GroupSummary, RolloutWorker, WorkerLoad
-from actors.supervision import USUAL_START, unwrapped, wait_for
+from actors.supervision import USUAL_START, counted, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S, Ticket
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
@@ -192,7 +192,8 @@ class RolloutPool:
             self._sync.leave(worker.name)
         self._on_left(worker.name)
         _kill(worker.actor)
-        self._on_event("warning", f"rollout worker {worker.name} is gone: {reason}; its {len(worker.groups)} groups go to others")
+        groups = counted(len(worker.groups), "group")
+        self._on_event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
         self._replaced += not is_waiting_for_a_node
         is_hopeless = never_worked and not self._workers
@@ -337,7 +338,7 @@ class RolloutPool:
 
     async def _missing(self) -> str:
         joined, current = self.counts()
-        return f"{joined} workers joined, {current} of them with these weights, {len(self._workers) - joined} starting"
+        return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self._workers) - joined} starting"
 
     # -- end ---------------------------------------------------------------------------------------------------------
 

@@ -75,6 +75,11 @@ def unwrapped(error: BaseException) -> BaseException:
     return cause if isinstance(cause, EvenkeelError) else error
 
 
+def counted(number: int, what: str) -> str:
+    """"1 rollout worker", "2 rollout workers"."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:
     return await awaitable
 

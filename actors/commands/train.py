@@ -20,6 +20,7 @@ from actors.record.report import write_report
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.terminal import TerminalView
 from actors.resume import TrainingState
+from actors.supervision import counted
 from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError, DataError, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
@@ -51,10 +52,6 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
             notes += _make_resumable(config, folder, checkpoint)
         folder.write_config(config)
         return _run_in(folder, config, task, notes, checkpoint)
-    except BaseException as error:
-        if folder.checkpoints() and not isinstance(error, ConfigError):
-            error.add_note(f"to go on: evenkeel train --resume {folder.path}")
-        raise
     finally:
         folder.close()
 
@@ -117,7 +114,7 @@ def _make_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoint
     """Take back what came after the checkpoint. Returns: what to say about it."""
     if checkpoint is None:
         taken = folder.rewind(-1)
-        lines = f"; {taken} lines of the steps before are in rewound.jsonl" if taken else ""
+        lines = f"; {counted(taken, 'line')} of the steps before went to rewound.jsonl" if taken else ""
         return [f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"]
     if checkpoint.step >= config.steps:
         raise ConfigError(
@@ -154,6 +151,9 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
                 summary = _run_controller(controller)
     except BaseException as error:
         folder.event("error", _said(error))  # the terminal has it from whoever catches it
+        saved = folder.checkpoints()
+        if saved and saved[-1].step < config.steps:
+            error.add_note(f"to go on: evenkeel train --resume {folder.path}")
         view.close()
         raise
     finally:
@@ -218,7 +218,7 @@ def _report(folder: RunFolder) -> Path | None:
 
 
 def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, temperature: float, steps: int) -> str:
-    lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {summary.steps} steps in {summary.seconds:.0f} s"]
+    lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {counted(summary.steps, 'step')} in {summary.seconds:.0f} s"]
     if summary.alarm:
         lines.append(summary.alarm)
     how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"

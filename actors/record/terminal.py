@@ -260,11 +260,6 @@ def sparkline(values: list[float], *, width: int) -> str:
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
 
 
-def counted(number: int, what: str) -> str:
-    """"1 rollout worker", "2 rollout workers"."""
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def duration(seconds: float) -> str:
     """Seconds as a person says them: "42 s", "3 min 05 s", "2 h 10 min"."""
     whole = round(seconds)

@@ -102,7 +102,7 @@ def test_a_start_that_fails_for_good_is_one_sentence(monkeypatch: pytest.MonkeyP
 
 def test_no_try_begins_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = starts(monkeypatch, times_out)
-    with pytest.raises(EngineError, match="tried 1 times"), Cluster(config("deadlines.start_s=1e-9")):
+    with pytest.raises(EngineError, match=r"tried 1 time\."), Cluster(config("deadlines.start_s=1e-9")):
         pass
     assert len(calls) == 1
 

@@ -235,12 +235,12 @@ def test_a_wait_for_the_published_weights_says_so_and_ends(monkeypatch: pytest.M
     async def scenario() -> None:
         scene = Scene(monkeypatch, behind={"0"}, worker_s=0.7)
         await scene.begin()
-        missing = r"\(1 workers joined, 0 of them with these weights, 0 starting\)"
+        missing = r"\(1 worker joined, 0 of them with these weights, 0 starting\)"
         what = r"groups \[\d\] <- a rollout worker with weights v0: not done in 1 s " + missing
         with pytest.raises(DeadlineExceeded, match=what):
             await scene.pool.raise_on_failure()
         notices = [event for event in scene.events if event.startswith("waiting ")]
-        assert 2 <= len(notices) <= 3 and "1 workers joined, 0 of them" in notices[0], "every 0.2 s in 0.7 s"
+        assert 2 <= len(notices) <= 3 and "1 worker joined, 0 of them" in notices[0], "every 0.2 s in 0.7 s"
 
     play(scenario)
 

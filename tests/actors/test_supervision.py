@@ -10,7 +10,7 @@ import time
 import pytest
 import ray.exceptions
 
-from actors.supervision import Stopwatch, unwrapped, wait_for
+from actors.supervision import Stopwatch, counted, unwrapped, wait_for
 from correction.errors import DeadlineExceeded, EngineError, SyncError
 
 
@@ -72,6 +72,10 @@ def test_a_usual_wait_is_information_and_a_longer_one_a_warning(caplog: pytest.L
     levels = [record.levelname for record in caplog.records]
     assert levels[0] == "INFO" and levels[-2:] == ["WARNING", "WARNING"] and levels == sorted(levels)
     assert caplog.messages[0] == "waiting 0 s for learner rank 0 -> a process"
+
+
+def test_numbers_have_their_plural() -> None:
+    assert [counted(number, "learner rank") for number in (0, 1, 2)] == ["0 learner ranks", "1 learner rank", "2 learner ranks"]
 
 
 def test_errors_of_another_process_arrive_as_themselves() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from actors.metrics import StepMetrics
 from actors.record.run_folder import RunFolder
-from actors.record.terminal import TerminalView, counted, duration, sparkline, terminal_svg
+from actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
 
 STEP = StepMetrics(
     3,
@@ -68,10 +68,6 @@ def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
     view.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()[len(before):])
     assert "waiting for an engine\n╭─ a run" in text.replace("\r", ""), "the warning, and the whole panel below it"
-
-
-def test_numbers_have_their_plural() -> None:
-    assert [counted(number, "learner rank") for number in (1, 2)] == ["1 learner rank", "2 learner ranks"]
 
 
 def test_a_step_without_an_update_says_why() -> None:

@@ -18,7 +18,7 @@ def test_ctrl_c_ends_a_start_at_once(small_model: Path, tmp_path: Path) -> None:
         run.interrupt()
         assert run.wait(120.0) == 130
         assert "rollout 0 is up" not in run.events(), "it waited for the engine"
-        assert "interrupted: ending at once" in run.events()
+        assert "interrupted (Ctrl-C): ending at once" in run.events()
         assert run.output().endswith("evenkeel: interrupted\n") and "Traceback" not in run.output()
         assert not (run.run_dir / "report.html").exists(), "there is nothing to report"
         for name in ("raylet", "RolloutWorker", "LearnerRankActor", "reward_process"):

@@ -70,7 +70,7 @@ def test_a_run_without_a_checkpoint_is_resumed_from_step_0(recipe: Path, tmp_pat
     assert f"holds a run already, and a new run would mix with it. Go on with it (--resume {run})" in fails("train", str(recipe))
     capsys.readouterr()
     assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}"
-    assert "starting from step 0 with its config.yaml; 2 lines of the steps before are in rewound.jsonl" in capsys.readouterr().out
+    assert "starting from step 0 with its config.yaml; 2 lines of the steps before went to rewound.jsonl" in capsys.readouterr().out
     assert len((run / "rewound.jsonl").read_text().splitlines()) == 2 and RunFolder.view(run).read_metrics() == []
 
 

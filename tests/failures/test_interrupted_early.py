@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.launch import RECIPE, Run
 
 
-def imports_torch(run: Run) -> bool:
-    return any("libtorch" in mapped.path for mapped in psutil.Process(run.process.pid).memory_maps())
+def imports_ray(run: Run) -> bool:
+    return any("_raylet" in mapped.path for mapped in psutil.Process(run.process.pid).memory_maps())
 
 
 def has_started(command: str) -> Callable[[Run], bool]:
@@ -25,7 +25,7 @@ def has_started(command: str) -> Callable[[Run], bool]:
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        (signal.SIGTERM, imports_torch),
+        (signal.SIGTERM, imports_ray),
         (signal.SIGTERM, has_started("gcs_server")),
         (signal.SIGTERM, has_started("raylet")),
         (signal.SIGINT, has_started("raylet")),
