@@ -10,16 +10,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from correction.advantages import AdvantageEstimator
-from correction.denominators import Count, DenominatorKind
+from correction.choices import (
+    TOPK_STATISTICS,
+    AdvantageEstimator,
+    Count,
+    DenominatorKind,
+    Level,
+    Population,
+    ProximalSource,
+    Ratio,
+    RejectionLevel,
+    Side,
+    Statistic,
+    WeightMode,
+)
 from correction.errors import ConfigError
-from correction.importance import WeightMode
-from correction.normalize import Population
 from correction.presets import preset_settings
-from correction.proximal import ProximalSource
-from correction.ratios import Ratio
-from correction.rejection import TOPK_STATISTICS, RejectionLevel, Side, Statistic
-from correction.segments import Level
 from correction.sense import check_sense
 
 
