@@ -157,7 +157,7 @@ def evaluate(
     """Ask a model the held-out questions of a task and print its accuracy.
 
     SGLang answers each question once. The accuracy comes with its 95% confidence interval (Wilson), and with the number of answers that
-    could not be scored. With the name of a data set an answer may have 256 tokens, or half of the model's context if that is less.
+    could not be scored. With the name of a data set an answer may have 256 tokens, or a quarter of the model's context if that is less.
     """
     if not task:
         raise ConfigError(

@@ -61,7 +61,7 @@ def show_preset(console: Console, name: str) -> None:
     console.print(Text(name, style="bold"))
     for title, text in parts:
         _block(console, title, text)
-    _block(console, "settings (what isn't named here has its default: evenkeel config --section correction)", "")
+    _block(console, "settings (a key that isn't here has its default)", "")
     _indented(console, yaml.safe_dump({"correction": settings}, sort_keys=False, default_flow_style=False).rstrip())
     if preset.decisions:
         _block(console, "where sources disagree, and what is done here", "")

@@ -11,7 +11,7 @@ from actors.config import RunConfig
 from actors.config_tools import load_config
 
 LONGEST_ANSWER = 256
-"""Tokens of an answer to a data set that has no recipe, where the model's context has room for as many again."""
+"""Tokens of an answer to a data set that has no recipe, if that is at most a quarter of the model's context."""
 
 
 def is_recipe(task: str) -> bool:
@@ -32,16 +32,16 @@ def task_config(model: Path, task: str, overrides: Sequence[str], *, problems: i
     if is_recipe(task):
         return load_config(RunConfig, Path(task), [*wanted, *overrides])
     kinds = ["rollout.task.kind=reasoning_gym", f"rollout.task.dataset={task}", "rollout.reward.kind=reasoning_gym"]
-    answer = min(LONGEST_ANSWER, max(1, model_context(model) // 2))
+    answer = min(LONGEST_ANSWER, max(1, model_context(model) // 4))
     made_up = ["steps=1", "groups_per_step=1", *kinds, f"rollout.sampling.max_tokens={answer}"]
     return load_config(RunConfig, None, [*made_up, *wanted, *overrides])
 
 
 def model_context(model: Path) -> int:
-    """Tokens that the model's config.json allows for prompt and answer together; twice the longest answer where it doesn't say."""
+    """Tokens that the model's config.json allows for prompt and answer together; four times the longest answer where it does not say."""
     try:
         shape: Any = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
-        return 2 * LONGEST_ANSWER  # what is wrong with the folder is said where it is read
+        return 4 * LONGEST_ANSWER  # what is wrong with the folder is said where it is read
     shape = shape.get("text_config", shape) if isinstance(shape, dict) else {}
-    return int(shape.get("max_position_embeddings", 2 * LONGEST_ANSWER))
+    return int(shape.get("max_position_embeddings", 4 * LONGEST_ANSWER))

@@ -101,9 +101,9 @@ class CriterionConfig(Part):
     upper_by_staleness: tuple[float, ...] | None = None
     """Entry s replaces upper on units of staleness s; the last entry holds for all older ones."""
     side: Side = Side.ANY
-    """Advantages that it looks at: any, negative (OPSM), positive."""
+    """Sign of the advantage of the tokens that it is applied to: any, negative (OPSM), positive."""
     is_open: bool = False
-    """Bounds themselves are outside."""
+    """A value that equals a bound is rejected; false: it is accepted."""
 
     @property
     def label(self) -> str:
@@ -131,9 +131,9 @@ class VetoConfig(Part):
     ratio: Ratio = Ratio.RHO
     """Which ratio; in bypass rho means q."""
     lower: float | None = Field(default=1e-4, gt=0)
-    """Tokens under it veto."""
+    """A token under it drops its sequence."""
     upper: float | None = Field(default=None, gt=0)
-    """Tokens over it veto."""
+    """A token over it drops its sequence."""
 
 
 class NormalizeConfig(Part):
@@ -295,7 +295,7 @@ class CorrectionConfig(Part):
     preset: str | None = None
     """Named method whose values the other keys override; `evenkeel presets` lists them."""
     proximal: ProximalSource = ProximalSource.RECOMPUTE
-    """behavior (bypass), recompute (decoupled), interpolate (A-3PO)."""
+    """Where pi_prox comes from: recompute (a forward pass of the learner), behavior (mu itself: bypass), interpolate (A-3PO)."""
     importance: ImportanceConfig = ImportanceConfig()
     """Importance weights."""
     rejection: tuple[CriterionConfig, ...] = ()
