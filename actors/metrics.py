@@ -203,7 +203,7 @@ _HELD_OUT = [
     _gauge("held_out/weight_version", _U.ONE, _R.LAST, "weight version", "Version of the weights that answered."),
     _gauge("held_out/truncated_share", _U.SHARE, _R.LAST, "cut answers", "Share of held-out answers cut at max_tokens."),
     _gauge("held_out/response_tokens", _U.TOKENS, _R.LAST, "answer length", "Mean length of a held-out answer."),
-    _gauge("held_out/seconds", _U.SECONDS, _R.LAST, "evaluation time", "Wall time of the evaluation, which runs beside training."),
+    _gauge("held_out/seconds", _U.SECONDS, _R.LAST, "evaluation time", "Wall time of the evaluation; training goes on meanwhile."),
 ]
 _STALENESS = [
     _gauge(
@@ -465,6 +465,7 @@ def markdown() -> str:
         "Every number that a run shows, generated from `actors/metrics.py` by `python -m actors.metrics > docs/metrics.md`.",
         "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
         "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
+        "The [glossary](glossary.md) explains the terms.",
     ]
     group = None
     for metric in CATALOGUE.values():

@@ -3,7 +3,8 @@
 Mismatch is the earliest sign of a collapse, before entropy and gradient norm. Each symptom is followed on a log scale. Its level
 is the median of the last steps against the median of the first ones; the last two steps alone are held against them as well, for jumps; its
 trend is the median of all slopes between two of the last steps (Theil-Sen). All are held against the scatter of the first steps, and must
-be large in themselves: a tiny change is no news however sure. An event says when a symptom's state changes. Nothing is done about it here.
+be large in themselves: a tiny change is not reported, however certain it is. An event says when a symptom's state
+changes. Nothing is done about it here.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
 alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 6 runs where a step keeps 0.8 of the one before), and as few

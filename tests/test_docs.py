@@ -16,6 +16,7 @@ from actors.config_tools import explain_lines
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
 KEYS = [re.sub(r"\.(NAME|N)(?=\.|$)", r"\\.[^.]+", line.path) for line in explain_lines(RunConfig)]
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 OPEN_KEYS = ("rollout.task.options", "rollout.task.chat_template_kwargs", "rollout.engine.engine_args")
 """Mappings whose keys are another package's."""
 
@@ -97,6 +98,19 @@ def test_only_one_page_says_how_evenkeel_is_called() -> None:
     """README has it in a section of its own; elsewhere a path to the virtual environment would be a second answer."""
     assert [page.name for page in PAGES if ".venv/bin/evenkeel" in page.read_text()] == ["README.md"]
     assert (ROOT / "README.md").read_text().count(".venv/bin/evenkeel") == 1
+
+
+@pytest.mark.parametrize("term", ["GRPO", "k1, k2, k3", "ESS", "Probe", "Receipt", "R2, R3", "Retract", "Mismatch, staleness, drift"])
+def test_terms_that_a_newcomer_needs_are_explained_once(term: str) -> None:
+    headings = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("### ") and term in line]
+    assert len(headings) == 1 and headings[0] in GLOSSARY
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts and page.stem != "glossary"], ids=lambda page: page.stem)
+def test_a_page_that_uses_such_a_term_links_the_glossary(page: Path) -> None:
+    text = page.read_text()
+    if re.search(r"\b(GRPO|k3|ESS|effective sample size|probe|receipt|R3|retract\w*|1F1B|staleness)\b", text):
+        assert "glossary.md" in text
 
 
 def test_every_page_is_reached_from_readme() -> None:
