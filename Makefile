@@ -18,6 +18,7 @@ help:  ## this list
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps sglang
 	@touch $@
+	@echo "installed; 'source .venv/bin/activate' puts evenkeel on your PATH"
 
 train: .venv/installed  ## set up .venv, make the nano model, train it by async RL, write a report
 	$(BIN)/evenkeel init-model $(RECIPE) --if-missing
@@ -33,7 +34,7 @@ lint: .venv/installed  ## ruff and mypy (strict on correction/)
 	$(BIN)/ruff check .
 	$(BIN)/mypy correction rollout learner actors
 
-bench: .venv/installed  ## the benchmarks, as ratios measured in one run; with VERL=FOLDER also against verl (make verl VERL=FOLDER)
+bench: .venv/installed  ## the benchmarks (ratios measured in one run); with VERL=FOLDER also against verl (make verl VERL=FOLDER)
 	$(BIN)/python benchmarks/async_vs_sync.py
 	$(BIN)/python benchmarks/decode_attention.py
 	$(BIN)/python benchmarks/matrix_products.py
@@ -42,7 +43,7 @@ bench: .venv/installed  ## the benchmarks, as ratios measured in one run; with V
 verl: .venv/installed  ## a virtual environment in VERL=FOLDER with what the benchmark against verl needs (about 1 GB)
 	$(BIN)/python benchmarks/correction_pass.py --make-verl $(or $(VERL),$(error VERL=FOLDER is missing))
 
-docs: .venv/installed  ## write the generated parts of README.md and docs/ anew
+docs: .venv/installed  ## write the generated parts of docs/ anew
 	$(BIN)/python -m actors.metrics > docs/metrics.new && mv docs/metrics.new docs/metrics.md
 	$(BIN)/python tests/test_readme.py
 	$(BIN)/python tests/correction/test_correction_page.py

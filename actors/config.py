@@ -8,11 +8,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from correction.config import CorrectionConfig
-from correction.correct import needs_proximal_forward
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.sense import fold_obstacle
+from correction.sense import fold_obstacle, needs_proximal_forward
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
@@ -59,7 +58,7 @@ class WeightSyncConfig(_Section):
     bucket_bytes: PositiveInt = 256 << 20
     """Weights travel in buckets of about this many bytes."""
     max_probe_difference: PositiveFloat = 1e-3
-    """Largest |log p(engine) - log p(learner)| of the probe prompt before the run warns; at float32 about 1e-6 is usual."""
+    """The run warns if engine and learner differ by more nats than this on a fixed prompt after a sync; in float32 1e-6 is usual."""
 
 
 class EvaluationConfig(_Section):
@@ -81,7 +80,7 @@ class CheckpointConfig(_Section):
     """What survives a crash."""
 
     every_steps: int = Field(default=25, ge=0)
-    """Save after every so many steps; 0: at the end and at Ctrl-C only."""
+    """Save after every so many steps; 0: only at the end and at Ctrl-C."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep; the one with the best held-out accuracy stays too, if its step was evaluated (evaluation.every_steps)."""
 
@@ -90,19 +89,19 @@ class DeadlinesConfig(_Section):
     """No wait without an end; the error names phase, actor and version."""
 
     start_s: PositiveFloat = 600.0
-    """Engines and learner ranks have to be up by then; Ray is not tried again after so long."""
+    """Longest start of engines and learner ranks, seconds; past a deadline the run ends with an error that names what it waited for."""
     batch_s: PositiveFloat = 600.0
-    """A training batch has to be whole."""
+    """Longest wait for a whole training batch, seconds."""
     step_s: PositiveFloat = 1800.0
-    """An optimizer step, or a forward of the learner."""
+    """Longest optimizer step, or forward pass of the learner, seconds."""
     sync_s: PositiveFloat = 120.0
-    """An engine's receipt for new weights."""
+    """Longest wait for an engine to confirm new weights, seconds."""
     checkpoint_s: PositiveFloat = 600.0
-    """A checkpoint has to be on disk."""
+    """Longest time to write a checkpoint, seconds."""
     evaluation_s: PositiveFloat = 900.0
-    """The last evaluation has to be complete."""
+    """Longest time for the last evaluation, seconds."""
     notice_s: PositiveFloat = 30.0
-    """A waiting part says what it waits for, this often."""
+    """Seconds after which a part that waits says what it waits for, again and again."""
 
 
 class MetricsConfig(_Section):
@@ -126,7 +125,7 @@ class EarlyWarningConfig(_Section):
     preset: str | None = None
     """For switch_preset: the correction to go on with. The run's advantages, KL and entropy terms stay unless the preset has its own."""
     tighten_factor: float = Field(default=0.5, gt=0, lt=1)
-    """For tighten: power of bounds on ratios (0.5: an upper one of 2 becomes 1.41), factor on clips and divergences."""
+    """For tighten: bounds on ratios are raised to this power (0.5: 2 becomes 1.41), clips and divergences are multiplied by it."""
     detailed: bool = True
     """Quantiles and numbers by probability too, which tell where a symptom sits. They sort the batch's tokens, beside training."""
     thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
@@ -154,7 +153,7 @@ class RunConfig(_Section):
     run_dir: Path | None = None
     """Folder of the run; empty: runs/NAME-DATE-TIME. What a start that failed has left in it is cleared."""
     steps: PositiveInt
-    """Training batches; the weight version grows by one with each."""
+    """Training batches of the whole run; each makes one new version of the weights."""
     groups_per_step: PositiveInt
     """Prompts (groups) in a training batch."""
     max_staleness: int = Field(default=1, ge=0)
@@ -165,9 +164,9 @@ class RunConfig(_Section):
     """Sampled and trained logprobs of equal weights are the same bits: operators of fixed order in engines and learner, and a check of
     every batch. Dense models in float32 or bfloat16 on CPUs of one kind; docs/true_on_policy.md."""
     true_on_policy_on_difference: Literal["stop", "correct"] = "stop"
-    """At the first token whose bits differ: end the run with its name, or warn and go on with the correction as configured."""
+    """At the first token whose bits differ, stop ends the run and names the token; correct warns and goes on with the correction."""
     seed: int = 0
-    """Of the samples: a token is drawn by this seed, its prompt's id, the sample's number in its group, and its position. Questions are
+    """Seed of the sampling: with the prompt's id, the answer's number in its group and the position it decides a token. Questions are
     ordered by rollout.task.seed, minibatches split by learner.seed."""
     rollout: RolloutConfig
     learner: LearnerConfig = Field(default_factory=LearnerConfig)

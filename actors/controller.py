@@ -29,7 +29,6 @@ from actors.pool import RolloutPool
 from actors.record.observer import FinishedStep, Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_report import learned_numbers
-from actors.record.terminal import counted
 from actors.resume import TrainingState
 from actors.rollout_worker import SyncReceipt
 from actors.supervision import Stopwatch, counted, wait_for

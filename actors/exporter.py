@@ -173,6 +173,6 @@ class DiscoveryServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Scrapes are no news."""
+                """Requests of Prometheus are not logged."""
 
         return Handler

@@ -113,10 +113,13 @@ def _counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
 _U, _R = Unit, Reduction
 _PROGRESS = [
     _gauge("step", _U.ONE, _R.LAST, "step", "Training steps finished."),
-    _gauge("weight_version", _U.ONE, _R.LAST, "weight version", "Version of the published weights; one more for each published batch."),
+    _gauge(
+        "weight_version", _U.ONE, _R.LAST, "weight version",
+        "Version of the published weights: the number of batches whose update was published.",
+    ),
     _counter(
         "steps/skipped_total", "skipped updates",
-        "Optimizer updates left out: loss or gradient was not finite, or no token was left to learn from.",
+        "Optimizer steps left out because loss or gradient was not finite, or because no token was left to learn from.",
     ),
 ]
 _TIME = [
@@ -126,43 +129,50 @@ _TIME = [
         "time/generate_s", _U.SECONDS, _R.MEAN, "generate",
         "From a group's first request to its last answer, averaged over the batch's groups.",
     ),
-    _gauge("time/reward_s", _U.SECONDS, _R.MEAN, "reward", "Scoring of one group, averaged over the batch's groups."),
-    _gauge("time/correct_s", _U.SECONDS, _R.LAST, "correct", "Weights, rejection, veto and normalisers of the batch."),
+    _gauge("time/reward_s", _U.SECONDS, _R.MEAN, "reward", "Scoring the answers of one group, averaged over the groups of the batch."),
+    _gauge(
+        "time/correct_s", _U.SECONDS, _R.LAST, "correct",
+        "Computing the importance weights, rejection, veto and normalisers of the batch.",
+    ),
     _gauge(
         "time/proximal_s", _U.SECONDS, _R.LAST, "proximal forward",
         "The learner's forward pass for proximal logprobs; absent when it isn't needed.",
     ),
     _gauge("time/train_s", _U.SECONDS, _R.MAX, "train", "Forward, backward and optimizer of the batch, on the slowest rank."),
-    _gauge("time/sync_s", _U.SECONDS, _R.LAST, "weight sync", "From hand-over of new weights to the last engine's receipt."),
+    _gauge(
+        "time/sync_s", _U.SECONDS, _R.LAST, "weight sync",
+        "From the hand-over of new weights until the last engine has confirmed them.",
+    ),
     _gauge(
         "time/pause_s", _U.SECONDS, _R.MAX, "engine pause",
         "How long an engine stood still for a weight update, the longest of all engines.",
     ),
     _gauge(
         "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
-        "Writing a checkpoint and its Hugging Face folder, beside training; absent on other steps.",
+        "Writing a checkpoint and its Hugging Face folder, while training goes on; absent on other steps.",
     ),
-    _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Diagnostics of the batch, off the learner's path."),
+    _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Computing the diagnostics of the batch; the learner does not wait for it."),
     _gauge(
         "wait/learner_s", _U.SECONDS, _R.MAX, "learner waits",
-        "Time of the step in which the learner had no batch: rollouts are the bottleneck.",
+        "Time of the step in which the learner had no batch to train on; if it is long, rollouts are the bottleneck.",
     ),
     _gauge(
         "wait/rollout_s", _U.SECONDS, _R.MEAN, "rollout waits",
-        "Time of the step in which an engine had no request: the share that engines waited, times the step's time.",
+        "Time of the step in which an engine had nothing to do: wait/rollout_share times the time of the step.",
     ),
     _gauge("wait/learner_share", _U.SHARE, _R.MAX, "learner waits", "Share of the step's time in which the learner waited for data."),
     _gauge(
         "wait/rollout_share", _U.SHARE, _R.MEAN, "rollout waits",
-        "Seconds in which engines stood idle, held back by admission, by the seconds that they lived, all engines of the step together.",
+        "Share of their time in which engines had nothing to do, because admission let no new prompt start; "
+        "all engines of the step together.",
     ),
     _gauge(
         "throughput/rollout_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "rollout tokens/s",
-        "Response tokens sampled a second of wall time, all engines together.",
+        "Response tokens sampled per second of wall time, all engines together.",
     ),
     _gauge(
         "throughput/learner_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "learner tokens/s",
-        "Prompt and response tokens trained a second of training time, all ranks together.",
+        "Prompt and response tokens trained on per second of training time, all ranks together.",
     ),
 ]
 _REWARD = [
@@ -170,9 +180,12 @@ _REWARD = [
     _gauge("reward/std", _U.ONE, _R.MEAN, "reward spread", "Standard deviation of the reward over the batch's valid trajectories."),
     _gauge(
         "reward/group_std", _U.ONE, _R.MEAN, "spread within groups",
-        "Standard deviation inside a group, averaged over groups: what group-relative advantages live on.",
+        "Standard deviation of the reward inside a group, averaged over groups; at 0 all advantages are 0 and nothing is learnt.",
     ),
-    _gauge("reward/component/", _U.ONE, _R.MEAN, "reward part", "Mean of one named part of the reward; the sum of all parts trains."),
+    _gauge(
+        "reward/component/", _U.ONE, _R.MEAN, "reward part",
+        "Mean of one named part of the reward; the reward is the sum of the parts.",
+    ),
     _counter(
         "reward/exceptions_total", "reward exceptions",
         "Trajectories whose reward function raised; they are left out of baseline and loss.",
@@ -183,14 +196,14 @@ _REWARD = [
     ),
 ]
 _HELD_OUT = [
-    _gauge("held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy", "Share of held-out problems answered rightly."),
+    _gauge("held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy", "Share of the held-out problems whose answer was right."),
     _gauge("held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from", "Lower end of the 95 % Wilson interval of the held-out accuracy."),
     _gauge("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
     _gauge("held_out/problems", _U.ONE, _R.LAST, "problems", "Number of held-out problems asked."),
     _gauge("held_out/weight_version", _U.ONE, _R.LAST, "weight version", "Version of the weights that answered."),
     _gauge("held_out/truncated_share", _U.SHARE, _R.LAST, "cut answers", "Share of held-out answers cut at max_tokens."),
     _gauge("held_out/response_tokens", _U.TOKENS, _R.LAST, "answer length", "Mean length of a held-out answer."),
-    _gauge("held_out/seconds", _U.SECONDS, _R.LAST, "evaluation time", "Wall time of the evaluation, which runs beside training."),
+    _gauge("held_out/seconds", _U.SECONDS, _R.LAST, "evaluation time", "Wall time of the evaluation; training goes on meanwhile."),
 ]
 _STALENESS = [
     _gauge(
@@ -233,23 +246,27 @@ _CORRECTION = [
     _gauge("rho/max", _U.ONE, _R.MAX, "largest rho", "Largest pi_prox / mu of a trained token, before any bound."),
     _gauge(
         "rho/ess", _U.SHARE, _R.LAST, "effective sample size",
-        "(sum w)^2 / (n sum w^2) of the token weights: share of the batch that counts; 1 is on-policy.",
+        "Effective sample size, (sum w)^2 / (n sum w^2) of the token weights, as a share: 1 is on-policy; "
+        "0.1: a few tokens carry the batch.",
     ),
     _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Share of trained tokens that rejection took out of the loss."),
     _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Share of sequences that the veto took out of the loss."),
-    _gauge("rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut", "Share of trained tokens whose importance weight met its bound."),
+    _gauge(
+        "rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut",
+        "Share of trained tokens whose importance weight was cut to its bound.",
+    ),
     _gauge(
         "correction/", _U.ONE, _R.LAST, "correction",
-        "A further number of the correction's diagnostics; docs/correction.md tells which.",
+        "One of the correction's other diagnostics; docs/correction.md lists them.",
     ),
 ]
 _MONITOR = [
     _gauge(
         "monitor/level", _U.ONE, _R.MAX, "early warning",
-        "State of the worst symptom that the early warning follows: 0 ok, 1 watch, 2 alarm; docs/correction.md says which there are.",
+        "State of the worst symptom of the early warning: 0 ok, 1 watch, 2 alarm; docs/correction.md lists the symptoms.",
     ),
     _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch."),
-    _counter("monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; anything above 0 is worth a page."),
+    _counter("monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; somebody should look at the run."),
 ]
 _TRUE_ON_POLICY = [
     _gauge(
@@ -265,7 +282,7 @@ _TRUE_ON_POLICY = [
 _LEARNER = [
     _gauge(
         "learner/loss", _U.ONE, _R.SUM, "loss",
-        "The loss that was differentiated; its value says little in RL, its jumps say something.",
+        "The loss whose gradient was taken. In RL its value says little; a jump is worth a look.",
     ),
     _gauge("learner/grad_norm", _U.ONE, _R.LAST, "gradient norm", "Global L2 norm of the gradient before clipping."),
     _gauge(
@@ -275,21 +292,24 @@ _LEARNER = [
     _gauge("learner/learning_rate", _U.ONE, _R.LAST, "learning rate", "Learning rate of the step."),
     _gauge(
         "learner/entropy", _U.NATS, _R.MEAN, "entropy",
-        "Mean entropy of the target policy at trained tokens; a fall to 0 means that exploration ended.",
+        "Mean entropy of the target policy at trained tokens; at 0 the policy always gives the same answer and explores no more.",
     ),
     _gauge(
         "learner/clip_share", _U.SHARE, _R.MEAN, "clipped",
-        "Share of trained tokens whose gradient the objective's trust region took away.",
+        "Share of trained tokens that got no gradient because they had left the trust region.",
     ),
     _gauge(
         "learner/routing_agreement_share", _U.SHARE, _R.MEAN, "equal top k",
-        "Tokens and layers in which the learner's routers chose the experts that were replayed; precision, kernels, staleness lower it.",
+        "Share of tokens and layers in which the learner's routers would have chosen the experts that they were given.",
     ),
-    _gauge("learner/drift_k3", _U.NATS, _R.MEAN, "drift k3", "k3 KL from pi_prox to pi_theta: what the optimizer did within the batch."),
+    _gauge(
+        "learner/drift_k3", _U.NATS, _R.MEAN, "drift k3",
+        "k3 KL from pi_prox to pi_theta: how far the optimizer moved the policy within the batch.",
+    ),
     _gauge("learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference", "KL from the target policy to the frozen reference policy."),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
     _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
-    _gauge("loss/", _U.ONE, _R.LAST, "loss part", "A further number of the policy loss."),
+    _gauge("loss/", _U.ONE, _R.LAST, "loss part", "Another number of the policy loss."),
 ]
 _LENGTH = [
     _gauge(
@@ -298,7 +318,7 @@ _LENGTH = [
     ),
     _gauge(
         "length/trained_tokens", _U.TOKENS, _R.MEAN, "trained answers",
-        "Mean response length of the answers that were trained; if it is below that of the sampled ones, long answers get lost.",
+        "Mean response length of the answers that were trained on; if it is below length/sampled_tokens, long answers get lost.",
     ),
     _gauge("length/max_tokens", _U.TOKENS, _R.MAX, "longest answer", "Longest response of the batch."),
     _gauge(
@@ -309,12 +329,15 @@ _LENGTH = [
 _GROUPS = [
     _gauge(
         "groups/all_right", _U.ONE, _R.SUM, "groups all right",
-        "Groups of the batch whose trajectories all got the same reward, and that the highest possible: no gradient.",
+        "Groups of the batch whose answers all got the highest reward there is: no gradient.",
     ),
-    _gauge("groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong", "Groups of the batch whose trajectories all failed alike: no gradient."),
-    _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling threw away for new ones."),
-    _counter("groups/admitted_total", "admitted", "Groups admitted to generation."),
-    _counter("groups/trained_total", "trained", "Groups trained; those of a skipped step count too."),
+    _gauge(
+        "groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong",
+        "Groups of the batch whose answers all got the same lower reward: no gradient.",
+    ),
+    _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling replaced by new ones."),
+    _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),
+    _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
     _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
     _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
 ]
@@ -322,19 +345,19 @@ _ROLLOUT = [
     _gauge("queue/groups", _U.ONE, _R.LAST, "queued groups", "Finished groups that wait in the trajectory queue."),
     _gauge(
         "queue/outstanding", _U.ONE, _R.LAST, "outstanding groups",
-        "Admitted and neither trained nor discarded; never above (max_staleness + 1) * groups_per_step.",
+        "Groups that were started, and neither trained on nor discarded yet; at most (max_staleness + 1) * groups_per_step.",
     ),
     _gauge("pool/workers", _U.ONE, _R.LAST, "rollout workers", "Rollout workers that answer."),
-    _gauge("pool/current_workers", _U.ONE, _R.LAST, "current workers", "Rollout workers with a receipt for the current weight version."),
+    _gauge("pool/current_workers", _U.ONE, _R.LAST, "current workers", "Rollout workers that have confirmed the current weight version."),
     _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
     _gauge(
         "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",
-        "Largest logprob difference between engine and learner on the fixed prompt, at equal weights.",
+        "Largest logprob difference between engine and learner on the probe, a fixed prompt, after a weight sync.",
     ),
     _counter(
         "sync/failures_total", "failed syncs",
-        "Weight updates that failed; each time the engine was marked dirty and synced again in full.",
+        "Weight updates that failed; each time the engine got no work until it had taken all weights again.",
     ),
     _counter("rollout/generated_tokens_total", "generated tokens", "Response tokens sampled.", _U.TOKENS),
     _counter("rollout/finished_groups_total", "finished groups", "Groups finished, scored or not."),
@@ -442,6 +465,7 @@ def markdown() -> str:
         "Every number that a run shows, generated from `actors/metrics.py` by `python -m actors.metrics > docs/metrics.md`.",
         "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
         "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
+        "The [glossary](glossary.md) explains the terms.",
     ]
     group = None
     for metric in CATALOGUE.values():

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from actors.config import RunConfig
 from correction.batch import PackedBatch
-from correction.correct import needs_proximal_forward
 from correction.errors import ConfigError, EngineError
 from correction.invariance import Agreement, Contract, Side, compare
+from correction.sense import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 

@@ -106,7 +106,7 @@ class Warned:
     what: str
     """Symptom or detector."""
     is_severe: bool
-    """An alarm of ours, a critical alert of rlwatch's."""
+    """At the higher of the system's two levels: an alarm of ours, a critical alert of rlwatch's."""
 
 
 @dataclass(slots=True)
@@ -324,12 +324,21 @@ def row(name: str, runs: Sequence[Run], warnings: Sequence[Sequence[Warned]], in
     result = score(of(runs, indices), of(warnings, indices), only_severe=only_severe)
     low, middle, high = result.lead
     return (
-        f"| {name} | {len(result.leads)} of {result.collapsed} | {middle:g} ({low:g} to {high:g}) | {result.false_alarm_rate:.2f} | "
-        f"{result.disturbed} of {result.runs} |"
+        f"| {name} | {len(result.leads)} of {result.collapsed} | {half_steps(middle)} ({half_steps(low)} to {half_steps(high)}) | "
+        f"{result.false_alarm_rate:.2f} | {result.disturbed} of {result.runs} |"
     )
 
 
-HEAD = """| system | collapses announced | lead, steps: median (quartiles) | false alarms in 100 healthy steps | runs with one |
+LEVELS = {"evenkeel": ("watch", "alarm"), "rlwatch": ("warning", "critical")}
+"""What each system calls its two levels."""
+
+
+def half_steps(value: float) -> str:
+    """Quartiles of a few whole numbers: more digits than half a step mean nothing."""
+    return f"{round(2 * value) / 2:g}"
+
+
+HEAD = """| system | collapses announced | lead in steps, median (quartiles) | false alarms in 100 healthy steps | runs with one |
 | --- | --- | --- | --- | --- |"""
 
 
@@ -337,7 +346,8 @@ def compare(runs: Sequence[Run], systems: Mapping[str, System], fitted: Sequence
     """The table: each system as shipped and with thresholds chosen on the fitted runs, at both of its levels, on the scored runs."""
     lines = [HEAD]
     for (name, system), only_severe in itertools.product(systems.items(), (False, True)):
-        level = f"{name}, {'severe' if only_severe else 'any level'}"
+        levels = LEVELS[name.partition(",")[0]]
+        level = f"{name}, {levels[1] if only_severe else ' or '.join(levels)}"
         setting = choose(runs, system, fitted, only_severe=only_severe)
         lines.append(row(f"{level}, as shipped", runs, system(Setting()), scored, only_severe=only_severe))
         lines.append(row(f"{level}, {setting}", runs, system(setting), scored, only_severe=only_severe))

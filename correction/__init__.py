@@ -1,17 +1,60 @@
-"""Train-inference mismatch correction on packed batches. Needs torch and pydantic, nothing else."""
+"""Train-inference mismatch correction on packed batches. Needs torch and pydantic, nothing else.
 
-from correction.advantages import AdvantageEstimator, group_advantages
-from correction.batch import CorrectedBatch, PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer, for_step, needs_proximal_forward
-from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, diagnose
-from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
-from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
-from correction.monitor import Event, Monitor, MonitorConfig
-from correction.padded import from_padded, to_padded
-from correction.presets import PRESETS, Preset, presets_table
-from correction.proximal import ProximalSource
-from correction.sense import needs_topk
+A name is imported when it is asked for: settings and errors (config, choices, monitor, errors) come without torch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from correction.advantages import AdvantageEstimator, group_advantages
+    from correction.batch import CorrectedBatch, PackedBatch
+    from correction.config import CorrectionConfig
+    from correction.correct import correct, defer, for_step
+    from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, diagnose
+    from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
+    from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
+    from correction.monitor import Event, Monitor, MonitorConfig
+    from correction.padded import from_padded, to_padded
+    from correction.presets import PRESETS, Preset, presets_table
+    from correction.proximal import ProximalSource
+    from correction.sense import needs_proximal_forward, needs_topk
+
+_HOMES = {
+    "advantages": ("group_advantages",),
+    "batch": ("CorrectedBatch", "PackedBatch"),
+    "choices": ("AdvantageEstimator", "ProximalSource"),
+    "config": ("CorrectionConfig",),
+    "correct": ("correct", "defer", "for_step"),
+    "diagnostics": ("DIAGNOSTICS", "DIAGNOSTIC_FAMILIES", "diagnose"),
+    "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError"),
+    "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale"),
+    "monitor": ("Event", "Monitor", "MonitorConfig"),
+    "padded": ("from_padded", "to_padded"),
+    "presets": ("PRESETS", "Preset", "presets_table"),
+    "sense": ("needs_proximal_forward", "needs_topk"),
+}
+"""Module of each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"correction.{module}"), name)
+    raise AttributeError(f"module 'correction' has no attribute '{name}'")
+
+
+class _Package(ModuleType):
+    """`correct` is a function, and the name of the module that has it: the import of that module must not hide the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name == "correct" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 __all__ = [
     "DIAGNOSTICS",

@@ -10,16 +10,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from correction.advantages import AdvantageEstimator
-from correction.denominators import Count, DenominatorKind
+from correction.choices import (
+    TOPK_STATISTICS,
+    AdvantageEstimator,
+    Count,
+    DenominatorKind,
+    Level,
+    Population,
+    ProximalSource,
+    Ratio,
+    RejectionLevel,
+    Side,
+    Statistic,
+    WeightMode,
+)
 from correction.errors import ConfigError
-from correction.importance import WeightMode
-from correction.normalize import Population
 from correction.presets import preset_settings
-from correction.proximal import ProximalSource
-from correction.ratios import Ratio
-from correction.rejection import TOPK_STATISTICS, RejectionLevel, Side, Statistic
-from correction.segments import Level
 from correction.sense import check_sense
 
 
@@ -95,9 +101,9 @@ class CriterionConfig(Part):
     upper_by_staleness: tuple[float, ...] | None = None
     """Entry s replaces upper on units of staleness s; the last entry holds for all older ones."""
     side: Side = Side.ANY
-    """Advantages that it looks at: any, negative (OPSM), positive."""
+    """Sign of the advantage of the tokens that it is applied to: any, negative (OPSM), positive."""
     is_open: bool = False
-    """Bounds themselves are outside."""
+    """A value that equals a bound is rejected; false: it is accepted."""
 
     @property
     def label(self) -> str:
@@ -125,9 +131,9 @@ class VetoConfig(Part):
     ratio: Ratio = Ratio.RHO
     """Which ratio; in bypass rho means q."""
     lower: float | None = Field(default=1e-4, gt=0)
-    """Tokens under it veto."""
+    """A token under it drops its sequence."""
     upper: float | None = Field(default=None, gt=0)
-    """Tokens over it veto."""
+    """A token over it drops its sequence."""
 
 
 class NormalizeConfig(Part):
@@ -289,7 +295,7 @@ class CorrectionConfig(Part):
     preset: str | None = None
     """Named method whose values the other keys override; `evenkeel presets` lists them."""
     proximal: ProximalSource = ProximalSource.RECOMPUTE
-    """behavior (bypass), recompute (decoupled), interpolate (A-3PO)."""
+    """Where pi_prox comes from: recompute (a forward pass of the learner), behavior (mu itself: bypass), interpolate (A-3PO)."""
     importance: ImportanceConfig = ImportanceConfig()
     """Importance weights."""
     rejection: tuple[CriterionConfig, ...] = ()

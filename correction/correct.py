@@ -26,21 +26,6 @@ from correction.segments import running_counts
 from correction.sense import fold_obstacle, kept_count_is_late, normalization_is_late, uses_proximal
 
 
-def needs_proximal_forward(config: CorrectionConfig, optimizer_steps_per_batch: int, *, has_auxiliary_loss: bool = False) -> bool:
-    """True if the learner must compute proximal logprobs in a forward of their own, before the step.
-
-    With one optimizer step per batch the detached current logprobs are the proximal ones, and the batch can be deferred; unless
-    a global quantity is no single factor on the gradient (M2PO's threshold, kept counts of groups, or any factor beside another term).
-    Args:
-        has_auxiliary_loss: the model adds a loss of its own (MoE balancing), which a factor on the gradient would scale too.
-    """
-    if config.proximal is not ProximalSource.RECOMPUTE or not uses_proximal(config):
-        return False
-    if optimizer_steps_per_batch > 1:
-        return True
-    return fold_obstacle(config, is_deferred=True, has_auxiliary_loss=has_auxiliary_loss) is not None
-
-
 def correct(batch: PackedBatch, config: CorrectionConfig) -> CorrectedBatch:
     """Settle all early parts. Parts on the target policy are left to `policy_loss`.
 

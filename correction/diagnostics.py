@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
+from correction.choices import BUCKET_EDGES as BUCKET_EDGES
 from correction.config import CorrectionConfig
 from correction.decision import make_scene, needs_all_tokens
 from correction.gap import gap_numbers
@@ -22,8 +23,6 @@ from correction.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
 from correction.staleness import Stretches, count_staleness, stretches
 from correction.tally import joined, rejection_numbers, tally
 
-BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
-"""Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""
 PERCENTS = (1, 10, 50, 90, 99)
 BAD_UPDATE = 0.5
 """mu - pi of a token with negative advantage from which an update is called bad: Trust Region (arXiv 2602.04879), sec. 5.3."""

@@ -6,22 +6,11 @@ Weights are detached and multiply the objective from outside: w * max(-r A, -cli
 
 from __future__ import annotations
 
-import enum
-
 import torch
 from torch import Tensor
 
+from correction.choices import WeightMode as WeightMode
 from correction.masking import masked
-
-
-class WeightMode(enum.StrEnum):
-    """What is done to the ratio."""
-
-    OFF = "off"
-    RAW = "raw"
-    TRUNCATE = "truncate"
-    CLIP = "clip"
-    MASK = "mask"
 
 
 def bounded_weights(ratios: Tensor, *, mode: WeightMode, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:

@@ -153,7 +153,7 @@ def policy_scale(partials: Tensor, config: CorrectionConfig) -> float:
 
 
 def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]:
-    """Human numbers of a batch, from the partials summed over its micro-batches and ranks. What has no tokens is absent."""
+    """Numbers of a batch for people, from the partials summed over its micro-batches and ranks. A number over no tokens is absent."""
     value = dict(zip(PARTIALS, partials.tolist(), strict=True))
     scaled = value["policy_loss"] * policy_scale(partials, config)
     metrics = {"loss": scaled + value["kl_loss"] + value["entropy_loss"], "policy_loss": scaled, "broken_tokens": value["broken_tokens"]}

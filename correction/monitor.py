@@ -3,7 +3,8 @@
 Mismatch is the earliest sign of a collapse, before entropy and gradient norm. Each symptom is followed on a log scale. Its level
 is the median of the last steps against the median of the first ones; the last two steps alone are held against them as well, for jumps; its
 trend is the median of all slopes between two of the last steps (Theil-Sen). All are held against the scatter of the first steps, and must
-be large in themselves: a tiny change is no news however sure. An event says when a symptom's state changes. Nothing is done about it here.
+be large in themselves: a tiny change is not reported, however certain it is. An event says when a symptom's state
+changes. Nothing is done about it here.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
 alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 6 runs where a step keeps 0.8 of the one before), and as few
@@ -24,8 +25,8 @@ from typing import Any
 
 from pydantic import Field
 
+from correction.choices import BUCKET_EDGES
 from correction.config import Part
-from correction.diagnostics import BUCKET_EDGES
 
 _MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
@@ -51,21 +52,21 @@ class MonitorConfig(Part):
     """When a symptom becomes an event."""
 
     skip_steps: int = Field(default=2, ge=0)
-    """First values of a series that are left out: warm-up of the optimizer."""
+    """Steps at the start of the run that are left out, while the optimizer warms up."""
     baseline_steps: int = Field(default=20, ge=8)
-    """Values after those that say what is usual for this run; there is no event before."""
+    """Steps after those, from which the monitor learns what is usual for this run; there is no event before their end."""
     level_steps: int = Field(default=8, ge=3)
-    """Last values whose median is the level."""
+    """Last steps whose median is the level."""
     jump_steps: int = Field(default=2, ge=1)
-    """The same for jumps: fewer values tell sooner, and must stand out further."""
+    """The same for jumps: fewer steps show a change sooner, but it must be larger."""
     trend_steps: int = Field(default=24, ge=8)
-    """Last values whose slopes are the trend."""
+    """Last steps from whose slopes the trend is taken."""
     watch_growth: float = Field(default=2.0, gt=1)
-    """Growth of level or trend from which a symptom is watched; falling symptoms count as growth of what they lack."""
+    """Factor by which level or trend must grow for a watch. Of a share that should be 1 (ess_token), its distance from 1 counts."""
     alarm_growth: float = Field(default=4.0, gt=1)
-    """Growth of the level that raises an alarm."""
+    """Factor by which the level must grow for an alarm."""
     watch_deviations: float = Field(default=5.0, gt=0)
-    """Standard errors that the growth must have for a watch."""
+    """Standard errors of the run's own scatter by which it must grow for a watch."""
     alarm_deviations: float = Field(default=7.0, gt=0)
     """The same for an alarm."""
     patience: int = Field(default=2, ge=1)
@@ -115,7 +116,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "ess_token",
-        "a few tokens carry the batch",
+        "a few tokens carry most of the batch's weight",
         "truncate importance weights (correction.preset: tis-token or mis-full)",
         offset=1e-3,
         is_share_missing=True,
@@ -124,7 +125,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "rejected_fraction",
-        "rejection takes ever more of the batch",
+        "rejection leaves out more and more of the batch",
         "find the cause before widening the bounds: lower max_staleness or the learning rate",
         offset=0.02,
         limit=0.9,
@@ -132,7 +133,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "drift_k3_kl",
-        "each update moves the policy further",
+        "each update moves the policy further than the early ones did",
         "lower the learning rate, or take fewer optimizer steps per batch",
         offset=1e-9,
     ),
@@ -330,7 +331,7 @@ class Monitor:
         state, value = self._stands[symptom.name].state, diagnostics[symptom.name]
         growth = self._growth(symptom.name)
         if state is State.OK:
-            message = f"{symptom.name} = {value:.3g} is back where it was"
+            message = f"{symptom.name} = {value:.3g} is back at its usual level"
         else:
             message = f"{symptom.name} = {value:.3g}{self._history(symptom, growth)}{self._place(symptom.name)}: "
             message += f"{symptom.says}; {symptom.remedy}"
@@ -340,7 +341,7 @@ class Monitor:
         if math.isnan(growth):
             return ""
         series = self._series[symptom.name]
-        what = f"what it lacks of 1 is {growth:.1f} times that" if symptom.is_share_missing else f"{growth:.1f} times the level"
+        what = f"its distance from 1 is {growth:.1f} times that" if symptom.is_share_missing else f"{growth:.1f} times the level"
         recent = math.exp(theil_sen(list(series.last)) * (len(series.last) - 1))
         return f", {what} of steps {series.first_steps[0]} to {series.first_steps[-1]} ({recent:.1f}x in the last {len(series.last)} steps)"
 

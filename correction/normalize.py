@@ -6,26 +6,15 @@ self-normalised importance sampling divides by the sum instead: the same up to a
 
 from __future__ import annotations
 
-import enum
-
 import torch
 from torch import Tensor
 
+from correction.choices import Population as Population
 from correction.masking import masked
 from correction.segments import Segments
 
 SMALLEST_MEAN = 1e-8
 """A mean weight of less than this is not divided by (verl): the batch has no usable token, and noise would be blown up."""
-
-
-class Population(enum.StrEnum):
-    """Units over which the mean weight is 1 afterwards."""
-
-    OFF = "off"
-    ALL = "all"
-    """All units of the loss mask, before rejection; weights set to zero count (verl, Miles; decision C15)."""
-    KEPT = "kept"
-    """Units with a token that rejection and veto left and a weight above zero."""
 
 
 def weight_sums(unit_weights: Tensor, mask: Tensor, keep: Tensor, segments: Segments, population: Population) -> Tensor:

@@ -1,4 +1,4 @@
-"""Looking presets up, and their table for README and command line. The presets themselves are in methods.py."""
+"""Looking presets up, and their table for docs/presets.md. The presets themselves are in methods.py."""
 
 from __future__ import annotations
 

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import enum
-
 import torch
 from torch import Tensor
 
-
-class ProximalSource(enum.StrEnum):
-    """Where log pi_prox comes from."""
-
-    BEHAVIOR = "behavior"
-    """Bypass: pi_prox = mu, no extra forward; the ratio of the update is q."""
-    RECOMPUTE = "recompute"
-    """Decoupled: the learner's own forward with the weights from which the update starts."""
-    INTERPOLATE = "interpolate"
-    """Between behaviour and target by staleness (A-3PO): no extra forward."""
+from correction.choices import ProximalSource as ProximalSource
 
 
 def interpolated_logprobs(behavior: Tensor, target: Tensor, staleness: Tensor) -> Tensor:

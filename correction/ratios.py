@@ -6,27 +6,16 @@ r = target / proximal (drift),  q = target / behaviour = rho * r.  Not here: wha
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from correction.choices import Ratio as Ratio
 from correction.masking import masked
 from correction.segments import Level, Segments
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are cut to +-20 after they have been summed and before exp, as verl and Miles do: e^20 = 4.9e8 stays finite squared."""
-
-
-class Ratio(enum.StrEnum):
-    """Which two policies a part compares."""
-
-    RHO = "rho"
-    """proximal / behaviour: mismatch and staleness."""
-    R = "r"
-    """target / proximal: drift, what the optimizer did within this batch."""
-    Q = "q"
-    """target / behaviour: all of it."""
 
 
 @dataclass(frozen=True, slots=True)

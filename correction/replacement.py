@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from correction.choices import Statistic
 from correction.config import CorrectionConfig, CriterionConfig, Objective, Part
 from correction.errors import ConfigError
 from correction.presets import preset_settings
-from correction.rejection import Statistic
 from correction.sense import needs_topk
 
 P = TypeVar("P", bound=Part)

@@ -7,26 +7,14 @@ one would lose three digits. Nothing here loops over sequences in Python, and no
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
+from correction.choices import Level as Level
 from correction.masking import masked
-
-
-class Level(enum.StrEnum):
-    """What a ratio is taken over."""
-
-    TOKEN = "token"
-    TURN = "turn"
-    """The product over the tokens of one model turn of a trajectory."""
-    SEQUENCE = "sequence"
-    """The product over the tokens of a trajectory."""
-    GEOMETRIC = "geometric"
-    """The sequence's product to the power of one over its number of tokens: does not grow with length."""
 
 
 @dataclass(frozen=True, slots=True)

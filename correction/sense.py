@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from correction.denominators import Count, DenominatorKind
+from correction.choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
 from correction.errors import ConfigError
-from correction.importance import WeightMode
-from correction.normalize import Population
-from correction.proximal import ProximalSource
-from correction.ratios import Ratio
-from correction.rejection import TOPK_STATISTICS, Statistic
 
 if TYPE_CHECKING:
     from correction.config import CorrectionConfig
@@ -147,3 +142,18 @@ def _refuse_rho_in_objective(config: CorrectionConfig) -> None:
     gate = config.objective.gate if config.objective.kind == "score" else None
     if config.objective.ratio is Ratio.RHO or (gate is not None and gate.ratio is Ratio.RHO):
         raise ConfigError("objective.ratio = rho: it has no gradient, since rho does not contain the target policy. Take r or q.")
+
+
+def needs_proximal_forward(config: CorrectionConfig, optimizer_steps_per_batch: int, *, has_auxiliary_loss: bool = False) -> bool:
+    """True if the learner must compute proximal logprobs in a forward of their own, before the step.
+
+    With one optimizer step per batch the detached current logprobs are the proximal ones, and the batch can be deferred; unless
+    a global quantity is no single factor on the gradient (M2PO's threshold, kept counts of groups, or any factor beside another term).
+    Args:
+        has_auxiliary_loss: the model adds a loss of its own (MoE balancing), which a factor on the gradient would scale too.
+    """
+    if config.proximal is not ProximalSource.RECOMPUTE or not uses_proximal(config):
+        return False
+    if optimizer_steps_per_batch > 1:
+        return True
+    return fold_obstacle(config, is_deferred=True, has_auxiliary_loss=has_auxiliary_loss) is not None

@@ -54,7 +54,7 @@ class LearnerConfig(BaseModel):
     learning_rate: float = Field(default=1e-4, ge=0)
     """Peak learning rate."""
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """Where the decay ends."""
+    """Learning rate at the end of the decay."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the rate rises linearly; step k of them uses learning_rate * k / warmup_steps."""
     decay: Literal["constant", "linear", "cosine"] = "constant"

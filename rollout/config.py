@@ -207,19 +207,19 @@ class SamplingConfig(_Section):
     samples_per_group: int = Field(default=8, ge=2)
     """Answers to each prompt: a group, which is its own baseline, and so needs two."""
     top_p: float = 1.0
-    """Only 1.0: see the refusal."""
+    """Only 1.0 is allowed: anything else would bias every importance ratio."""
     top_k: int = -1
-    """Only -1, the whole vocabulary: see the refusal."""
+    """Only -1, the whole vocabulary, is allowed: anything else would bias every importance ratio."""
     min_p: float = 0.0
-    """Only 0.0: see the refusal."""
+    """Only 0.0 is allowed: anything else would bias every importance ratio."""
     repetition_penalty: float = 1.0
-    """Only 1.0: see the refusal."""
+    """Only 1.0 is allowed: anything else would bias every importance ratio."""
     frequency_penalty: float = 0.0
-    """Only 0.0: see the refusal."""
+    """Only 0.0 is allowed: anything else would bias every importance ratio."""
     presence_penalty: float = 0.0
-    """Only 0.0: see the refusal."""
+    """Only 0.0 is allowed: anything else would bias every importance ratio."""
     min_tokens: int = 0
-    """Only 0: see the refusal."""
+    """Only 0 is allowed: anything else would bias every importance ratio."""
 
     @model_validator(mode="after")
     def _refuse_what_would_bias_the_ratios(self) -> SamplingConfig:

@@ -106,8 +106,8 @@ class RewardPool:
     async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
         """The same trajectories with reward and components, or with an error where there is none; in the same order.
 
-        Those that have failed already or were given up by the engine are not scored. The others are dealt out to the processes beforehand:
-        one that hangs delays those that were dealt to the same process.
+        Those that have failed already or were given up by the engine are not scored. The others are divided among the processes beforehand:
+        one that hangs delays those of the same process.
         """
         results = [_given_up(trajectory) for trajectory in trajectories]
         places = [place for place, trajectory in enumerate(results) if trajectory.error is None]

@@ -8,7 +8,9 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
@@ -20,12 +22,22 @@ from correction.errors import ConfigError, EvenkeelError
 if TYPE_CHECKING:
     from actors.config import RunConfig
 
+
+def _examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\n".join(["Examples:", "", "```", *lines, "```"])
+
+
 app = typer.Typer(
     name="evenkeel",
     help="Asynchronous RL post-training for language models: SGLang rollouts, a Megatron learner, a correction service between them.",
+    epilog="Exit codes: 0 done; 1 an error, said in a sentence; 2 wrong usage; 3 train: ended by an alarm; 4 diff-engines: a bit differs; "
+    "130 interrupted.\n\n"
+    + _examples("evenkeel init-model recipes/nano_spell_backward.yaml", "evenkeel train recipes/nano_spell_backward.yaml"),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -40,7 +52,11 @@ ENGINES_DIFFER = 4
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the recipe's, e.g. correction.preset=icepop rollout.workers=2."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings that replace the recipe's, by dotted key, e.g. correction.preset=icepop rollout.workers=2. "
+        "`evenkeel config --explain` lists all.",
+    ),
 ]
 
 
@@ -63,17 +79,39 @@ def _sentence(text: str, error: BaseException) -> str:
     return "\n".join([f"evenkeel: {text}", *getattr(error, "__notes__", ())])
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "evenkeel train recipes/nano_spell_backward.yaml",
+        "evenkeel train recipes/nano_spell_backward.yaml steps=100 correction.preset=icepop",
+        "evenkeel train --resume runs/nano-spell-backward-20260101-120000 steps=200",
+    )
+)
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML); left out with --resume.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe: YAML that says model, task and steps. Left out with --resume.")] = None,
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint; its folder holds the recipe."),
+    ] = None,
 ) -> None:
-    """Train a policy; everything about the run ends up in its folder, with a report.html at the end."""
+    """Train a model by reinforcement learning, as a recipe says.
+
+    On a terminal it shows a live panel, anywhere else one line a step: reward, tokens a second, mismatch between the engines. Everything
+    is kept in a folder of its own (runs/NAME-DATE-TIME, or run_dir): settings, metrics, sampled answers, checkpoints, and report.html at
+    the end. Ctrl-C ends after the step under way with a checkpoint; a second one ends at once.
+
+    Exit codes: 0 done, or ended by Ctrl-C with a checkpoint; 1 an error, said in a sentence; 3 ended by an alarm
+    (monitor.on_alarm=stop); 143 ended by SIGTERM with a checkpoint.
+    """
     # With --resume the first positional argument, if any, is an override.
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
     if recipe is None and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
+    if resume is None:
+        _load(recipe, words)  # a typo is told before anything that takes seconds to import
+    else:
+        _refuse_recipe(resume, words)
+        _load(_config_of(resume), words)
     from actors.commands.train import train_run
 
     summary = train_run(None if resume else recipe, words, resume)
@@ -83,55 +121,103 @@ def train(
         raise typer.Exit(ENDED_BY_SIGTERM)
 
 
-@app.command("init-model")
+@app.command(
+    "init-model",
+    epilog=_examples(
+        "evenkeel init-model recipes/nano_spell_backward.yaml",
+        "evenkeel init-model recipes/nano_spell_backward.yaml model=models/wider init.architecture.hidden_size=512",
+    ),
+)
 def init_model(
-    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) with a section `init`.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) with a section `init`: shape of the model, length of its warm-up.")],
     overrides: Overrides = None,
-    if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing when the model folder is there already.")] = False,
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing if the model folder is there already.")] = False,
 ) -> None:
-    """Make the recipe's model folder from nothing: a small model with its own tokenizer, warmed up on demonstrations of the task."""
+    """Make a small model from nothing, for trying things out where no weights can be downloaded.
+
+    It writes the Hugging Face folder that the recipe names in `model`: a tokenizer of its own, and random weights after a short supervised
+    warm-up on solved examples of the recipe's task, so that reinforcement learning starts from a model that is right now and then.
+    """
+    config = _load(recipe, overrides)
     from actors.commands.init_model import init_model_folder
 
-    config = _load(recipe, overrides)
     init_model_folder(config, if_missing=if_missing, say=typer.echo)
 
 
-@app.command("eval")
+@app.command(
+    "eval",
+    epilog=_examples(
+        "evenkeel eval models/nano-spell-backward --task recipes/nano_spell_backward.yaml",
+        "evenkeel eval MODEL_FOLDER --task chain_sum --temperature 0 --samples answers.txt",
+        "evenkeel eval MODEL_FOLDER --task chain_sum rollout.task.options.max_terms=2",
+    ),
+)
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder; every checkpoint has one under hf/.")],
+    model: Annotated[Path, typer.Argument(help="Model: a Hugging Face folder. Every checkpoint has one: RUN_DIR/checkpoints/step_.../hf.")],
     overrides: Overrides = None,
-    task: Annotated[str, typer.Option(help="A recipe (its task and reward), or the name of a reasoning-gym data set.")] = "",
-    problems: Annotated[int, typer.Option(min=1, help="Held-out questions.")] = 512,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature, 0 for greedy; default: the recipe's.")] = None,
-    samples: Annotated[Path | None, typer.Option(help="Write the answers to this text file.")] = None,
+    task: Annotated[
+        str,
+        typer.Option(
+            metavar="RECIPE|NAME",
+            help="What to ask: a recipe (its task and its reward), or the name of a reasoning-gym data set (scored by that data set).",
+        ),
+    ] = "",
+    problems: Annotated[int, typer.Option(min=1, help="How many held-out questions to ask. Training never sees these.")] = 512,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Sampling temperature; 0 takes the likeliest token. Default: evaluation.temperature of the recipe."),
+    ] = None,
+    samples: Annotated[Path | None, typer.Option(help="Write every question, answer and reward to this text file.")] = None,
 ) -> None:
-    """Measure held-out accuracy of a model through SGLang, with its 95% Wilson interval."""
-    from actors.commands.evaluate import evaluate_folder
+    """Ask a model the held-out questions of a task and print its accuracy.
 
+    SGLang answers each question once. The accuracy comes with its 95% confidence interval (Wilson), and with the number of answers that
+    could not be scored. With the name of a data set an answer may have 256 tokens, or a quarter of the model's context if that is less.
+    """
     if not task:
         raise ConfigError(
             "evenkeel eval needs --task: a recipe such as recipes/nano_spell_backward.yaml, or a reasoning-gym data set such as chain_sum"
         )
+    from actors.task_config import task_config
+
+    task_config(model, task, overrides or [], problems=problems)  # a typo is told before anything that takes seconds to import
+    from actors.commands.evaluate import evaluate_folder
+
     evaluate_folder(model, task, overrides or [], problems=problems, temperature=temperature, samples=samples, say=typer.echo)
 
 
-@app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
-    """Write a run's report.html anew."""
-    from actors.record.report import write_report
+@app.command(epilog=_examples("evenkeel report runs/nano-spell-backward-20260101-120000"))
+def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finished, broken off, or still training.")]) -> None:
+    """Write the report of a run again: RUN_DIR/report.html, one page with all pictures in it.
+
+    A run writes its report when it ends. This is for looking at one that still trains, or was killed.
+    """
     from actors.record.run_folder import RunFolder
 
-    typer.echo(f"report: {write_report(RunFolder.view(run_dir))}")
+    folder = RunFolder.view(run_dir)
+    from actors.record.report import write_report
+
+    typer.echo(f"report: {write_report(folder)}")
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "evenkeel config --section rollout.engine",
+        "evenkeel config recipes/nano_spell_backward.yaml correction.preset=icepop",
+        "evenkeel config --explain | less",
+    )
+)
 def config(
-    recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML) to show with all defaults filled in.")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML) to print with all of its defaults filled in.")] = None,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Every key with its type, default and meaning.")] = False,
-    section: Annotated[str, typer.Option(help="Only the keys under this one, e.g. rollout.engine.")] = "",
+    explain: Annotated[bool, typer.Option("--explain", help="Print every key that there is: type, default, meaning.")] = False,
+    section: Annotated[str, typer.Option(metavar="KEY", help="The same for the keys under this one alone, e.g. rollout.engine.")] = "",
 ) -> None:
-    """Show a recipe as it will be used, or explain every key there is."""
+    """Print a recipe as it will be used, or explain the settings.
+
+    With a recipe: YAML, with the defaults filled in and the KEY=VALUE words applied; nothing is started. Without one, or with --explain or
+    --section: the settings, two lines for each.
+    """
     from actors.commands.recipe import explain as explain_model
     from actors.config import RunConfig
 
@@ -143,50 +229,92 @@ def config(
     typer.echo(yaml.safe_dump(_load(recipe, overrides).model_dump(mode="json"), sort_keys=False))
 
 
-@app.command()
-def presets() -> None:
-    """The correction methods that have a name, with source, parts and when to use which."""
-    from correction.presets import presets_table
+@app.command(epilog=_examples("evenkeel presets", "evenkeel presets icepop", "evenkeel presets | grep -i experts"))
+def presets(name: Annotated[str, typer.Argument(metavar="[NAME]", help="One preset, to be shown whole.")] = "") -> None:
+    """List the correction methods that have a name, or show one of them whole.
 
-    typer.echo(presets_table())
+    The list says when to use each, and where it comes from. With a NAME: what it optimises, the settings that it stands for as YAML, what
+    is left for you to choose, and where its sources disagree. A recipe takes one by `correction: {preset: NAME}`.
+    """
+    from rich.console import Console
+
+    from actors.preset_views import show_preset, show_presets
+
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if name:
+        show_preset(console, name)
+    else:
+        show_presets(console)
 
 
-@app.command()
+@app.command(epilog=_examples("evenkeel precision", "evenkeel precision float16 --tokens 10000"))
 def precision(
-    dtypes: Annotated[list[str] | None, typer.Argument(metavar="[DTYPE]...", help="Formats; default: bfloat16 float16.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Sampled tokens.")] = 50_000,
-    seed: Annotated[int, typer.Option(help="Seed of logits and samples.")] = 1234,
+    dtypes: Annotated[
+        list[str] | None, typer.Argument(metavar="[DTYPE]...", help="Number formats of torch; default: bfloat16 float16.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to sample: more give steadier numbers.")] = 50_000,
+    seed: Annotated[int, typer.Option(help="Seed of the random logits and of the samples.")] = 1234,
 ) -> None:
-    """What a softmax in low precision alone does to the ratio of two engines that agree in everything else (a few seconds)."""
+    """Show how far two engines are apart that differ in the number format of their softmax alone.
+
+    It takes random logits, computes log-softmax once in float32 and once in the format, and prints how the ratio of the two probabilities
+    scatters: the least mismatch to expect where an engine samples in that format. No model is needed; a few seconds.
+    """
     from correction.precision import precision_gap, precision_table
 
     gaps = [precision_gap(dtype, tokens=tokens, seed=seed) for dtype in dtypes or ["bfloat16", "float16"]]
     typer.echo(precision_table(gaps))
 
 
-@app.command("diff-engines")
+@app.command(
+    "diff-engines",
+    epilog=_examples(
+        "evenkeel diff-engines models/nano-spell-backward",
+        "evenkeel diff-engines models/nano-spell-backward --no-true-on-policy --dtype bfloat16",
+    ),
+)
 def diff_engines(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder, such as one of `evenkeel init-model`.")],
-    true_on_policy: Annotated[bool, typer.Option("--true-on-policy/--no-true-on-policy", help="Operators of fixed order?")] = True,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of both engines.")] = "float32",
-    prompts: Annotated[int, typer.Option(min=1, help="Random prompts, in flight together.")] = 6,
-    tokens: Annotated[int, typer.Option(min=2, help="Sampled for each.")] = 16,
+    model: Annotated[Path, typer.Argument(help="Model: a Hugging Face folder, such as `evenkeel init-model` makes.")],
+    true_on_policy: Annotated[
+        bool,
+        typer.Option(
+            "--true-on-policy/--no-true-on-policy",
+            help="Operators of the true on-policy mode (they add in a fixed order, the same in both engines), or each engine's usual ones.",
+        ),
+    ] = True,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Number format in which both engines hold the model and compute.")
+    ] = "float32",
+    prompts: Annotated[int, typer.Option(min=1, help="How many random prompts SGLang answers at the same time.")] = 6,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens it samples for each of them.")] = 16,
 ) -> None:
-    """Compute the same tokens with SGLang and with Megatron, and name the operator at which the two part (about a minute)."""
+    """Compute the same tokens with SGLang and with Megatron, and name the first operator at which they differ.
+
+    SGLang answers random prompts, Megatron computes the same tokens again, and both record what each operator made of them. A table has a
+    row for each operator with its largest difference; the last line names the first that differs. Progress goes to standard error.
+
+    Exit codes: 0 all bits are equal; 1 an error; 4 some bit differs.
+    """
+    say = _stopwatch()
+    say("loading torch, SGLang and Megatron")
     from rich.console import Console
 
     from actors.commands.diff_engines import diff_engines as compare_engines
 
-    found = compare_engines(model, true_on_policy=true_on_policy, dtype=dtype, prompts=prompts, tokens=tokens)
+    found = compare_engines(model, true_on_policy=true_on_policy, dtype=dtype, prompts=prompts, tokens=tokens, say=say)
+    say("done")
     Console().print(found.table())
     typer.echo(str(found))
     if found.parting is not None:
         raise typer.Exit(ENGINES_DIFFER)
 
 
-@app.command()
+@app.command(epilog=_examples("evenkeel capabilities"))
 def capabilities() -> None:
-    """What the installed engines offer on this machine."""
+    """Print what the installed engines can do on this machine, as JSON.
+
+    Versions of SGLang and torch, the device, and which of the functions that evenkeel needs are there. Worth attaching to a bug report.
+    """
     from dataclasses import asdict
 
     from rollout.capabilities import probe
@@ -195,11 +323,29 @@ def capabilities() -> None:
     typer.echo(json.dumps(asdict(probe(EngineConfig().resolved_device)), indent=2, default=str))
 
 
-def _load(recipe: Path, overrides: list[str] | None) -> RunConfig:
+def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:
     from actors.commands.recipe import load_config
     from actors.config import RunConfig
 
     return load_config(RunConfig, recipe, overrides or [])
+
+
+def _config_of(run_dir: Path) -> Path:
+    from actors.record.run_folder import RunFolder
+
+    return RunFolder.view(run_dir).path / "config.yaml"
+
+
+def _refuse_recipe(run_dir: Path, words: list[str]) -> None:
+    for word in words:
+        if "=" not in word and Path(word).suffix in (".yaml", ".yml"):
+            raise ConfigError(f"{word}: --resume takes no recipe, {run_dir} holds the one that it was started with; leave it out")
+
+
+def _stopwatch() -> Callable[[str], None]:
+    """Prints what is done next on standard error, with the seconds since now."""
+    began = time.monotonic()
+    return lambda text: typer.echo(f"{time.monotonic() - began:6.1f} s  {text}", err=True)
 
 
 def _quiet() -> None:

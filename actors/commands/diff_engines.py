@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -77,13 +77,21 @@ class EngineDiff:
 
 
 def diff_engines(
-    model: Path, *, true_on_policy: bool, dtype: Literal["float32", "bfloat16"], prompts: int, tokens: int, seed: int = 0
+    model: Path,
+    *,
+    true_on_policy: bool,
+    dtype: Literal["float32", "bfloat16"],
+    prompts: int,
+    tokens: int,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> EngineDiff:
     """Sample with SGLang, compute the same tokens with Megatron, and compare what each operator made of them.
 
     Args:
         prompts: of random tokens and random lengths, in flight together.
         tokens: sampled for each.
+        say: told what is done next.
     Raises: ConfigError for what the mode can't honour; DataError, EngineError.
     """
     check_model_folder(model)
@@ -91,25 +99,32 @@ def diff_engines(
     learner = LearnerConfig(fixed_order=true_on_policy, dtype=dtype)
     if true_on_policy:
         contract_of(model, engine, learner)
-    batch, of_engine = asyncio.run(capture_engine(model, engine, prompts=prompts, tokens=tokens, seed=seed))
+    batch, of_engine = asyncio.run(capture_engine(model, engine, prompts=prompts, tokens=tokens, seed=seed, say=say))
+    say("loading the model into Megatron")
     rank = LearnerRank(learner)
     try:
         rank.load(model)
+        say(f"Megatron computes the same {batch.token_ids.numel()} tokens")
         logprobs, of_learner = rank.capture(batch)
     finally:
         rank.close()
+    say("comparing every operator, bit by bit")
     return EngineDiff(compare_captures(of_engine, of_learner), compare(batch, logprobs), tuple(batch.offsets.tolist()))
 
 
-async def capture_engine(model: Path, config: EngineConfig, *, prompts: int, tokens: int, seed: int) -> tuple[PackedBatch, Capture]:
+async def capture_engine(
+    model: Path, config: EngineConfig, *, prompts: int, tokens: int, seed: int, say: Callable[[str], None] = lambda _: None
+) -> tuple[PackedBatch, Capture]:
     """Prompts of random tokens, answered together: the batch, and what the engine computed for it."""
     shape, draw = json.loads((model / "config.json").read_text()), random.Random(seed)
     longest = max(1, min(LONGEST_PROMPT, shape["max_position_embeddings"] - tokens - 8))
     asked = [[draw.randrange(shape["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(prompts)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = config.engine_args | capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
+        say("starting SGLang with a hook on every operator (the longest part)")
         engine = await RolloutEngine.start(model, config.model_copy(update={"engine_args": arguments}))
         try:
+            say(f"SGLang answers {prompts} random prompts, {tokens} tokens each")
             answers = await asyncio.gather(
                 *(
                     engine.generate(one, max_tokens=tokens, ignore_stop=True, seeds=[sample_seed(seed, str(i), 0)])
@@ -118,6 +133,7 @@ async def capture_engine(model: Path, config: EngineConfig, *, prompts: int, tok
             )
         finally:
             await engine.shutdown()
+        say("reading what SGLang's operators computed")
         batch = _batch(asked, [answer[0] for answer in answers])
         sequences = [batch.token_ids[start:end].tolist() for start, end in pairwise(batch.offsets.tolist())]
         return batch, capture.read(Path(folder), sequences)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from actors.commands.recipe import load_config
 from actors.commands.train import check_model_folder, model_config
 from actors.config import RunConfig
 from actors.evaluation import Evaluation, evaluate
+from actors.task_config import task_config
+from correction.errors import DataError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
@@ -35,16 +36,24 @@ def evaluate_folder(
     Args:
         model: Hugging Face folder.
         task: a recipe's path, or the name of a reasoning-gym data set, which is scored by its own scorer.
-        overrides: "dotted.key=value" over the recipe, or over the task's defaults.
+        overrides: "dotted.key=value" over the recipe, or over what is made up around a name.
         temperature: None: the recipe's evaluation.temperature.
         samples: text file for the answers.
     Raises: DataError, ConfigError, EngineError.
     """
     check_model_folder(model)
-    config = _configuration(model, task, overrides, problems)
+    config = task_config(model, task, overrides, problems=problems)
     longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
     encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
-    prompts = build_task(config.rollout.task, encoder).held_out_prompts()[:problems]
+    built = build_task(config.rollout.task, encoder)
+    prompts = built.held_out_prompts()[:problems]
+    if not prompts:
+        raise DataError(
+            f"{built.name}: no question fits into the {longest_prompt} tokens that rollout.sampling.max_tokens = "
+            f"{config.rollout.sampling.max_tokens} leaves of the context of {model}; lower it, or take a model with a longer context"
+        )
+    if len(prompts) < problems:
+        say(f"only {len(prompts)} of {problems} questions: the others are too long for {longest_prompt} tokens, or there are no more")
     settings = config.evaluation
     temperature = settings.temperature if temperature is None else temperature
     with Progress(transient=True) as progress:
@@ -57,17 +66,6 @@ def evaluate_folder(
         samples.write_text(result.text(prompts, limit=len(prompts)))
         say(f"answers: {samples}")
     return result
-
-
-def _configuration(model: Path, task: str, overrides: Sequence[str], problems: int) -> RunConfig:
-    """The recipe's configuration with enough held-out questions, or one made up around a data set's name."""
-    wanted = [f"model={model}", f"rollout.task.held_out_size={problems}"]
-    path = Path(task)
-    if path.suffix in (".yaml", ".yml"):
-        return load_config(RunConfig, path, [*wanted, *overrides])
-    kinds = ["rollout.task.kind=reasoning_gym", f"rollout.task.dataset={task}", "rollout.reward.kind=reasoning_gym"]
-    made_up = ["steps=1", "groups_per_step=1", *kinds]
-    return load_config(RunConfig, None, [*made_up, *wanted, *overrides])
 
 
 class _Asker:

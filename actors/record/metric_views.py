@@ -130,6 +130,6 @@ class MetricViews:
         self.step(metrics)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write out what is left, and close."""
         for view in self._views:
             view.close()

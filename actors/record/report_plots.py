@@ -91,7 +91,7 @@ _CURVES = (
         "Parts of the reward",
         ("reward/component/",),
         "mean of each part",
-        "The sum of the parts trains. One that rises while another falls shows what the policy really learns.",
+        "The reward is the sum of its parts. Where one part rises while another falls, you see what the policy really learns.",
     ),
     _Curves(
         "k3 KL from behaviour to proximal policy",
@@ -143,7 +143,7 @@ _CURVES = (
         "Answers cut off",
         ("length/truncated_share",),
         "share of the batch",
-        "Answers that met max_tokens. A high share makes the limit a part of the task.",
+        "Answers that were cut at max_tokens. If there are many, the policy learns to be short, whatever the task.",
         "share",
     ),
     _Curves(
@@ -198,7 +198,7 @@ def draw_accuracy(evaluations: Sequence[StepMetrics]) -> Plot | None:
         axes.fill_between(x, low, high, color=_COLOURS[0], alpha=0.18, linewidth=0)
         axes.plot(x, y, "o-", color=_COLOURS[0], markersize=4)
         axes.set_ylim(0, 1.02)
-        axes.set_ylabel("share answered rightly")
+        axes.set_ylabel("share of right answers")
         _step_axis(axes, x)
 
     caption = "Questions that training never sees. Bars and band are 95 % Wilson intervals; points whose intervals overlap may be equal."

@@ -114,3 +114,6 @@ def test_exit_codes_of_the_command(folder: Path, words: tuple[str, ...], code: i
     done = evenkeel("diff-engines", str(folder), "--prompts", "3", "--tokens", "4", *words, timeout_s=300.0)
     assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
     assert "attention" in done.stdout
+    steps = ("loading torch", "starting SGLang", "SGLang answers 3 random prompts", "into Megatron", "Megatron computes the same", "done")
+    places = [done.stderr.find(step) for step in steps]
+    assert -1 not in places and places == sorted(places), "each step is said with its seconds, in order, while the command runs"

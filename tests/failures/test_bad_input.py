@@ -52,6 +52,23 @@ def rows_task(path: Path) -> list[str]:
     return ["rollout.task.kind=file", f"rollout.task.path={path}", "rollout.reward.kind=exact_match"]
 
 
+# -- eval ------------------------------------------------------------------------------------------------------------
+
+
+def test_eval_of_an_unknown_data_set_names_the_nearest(model: Path) -> None:
+    """Whatever the sizes of the model: the name is what is wrong."""
+    assert "did you mean spell_backward?" in refused("eval", str(model), "--task", "spel_backward")
+
+
+def test_eval_says_that_no_question_fits(model: Path) -> None:
+    said = refused("eval", str(model), "--task", "spell_backward", "rollout.sampling.max_tokens=62", "rollout.engine.context_length=64")
+    assert "no question fits into the 2 tokens" in said and "lower it" in said
+
+
+def test_resume_takes_no_recipe(tmp_path: Path) -> None:
+    assert "--resume takes no recipe" in refused("train", "--resume", str(tmp_path), "recipes/nano_chain_sum.yaml")
+
+
 # -- the recipe ------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,73 @@
+"""What answers at once: help and the check of settings load nothing that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "scipy", "pandas", "datasets", "reasoning_gym", "matplotlib")
+"""Each of these takes between half a second and five to import."""
+
+PROGRAM = """
+import json, sys
+from actors.commands.cli import main
+sys.argv[1:] = json.loads(sys.argv[1])
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+    loaded = sorted({name.split(".")[0] for name in sys.modules})
+    print(json.dumps({"code": code, "loaded": loaded}), file=sys.stderr)
+"""
+
+
+def loaded_by(*words: str) -> tuple[object, set[str]]:
+    """(exit code or message, top-level packages loaded) of a call of the command line in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(words)], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+    )
+    answer = json.loads(done.stderr.splitlines()[-1])
+    return answer["code"], set(answer["loaded"])
+
+
+RECIPE = "recipes/nano_spell_backward.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["train", RECIPE, "stepps=5"], "stepps = 5: no such key; the nearest is steps"),
+        (["train", RECIPE, "correction.preset=grop"], "Did you mean grpo?"),
+        (["init-model", RECIPE, "rollout.workers=two"], "rollout.workers"),
+        (["eval", "models/none", "--task", RECIPE, "learner.learning_rte=1"], "the nearest is learner.learning_rate"),
+        (["train", "--resume", "runs/none", "stepps=5"], "runs/none"),
+        (["config", RECIPE], 0),
+        (["presets"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_and_refusals_load_nothing_heavy(words: list[str], end: int | str) -> None:
+    code, loaded = loaded_by(*words)
+    assert code == end if isinstance(end, int) else end in str(code)
+    assert loaded & set(HEAVY) == set()
+    assert "actors" in loaded  # it was our command that ran
+
+
+def test_every_public_name_of_correction_is_found_and_is_no_module() -> None:
+    """Names are imported when asked for. `correct` is a function and a module: `from correction import correct` means the function."""
+    import correction.correct  # would bind the module to the package's name
+
+    found = {name: getattr(correction, name) for name in correction.__all__}
+    assert [name for name, value in found.items() if type(value).__name__ == "module"] == []
+    assert found["correct"].__module__ == "correction.correct"
+    with pytest.raises(AttributeError, match="no attribute 'corect'"):
+        _ = correction.corect  # type: ignore[attr-defined]

@@ -1,0 +1,124 @@
+"""What the pages tell a reader to do and where they send them: commands that the command line takes, files and headings that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from actors.commands.cli import app
+from actors.commands.recipe import explain_lines
+from actors.config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
+KEYS = [re.sub(r"\.(NAME|N)(?=\.|$)", r"\\.[^.]+", line.path) for line in explain_lines(RunConfig)]
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+OPEN_KEYS = ("rollout.task.options", "rollout.task.chat_template_kwargs", "rollout.engine.engine_args")
+"""Mappings whose keys are another package's."""
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words after `evenkeel` of each call in code blocks and between backticks, without comments and variables of the shell."""
+    blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    found = []
+    for line in lines:
+        call = re.match(r"(?:[A-Z_]+=\S+ )*(?:\S*/)?evenkeel ((?:[a-z]|--).*)", re.sub(r"\s{2,}#.*", "", line).strip())
+        if call:
+            found.append(shlex.split(call[1].split(" | ")[0].split(" && ")[0]))
+    return found
+
+
+def links(text: str) -> list[str]:
+    """Targets of the Markdown links and pictures that stay in the repository."""
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)) if "://" not in target]
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def parse(words: list[str]) -> list[str]:
+    """The KEY=VALUE words of a call. Raises: what typer raises for an unknown command, option or value."""
+    name = words[0]
+    command = get_command(app).commands[name]  # type: ignore[attr-defined]
+    if len(words) == 1 and any(parameter.required for parameter in command.params):
+        return []  # a page that names a command without calling it
+    context = command.make_context(name, words[1:])
+    settings = list(context.params.get("overrides") or [])
+    first = str(context.params.get("recipe") or "")
+    return [*settings, first] if "=" in first else settings
+
+
+CALLS = [(page, words) for page in PAGES for words in commands(page.read_text())]
+
+
+def test_there_are_commands_on_the_pages() -> None:
+    """Otherwise the next test has nothing to check: each command of the command line is shown somewhere, and README shows most."""
+    assert {words[0] for _, words in CALLS} == set(get_command(app).commands)  # type: ignore[attr-defined]
+    assert len({words[0] for page, words in CALLS if page.name == "README.md"}) >= 6
+
+
+@pytest.mark.parametrize(("page", "words"), CALLS, ids=[f"{page.stem}: {' '.join(words)}" for page, words in CALLS])
+def test_commands_on_the_pages_are_ones_that_the_command_line_takes(page: Path, words: list[str]) -> None:
+    for setting in parse(words):
+        key = setting.partition("=")[0].rstrip(".")
+        assert any(re.fullmatch(known, key) for known in KEYS) or key.startswith(OPEN_KEYS), f"{page.name}: no key {key}"
+    recipes = [word for word in words if word.endswith(".yaml")]
+    assert [recipe for recipe in recipes if not (ROOT / recipe).is_file()] == []
+    made = {re.findall(r"^model: (\S+)", path.read_text(), re.MULTILINE)[0] for path in (ROOT / "recipes").glob("*.yaml")}
+    assert {word for word in words if word.startswith("models/")} <= made, f"{page.name} names a model folder that no recipe makes"
+
+
+@pytest.mark.parametrize("words", ["trian recipes/nano_chain_sum.yaml", "eval models/x --taks a", "diff-engines models/x --dtype int8"])
+def test_the_reader_of_commands_sees_mistakes(words: str) -> None:
+    with pytest.raises(Exception, match=r"trian|taks|int8"):
+        parse(words.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in links(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_only_one_page_says_how_evenkeel_is_called() -> None:
+    """README has it in a section of its own; elsewhere a path to the virtual environment would be a second answer."""
+    assert [page.name for page in PAGES if ".venv/bin/evenkeel" in page.read_text()] == ["README.md"]
+    assert (ROOT / "README.md").read_text().count(".venv/bin/evenkeel") == 1
+
+
+@pytest.mark.parametrize("term", ["GRPO", "k1, k2, k3", "ESS", "Probe", "Receipt", "R2, R3", "Retract", "Mismatch, staleness, drift"])
+def test_terms_that_a_newcomer_needs_are_explained_once(term: str) -> None:
+    headings = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("### ") and term in line]
+    assert len(headings) == 1 and headings[0] in GLOSSARY
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts and page.stem != "glossary"], ids=lambda page: page.stem)
+def test_a_page_that_uses_such_a_term_links_the_glossary(page: Path) -> None:
+    text = page.read_text()
+    if re.search(r"\b(GRPO|k3|ESS|effective sample size|probe|receipt|R3|retract\w*|1F1B|staleness)\b", text):
+        assert "glossary.md" in text
+
+
+def test_every_page_is_reached_from_readme() -> None:
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links(page.read_text()) if not link.startswith("#")]
+    assert set(PAGES) <= seen
