@@ -54,10 +54,11 @@ class TaskReport:
 
     def __str__(self) -> str:
         stock = "without end" if self.train_questions is None else f"{self.train_questions} distinct"
-        rows = f"; {len(self.skipped)} bad rows skipped" if self.skipped else ""
+        rows = f"; {len(self.skipped)} bad row{'s' * (len(self.skipped) > 1)} skipped" if self.skipped else ""
+        shown = f" and from the {self.demonstrations_checked} demonstrations of the model's warm-up" if self.demonstrations_checked else ""
         return (
             f"{self.name}: {self.held_out} held-out questions, disjoint by text from the training questions ({stock}; "
-            f"{self.train_distinct} distinct in the first {self.train_checked}) and from {self.demonstrations_checked} demonstrations{rows}"
+            f"{self.train_distinct} distinct in the first {self.train_checked}){shown}{rows}"
         )
 
 
