@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from actors.config import RunConfig
+from actors.devices import shortage
 from correction.errors import ConfigError
 
 # Python warnings of third parties are about things that a user of evenkeel can't change.
@@ -67,6 +68,10 @@ class Cluster:
             **common,
         )
         return self
+
+    def gpu_shortage(self) -> str | None:
+        """A sentence, if what has joined the cluster so far has fewer GPUs than the run asks for."""
+        return shortage(self._config, ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
     @property
     def log_folder(self) -> Path:

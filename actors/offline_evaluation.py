@@ -10,13 +10,14 @@ from rich.progress import Progress
 
 from actors.config import RunConfig
 from actors.config_tools import load_config
+from actors.devices import check_engine_device
 from actors.evaluation import Evaluation, evaluate
 from actors.session import check_model_folder, model_config
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
 from rollout.sampling import sample_trajectories
-from rollout.tasks import build_task
+from rollout.tasks import build_task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
 
 
@@ -42,6 +43,8 @@ def evaluate_folder(
     """
     check_model_folder(model)
     config = _configuration(model, task, overrides, problems)
+    check_engine_device(config)
+    check_task_names(config.rollout.task)
     longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
     encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
     prompts = build_task(config.rollout.task, encoder).held_out_prompts()[:problems]

@@ -11,6 +11,7 @@ from actors.cluster import Cluster
 from actors.config import RunConfig
 from actors.config_tools import load_config
 from actors.controller import Controller, RunSummary
+from actors.devices import check_devices
 from actors.init_model import read_record
 from actors.observer import Observer
 from actors.report import write_report
@@ -21,7 +22,7 @@ from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError, DataError, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
-from rollout.tasks import Demonstration, Task, build_task
+from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None) -> RunSummary:
@@ -49,7 +50,9 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
 
 def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
     """The task of a run and what to say about it. Raises: DataError, ConfigError."""
+    check_devices(config)
     check_model_folder(config.model)
+    check_task_names(config.rollout.task)
     config.learner.check_model(model_config(config.model))
     with_both_sides(config)  # refuses what true_on_policy can't honour
     tokenizer = load_tokenizer(config.model)
@@ -63,13 +66,11 @@ def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
 
 async def _try_reward(config: RunConfig, task: Task) -> None:
     """Score one held-out question, so that a broken reward function shows before anything is started. Raises: ConfigError, DataError."""
-    prompts = task.held_out_prompts()
-    if not prompts:
-        raise DataError(f"{task.name}: no question could be held out; raise rollout.task.held_out_fraction, or take more questions")
+    sample = task.held_out_sample()
     if config.rollout.reward.kind == "function":
         pool = RewardPool(config.rollout.reward, config.rollout.task)
         try:
-            await pool.check(prompts[0])
+            await pool.check(sample)
         finally:
             await pool.close()
 
@@ -133,6 +134,8 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
         observer.phase("starting Ray")
         with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
             observer.event("info", f"output of the actors: {cluster.log_folder}")
+            if shortage := cluster.gpu_shortage():
+                observer.event("warning", shortage)
             summary = asyncio.run(controller.run())
     except BaseException as error:
         observer.event("error", _said(error))
