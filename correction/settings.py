@@ -18,6 +18,7 @@ class Settings(BaseModel):
     @field_validator("*")
     @classmethod
     def _is_no_slip(cls, value: Any) -> Any:
-        if isinstance(value, (int, float)) and abs(value) > LARGEST_NUMBER:
-            raise ValueError(f"{value} is beyond {LARGEST_NUMBER:.0e}, the largest number that any setting takes")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and abs(number) > LARGEST_NUMBER:
+                raise ValueError(f"{number} is beyond {LARGEST_NUMBER:.0e}, the largest number that any setting takes")
         return value

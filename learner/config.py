@@ -118,7 +118,7 @@ class LearnerConfig(Settings):
     @classmethod
     def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas = {betas}: an average needs factors of at least 0 and below 1")
+            raise ValueError(f"{betas}: an average needs factors of at least 0 and below 1")
         return betas
 
     @model_validator(mode="after")
