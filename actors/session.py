@@ -173,7 +173,7 @@ def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *
     how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     for when, evaluation in (("before", summary.before), ("after", summary.after)):
         if evaluation is not None:
-            lines.append(f"held-out accuracy {when}: {evaluation.accuracy} (95% Wilson, {how})")
+            lines.append(f"held-out accuracy {when}: {evaluation} (95% Wilson, {how})")
     lines.append(f"run folder:  {folder.path}")
     checkpoints = folder.checkpoints()
     if checkpoints:

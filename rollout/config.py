@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -184,8 +185,20 @@ class FunctionReward(_Reward):
 
     kind: Literal["function"] = "function"
     """Which scorer."""
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    path: str
     """module:function; the module must be importable from where the run starts."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_module_and_function(cls, path: str) -> str:
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", path):
+            file, _, function = path.partition(":")
+            module, name = re.sub(r"\W", "_", Path(file).stem) or "my_rewards", re.sub(r"\W", "_", function) or "score"
+            raise ValueError(
+                f"rollout.reward.path = {path!r}: it takes MODULE:FUNCTION, e.g. {module}:{name} for the function {name} in {module}.py; "
+                f"the run starts where that file lies"
+            )
+        return path
 
 
 RewardConfig = Annotated[ReasoningGymReward | MathVerifyReward | ExactMatchReward | FunctionReward, Field(discriminator="kind")]
