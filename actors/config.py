@@ -5,24 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
 from correction.sense import fold_obstacle, needs_proximal_forward
+from correction.settings import Settings
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
 from rollout.config import RolloutConfig
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
-
-
-class InitConfig(_Section):
+class InitConfig(Settings):
     """The model that `evenkeel init-model` makes when there are no weights to start from."""
 
     architecture: NanoModelConfig = Field(default_factory=NanoModelConfig)
@@ -31,11 +28,11 @@ class InitConfig(_Section):
     """Supervised start on demonstrations of the task, so that RL begins with a policy that is sometimes right."""
     learner: LearnerConfig = Field(default_factory=lambda: LearnerConfig(learning_rate=1e-3, warmup_steps=20))
     """Optimizer of the supervised start."""
-    tokenizer_texts: PositiveInt = 2000
+    tokenizer_texts: PositiveInt = Field(default=2000, le=10**8)
     """Questions from which the tokenizer learns its words."""
 
 
-class RayConfig(_Section):
+class RayConfig(Settings):
     """Which Ray cluster the actors live on."""
 
     address: str | None = None
@@ -50,7 +47,7 @@ class RayConfig(_Section):
     """Start Ray's dashboard with a private cluster."""
 
 
-class WeightSyncConfig(_Section):
+class WeightSyncConfig(Settings):
     """How new weights reach the engines."""
 
     transport: Literal["object_store", "broadcast"] = "object_store"
@@ -61,7 +58,7 @@ class WeightSyncConfig(_Section):
     """The run warns if engine and learner differ by more nats than this on a fixed prompt after a sync; in float32 1e-6 is usual."""
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Settings):
     """Held-out accuracy, beside training."""
 
     every_steps: int = Field(default=0, ge=0)
@@ -70,13 +67,13 @@ class EvaluationConfig(_Section):
     """Held-out questions of the first and the last evaluation."""
     problems_between: PositiveInt = 128
     """Held-out questions of those in between, which share the engines with training."""
-    temperature: float = Field(default=0.0, ge=0.0)
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Sampling temperature of evaluations; 0 is greedy."""
     correct_at: float = 1.0
     """A reward of at least this counts as a right answer."""
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Settings):
     """What survives a crash."""
 
     every_steps: int = Field(default=25, ge=0)
@@ -85,7 +82,7 @@ class CheckpointConfig(_Section):
     """Newest checkpoints to keep; the one with the best held-out accuracy stays too, if its step was evaluated (evaluation.every_steps)."""
 
 
-class DeadlinesConfig(_Section):
+class DeadlinesConfig(Settings):
     """No wait without an end; the error names phase, actor and version."""
 
     start_s: PositiveFloat = 600.0
@@ -104,7 +101,7 @@ class DeadlinesConfig(_Section):
     """Seconds after which a part that waits says what it waits for, again and again."""
 
 
-class MetricsConfig(_Section):
+class MetricsConfig(Settings):
     """Where numbers go besides the run folder."""
 
     bind: str = "127.0.0.1"
@@ -117,7 +114,7 @@ class MetricsConfig(_Section):
     """Groups of which one trajectory is kept as text, every step."""
 
 
-class EarlyWarningConfig(_Section):
+class EarlyWarningConfig(Settings):
     """The monitor follows the correction's diagnostics and says when they drift off; by itself it does no more than that."""
 
     on_alarm: Literal["none", "switch_preset", "tighten", "stop"] = "none"
@@ -143,20 +140,20 @@ class EarlyWarningConfig(_Section):
         return self
 
 
-class RunConfig(_Section):
+class RunConfig(Settings):
     """One run: a recipe, its overrides and the defaults of everything else."""
 
-    name: str = "run"
+    name: str = Field(default="run", min_length=1, max_length=100)
     """Becomes part of the run folder's name."""
     model: Path
     """Hugging Face folder of the policy to train: config.json, safetensors, tokenizer."""
     run_dir: Path | None = None
     """Folder of the run; empty: runs/NAME-DATE-TIME. What a start that failed has left in it is cleared."""
-    steps: PositiveInt
+    steps: PositiveInt = Field(le=10**9)
     """Training batches of the whole run; each makes one new version of the weights."""
-    groups_per_step: PositiveInt
+    groups_per_step: PositiveInt = Field(le=10**6)
     """Prompts (groups) in a training batch."""
-    max_staleness: int = Field(default=1, ge=0)
+    max_staleness: int = Field(default=1, ge=0, le=1000)
     """Versions by which the oldest token of a batch may trail the learner; 0 is synchronous training."""
     dynamic_sampling: bool = False
     """Replace groups whose valid rewards are all alike (they carry no gradient) by new ones before the step."""

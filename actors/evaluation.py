@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.statistics import Proportion, wilson
+from actors.statistics import UNKNOWN, Proportion, wilson
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
 
@@ -28,17 +28,27 @@ class Evaluation:
     seconds: float
     trajectories: tuple[Trajectory, ...]
     failed: int
-    """Answers whose scoring failed; they count as wrong."""
+    """Answers that could not be scored; the accuracy leaves them out."""
 
-    def metrics(self) -> dict[str, float]:
-        """By name of the catalogue."""
+    def __str__(self) -> str:
+        return f"{self.accuracy}" + (f", {self.failed} answer{'s' * (self.failed > 1)} could not be scored" if self.failed else "")
+
+    @property
+    def first_failure(self) -> str:
+        """Why the first of those answers has no score; empty if all have one."""
+        return next((f"{t.prompt_id}: {t.error}" for t in self.trajectories if t.reward is None), "")
+
+    def metrics(self) -> dict[str, float | None]:
+        """By name of the catalogue; the accuracy is None when nothing could be scored."""
+        known = self.accuracy.n > 0
         answered = max(1, len(self.trajectories))
         versions = [span.version for t in self.trajectories for span in t.version_spans]
         return {
-            "held_out/accuracy": self.accuracy.value,
-            "held_out/wilson_low": self.accuracy.low,
-            "held_out/wilson_high": self.accuracy.high,
-            "held_out/problems": self.accuracy.n,
+            "held_out/accuracy": self.accuracy.value if known else None,
+            "held_out/wilson_low": self.accuracy.low if known else None,
+            "held_out/wilson_high": self.accuracy.high if known else None,
+            "held_out/problems": len(self.trajectories),
+            "held_out/unscored": self.failed,
             "held_out/weight_version": min(versions) if versions else 0,
             "held_out/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in self.trajectories) / answered,
             "held_out/response_tokens": sum(len(t.response_ids) for t in self.trajectories) / answered,
@@ -47,7 +57,7 @@ class Evaluation:
 
     def text(self, prompts: Sequence[Prompt], limit: int = 40) -> str:
         """The first answers, readable."""
-        lines = [f"held-out accuracy {self.accuracy} after {self.step} steps", ""]
+        lines = [f"held-out accuracy {self} after {self.step} steps", ""]
         for prompt, trajectory in list(zip(prompts, self.trajectories, strict=True))[:limit]:
             verdict = trajectory.error or f"reward {trajectory.reward:g}"
             lines.append(f"{prompt.text!r} -> {trajectory.text!r}   (answer {prompt.answer!r}, {verdict})")
@@ -62,11 +72,12 @@ async def evaluate(answerer: Answerer, prompts: Sequence[Prompt], *, step: int, 
     """
     began = time.monotonic()
     trajectories = await answerer.answer(prompts, temperature)
-    right = sum(t.reward is not None and t.reward >= correct_at for t in trajectories)
+    scored = [t.reward for t in trajectories if t.reward is not None]
+    right = sum(reward >= correct_at for reward in scored)
     return Evaluation(
         step=step,
-        accuracy=wilson(right, len(prompts)),
+        accuracy=wilson(right, len(scored)) if scored else UNKNOWN,
         seconds=time.monotonic() - began,
         trajectories=tuple(trajectories),
-        failed=sum(t.reward is None for t in trajectories),
+        failed=len(trajectories) - len(scored),
     )

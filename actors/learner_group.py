@@ -176,8 +176,8 @@ class LearnerRankActor:
             self._broadcaster = None
 
 
-def _is_on_gpu(config: LearnerConfig) -> bool:
-    """Decided where the run starts: a rank's own process sees only what Ray gives it."""
+def is_on_gpu(config: LearnerConfig) -> bool:
+    """Whether each rank asks for a GPU. Decided where the run starts: a rank's own process sees only what Ray gives it."""
     if config.device != "auto":
         return config.device == "cuda"
     import torch
@@ -202,7 +202,7 @@ class LearnerGroup:
         world_size = config.world_size
         actor = ray.remote(LearnerRankActor).options(
             num_cpus=1,
-            num_gpus=1 if _is_on_gpu(config) else 0,
+            num_gpus=1 if is_on_gpu(config) else 0,
             max_restarts=0,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
         )

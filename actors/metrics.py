@@ -196,10 +196,14 @@ _REWARD = [
     ),
 ]
 _HELD_OUT = [
-    _gauge("held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy", "Share of the held-out problems whose answer was right."),
+    _gauge("held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy", "Share of the scored held-out problems whose answer was right."),
     _gauge("held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from", "Lower end of the 95 % Wilson interval of the held-out accuracy."),
     _gauge("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
     _gauge("held_out/problems", _U.ONE, _R.LAST, "problems", "Number of held-out problems asked."),
+    _gauge(
+        "held_out/unscored", _U.ONE, _R.LAST, "not scored",
+        "Answers to held-out problems whose reward raised, timed out or never came; the accuracy leaves them out. 0 in a healthy run.",
+    ),
     _gauge("held_out/weight_version", _U.ONE, _R.LAST, "weight version", "Version of the weights that answered."),
     _gauge("held_out/truncated_share", _U.SHARE, _R.LAST, "cut answers", "Share of held-out answers cut at max_tokens."),
     _gauge("held_out/response_tokens", _U.TOKENS, _R.LAST, "answer length", "Mean length of a held-out answer."),

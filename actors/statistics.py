@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from scipy.stats import binomtest
@@ -18,7 +19,13 @@ class Proportion:
     """Trials."""
 
     def __str__(self) -> str:
+        if not self.n:
+            return "unknown, n = 0"
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}], n = {self.n}"
+
+
+UNKNOWN = Proportion(math.nan, 0.0, 1.0, 0)
+"""Of no trial."""
 
 
 def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Proportion:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from correction.choices import (
     TOPK_STATISTICS,
@@ -27,6 +27,7 @@ from correction.choices import (
 from correction.errors import ConfigError
 from correction.presets import preset_settings
 from correction.sense import check_sense
+from correction.settings import Settings
 
 
 def _check_order(place: str, lower: float | None, upper: float | None) -> None:
@@ -34,10 +35,8 @@ def _check_order(place: str, lower: float | None, upper: float | None) -> None:
         raise ConfigError(f"{place}: lower = {lower} is above upper = {upper}: nothing would be inside. Exchange them.")
 
 
-class Part(BaseModel):
-    """A part of the correction: frozen, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class Part(Settings):
+    """A part of the correction."""
 
 
 class AdvantageConfig(Part):

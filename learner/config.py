@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from correction.settings import Settings
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch
@@ -17,24 +19,22 @@ _NOT_BUILT = {
 """What Megatron has and the learner does not, with the reason; 1 is allowed."""
 
 
-class LearnerConfig(BaseModel):
+class LearnerConfig(Settings):
     """How a corrected batch becomes new weights."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    data_parallel: int = Field(default=1, ge=1)
+    data_parallel: int = Field(default=1, ge=1, le=10**5)
     """Copies of the model that share a batch; each rank takes whole sequences of about equal cost."""
     distributed_optimizer: bool = False
     """Data-parallel ranks share Adam's averages and the master weights instead of each keeping all: with R of them 1/R of the memory."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, le=10**4)
     """Ranks over which one copy's matrices are split."""
     sequence_parallel: bool = False
     """Between the matrices, tensor-parallel ranks share the rows of a pass as well; saves the memory of their activations."""
-    pipeline_parallel: int = Field(default=1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1, le=10**4)
     """Stages, of equally many layers, that one copy is cut into; micro-batches pass through them (1F1B)."""
-    virtual_pipeline: int = Field(default=1, ge=1)
+    virtual_pipeline: int = Field(default=1, ge=1, le=10**4)
     """Chunks of layers that each stage holds (interleaved 1F1B): with V of them the stages wait 1/V as long, and send V times as much."""
-    expert_parallel: int = Field(default=1, ge=1)
+    expert_parallel: int = Field(default=1, ge=1, le=10**5)
     """Ranks of a stage over which its experts are spread; tokens travel to them. Divides data_parallel * tensor_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a rank computes; auto takes a GPU when torch sees one."""
@@ -46,35 +46,35 @@ class LearnerConfig(BaseModel):
     """Multiply with the vocabulary's matrix in float32 though weights are bfloat16; holds a float32 copy of that matrix during a pass."""
     fixed_order: bool = False
     """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the engines'."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each rank. One is the safe choice where ranks and engines share cores."""
     seed: int = 1234
     """Seed of the ranks' random generators and of the split into minibatches."""
 
-    learning_rate: float = Field(default=1e-4, ge=0)
-    """Peak learning rate."""
+    learning_rate: float = Field(default=1e-4, ge=0, le=1.0)
+    """Peak learning rate: about how far Adam moves each weight in a step."""
     min_learning_rate: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=10**9)
     """Optimizer steps over which the rate rises linearly; step k of them uses learning_rate * k / warmup_steps."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
-    decay_steps: int | None = Field(default=None, ge=1)
+    decay_steps: int | None = Field(default=None, ge=1, le=10**9)
     """Optimizer step, warm-up included, at which min_learning_rate is reached; needed unless decay is constant."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=1.0)
     """Decoupled weight decay of matrices; biases and norms have none."""
     betas: tuple[float, float] = (0.9, 0.99)
     """Adam's averaging factors. 0.99 rather than 0.999: RL gradients change within tens of steps."""
-    adam_eps: float = Field(default=1e-8, gt=0)
+    adam_eps: float = Field(default=1e-8, gt=0, le=1.0)
     """Adam's epsilon."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest norm of the whole gradient; 0 never clips."""
     reset_optimizer_on_switch: bool = False
     """Begin Adam's averages and the warm-up anew when batches come with another correction, as after an alarm that replaces it."""
 
-    optimizer_steps_per_batch: int = Field(default=1, ge=1)
+    optimizer_steps_per_batch: int = Field(default=1, ge=1, le=10**6)
     """Minibatches, of whole groups, that a batch is split into; each is one optimizer step."""
-    epochs_per_batch: int = Field(default=1, ge=1)
+    epochs_per_batch: int = Field(default=1, ge=1, le=1000)
     """Times that a batch is gone through; 2 epochs of 4 minibatches are 8 optimizer steps."""
     tokens_per_microbatch: int = Field(default=2048, ge=1)
     """Positions computed in one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own."""
@@ -113,6 +113,13 @@ class LearnerConfig(BaseModel):
                 f"virtual_pipeline = {self.virtual_pipeline} with pipeline_parallel = 1: one stage has nobody to wait for; set it to 1"
             )
         return self
+
+    @field_validator("betas")
+    @classmethod
+    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{betas}: an average needs factors of at least 0 and below 1")
+        return betas
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:

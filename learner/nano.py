@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from correction.errors import DataError
+from correction.settings import Settings
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     from torch import Tensor
@@ -29,30 +30,28 @@ ROLES = ("user", "assistant", "system")
 """Words of the template itself."""
 
 
-class NanoModelConfig(BaseModel):
+class NanoModelConfig(Settings):
     """Shape of the nano model."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    layers: int = Field(default=4, ge=1)
+    layers: int = Field(default=4, ge=1, le=1000)
     """Transformer layers."""
-    hidden_size: int = Field(default=256, ge=1)
+    hidden_size: int = Field(default=256, ge=1, le=10**5)
     """Width of the residual stream."""
-    heads: int = Field(default=4, ge=1)
+    heads: int = Field(default=4, ge=1, le=10**4)
     """Query heads."""
-    key_value_heads: int = Field(default=2, ge=1)
+    key_value_heads: int = Field(default=2, ge=1, le=10**4)
     """Key-value heads; must divide heads."""
-    head_dim: int = Field(default=64, ge=2)
+    head_dim: int = Field(default=64, ge=2, le=10**4)
     """Channels of a head, even."""
-    intermediate_size: int = Field(default=768, ge=1)
+    intermediate_size: int = Field(default=768, ge=1, le=10**6)
     """Width of the gated feed-forward layer, or of each expert."""
-    experts: int = Field(default=0, ge=0)
+    experts: int = Field(default=0, ge=0, le=10**4)
     """Experts in each layer, a Qwen3-MoE model then; 0: none, a dense Qwen3."""
     experts_per_token: int = Field(default=2, ge=1)
     """Experts that a token is sent to."""
-    max_position_embeddings: int = Field(default=512, ge=2)
+    max_position_embeddings: int = Field(default=512, ge=2, le=10**8)
     """Longest sequence, prompt and answer."""
-    max_vocab_size: int = Field(default=512, ge=260)
+    max_vocab_size: int = Field(default=512, ge=260, le=10**7)
     """Most tokens of the tokenizer: 256 bytes, 3 special tokens, and the most common words of the given texts."""
     word_share: float = Field(default=0.5, gt=0, le=1)
     """A word is a token of its own if it stands in at least this share of the texts: what all questions have in common becomes words,
@@ -63,7 +62,7 @@ class NanoModelConfig(BaseModel):
     """One matrix for input embedding and output projection."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary position embedding."""
-    init_std: float = Field(default=0.02, gt=0)
+    init_std: float = Field(default=0.02, gt=0, le=10.0)
     """Standard deviation of the initial matrices."""
     seed: int = 0
     """Of the initial weights."""

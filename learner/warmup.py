@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from correction.errors import DataError
+from correction.settings import Settings
 
 if TYPE_CHECKING:  # settings are read where neither torch nor Megatron is wanted
     from torch import Tensor
@@ -16,14 +17,12 @@ if TYPE_CHECKING:  # settings are read where neither torch nor Megatron is wante
     from learner.learner_rank import LearnerRank
 
 
-class WarmupConfig(BaseModel):
+class WarmupConfig(Settings):
     """How long the supervised start is."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    steps: int = Field(default=90, ge=0)
+    steps: int = Field(default=90, ge=0, le=10**9)
     """Optimizer steps."""
-    sequences_per_step: int = Field(default=64, ge=1)
+    sequences_per_step: int = Field(default=64, ge=1, le=10**6)
     """Demonstrations in each step, over all ranks."""
     seed: int = 0
     """Of the order of the demonstrations."""

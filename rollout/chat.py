@@ -24,9 +24,15 @@ def load_tokenizer(folder: Path | str) -> Any:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
         raise DataError(f"model = {folder}: the folder has no tokenizer (no tokenizer.json); copy the model's own into it")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # `excess` says it, of the row
+        return tokenizer
     except Exception as error:
         raise DataError(f"model = {folder}: unusable tokenizer ({type(error).__name__}: {error}); copy the files afresh") from error
+
+
+_CHARACTERS_PER_TOKEN = 16
+"""More than a token has in most texts."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,22 @@ class ChatEncoder:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def excess(self, user_text: str) -> str | None:
-        """Why this prompt can't be asked, or None if it fits."""
-        length = len(self.encode(user_text))
-        if self.max_prompt_tokens is None or length <= self.max_prompt_tokens:
+        """Why this prompt can't be asked, or None if it fits.
+
+        Of a text that is far too long only its beginning is encoded: one of twice the tokens that fit settles it.
+        """
+        if self.max_prompt_tokens is None:
             return None
-        return f"its prompt has {length} tokens, more than the {self.max_prompt_tokens} that fit (context less rollout.sampling.max_tokens)"
+        beginning = _CHARACTERS_PER_TOKEN * (self.max_prompt_tokens + 1)
+        while beginning < len(user_text):
+            if (length := len(self.encode(user_text[:beginning]))) > 2 * self.max_prompt_tokens:
+                return self._too_long(f"over {length}")
+            beginning *= 4
+        length = len(self.encode(user_text))
+        return None if length <= self.max_prompt_tokens else self._too_long(str(length))
+
+    def _too_long(self, length: str) -> str:
+        return (
+            f"its prompt has {length} tokens, more than the {self.max_prompt_tokens} that fit "
+            f"(context less rollout.sampling.max_tokens, or rollout.task.max_prompt_tokens)"
+        )

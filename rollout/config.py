@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from correction.errors import ConfigError
+from correction.settings import Settings
 from rollout.engine_config import EngineConfig
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
 
 # --- task -----------------------------------------------------------------------------------------------------------
 
 
-class _Task(_Section):
+class _Task(Settings):
     """What every kind of task has."""
 
     seed: int = 0
@@ -29,9 +26,9 @@ class _Task(_Section):
     """Text of a system turn before the question; empty: none."""
     apply_chat_template: bool = True
     """Put the tokenizer's chat template round the question; false: the bare text, for a base model without one."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Handed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
-    held_out_size: PositiveInt = 512
+    held_out_size: PositiveInt = Field(default=512, le=10**7)
     """Distinct questions to keep for evaluation."""
     held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
     """Share of all distinct questions that may be held out; a hash of the question's text decides which."""
@@ -53,7 +50,7 @@ class ReasoningGymTask(_Task):
     """Which kind of task this is."""
     dataset: str
     """Name of the data set, e.g. chain_sum."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the data set, as its own config class names them, e.g. {min_terms: 2, max_terms: 2}."""
 
     @field_validator("options")
@@ -107,21 +104,21 @@ TaskConfig = Annotated[ReasoningGymTask | FileTask | HuggingFaceTask, Field(disc
 # --- reward ---------------------------------------------------------------------------------------------------------
 
 
-class WholeText(_Section):
+class WholeText(Settings):
     """The scorer sees the whole completion."""
 
     kind: Literal["whole"] = "whole"
     """Which part of the completion is the answer."""
 
 
-class LastLine(_Section):
+class LastLine(Settings):
     """The last line that is not blank."""
 
     kind: Literal["last_line"] = "last_line"
     """Which part of the completion is the answer."""
 
 
-class AfterMarker(_Section):
+class AfterMarker(Settings):
     """What follows the last occurrence of a marker; nothing when the marker is missing."""
 
     kind: Literal["after"] = "after"
@@ -130,7 +127,7 @@ class AfterMarker(_Section):
     """E.g. "####" or "</think>"."""
 
 
-class RegexMatch(_Section):
+class RegexMatch(Settings):
     """The last match of a pattern (its first group, if it has one); nothing without a match."""
 
     kind: Literal["regex"] = "regex"
@@ -142,7 +139,7 @@ class RegexMatch(_Section):
 Extraction = Annotated[WholeText | LastLine | AfterMarker | RegexMatch, Field(discriminator="kind")]
 
 
-class _Reward(_Section):
+class _Reward(Settings):
     """What every kind of reward has."""
 
     extraction: Extraction = Field(default_factory=WholeText)
@@ -151,7 +148,7 @@ class _Reward(_Section):
     """Longest time for one completion; then the scoring process is killed and the trajectory counts as failed."""
     start_deadline_s: PositiveFloat = 60.0
     """Longest time for a scoring process to import what it needs."""
-    processes: PositiveInt = 2
+    processes: PositiveInt = Field(default=2, le=1024)
     """Scoring processes of each rollout worker: so many completions are scored at a time."""
     memory_gib: PositiveFloat | None = 4.0
     """A scoring process that needs more fails the call instead of the machine (RLIMIT_DATA); empty: no limit."""
@@ -169,7 +166,7 @@ class MathVerifyReward(_Reward):
 
     kind: Literal["math_verify"] = "math_verify"
     """Which scorer."""
-    float_rounding: int = Field(default=6, ge=0)
+    float_rounding: int = Field(default=6, ge=0, le=300)
     """Decimal places to which numbers are compared."""
 
 
@@ -188,8 +185,20 @@ class FunctionReward(_Reward):
 
     kind: Literal["function"] = "function"
     """Which scorer."""
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    path: str
     """module:function; the module must be importable from where the run starts."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_module_and_function(cls, path: str) -> str:
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", path):
+            file, _, function = path.partition(":")
+            module, name = re.sub(r"\W", "_", Path(file).stem) or "my_rewards", re.sub(r"\W", "_", function) or "score"
+            raise ValueError(
+                f"rollout.reward.path = {path!r}: it takes MODULE:FUNCTION, e.g. {module}:{name} for the function {name} in {module}.py; "
+                f"the run starts where that file lies"
+            )
+        return path
 
 
 RewardConfig = Annotated[ReasoningGymReward | MathVerifyReward | ExactMatchReward | FunctionReward, Field(discriminator="kind")]
@@ -197,14 +206,14 @@ RewardConfig = Annotated[ReasoningGymReward | MathVerifyReward | ExactMatchRewar
 # --- sampling and packing -------------------------------------------------------------------------------------------
 
 
-class SamplingConfig(_Section):
+class SamplingConfig(Settings):
     """How the engines sample while training."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = Field(default=1.0, le=100.0)
     """Logits are divided by it, in the engine and in the learner alike."""
-    max_tokens: PositiveInt = 256
+    max_tokens: PositiveInt = Field(default=256, le=10**8)
     """Longest answer; what is cut there is counted, and treated as rollout.overlong says."""
-    samples_per_group: int = Field(default=8, ge=2)
+    samples_per_group: int = Field(default=8, ge=2, le=10**5)
     """Answers to each prompt: a group, which is its own baseline, and so needs two."""
     top_p: float = 1.0
     """Only 1.0 is allowed: anything else would bias every importance ratio."""
@@ -236,21 +245,21 @@ class SamplingConfig(_Section):
             raise ValueError(f"{name} = {value}: {reason}, and every importance ratio would be biased. Set {name}: {neutral}")
 
 
-class TrainOverlong(_Section):
+class TrainOverlong(Settings):
     """Answers cut at max_tokens are trained like any other, with the reward that they got."""
 
     kind: Literal["train"] = "train"
     """What becomes of an answer cut at max_tokens."""
 
 
-class MaskOverlong(_Section):
+class MaskOverlong(Settings):
     """They are left out of the loss; their rewards stay in the group's baseline (DAPO's overlong filtering)."""
 
     kind: Literal["mask"] = "mask"
     """What becomes of an answer cut at max_tokens."""
 
 
-class PenaliseOverlong(_Section):
+class PenaliseOverlong(Settings):
     """They are trained with a lower reward; with ramp_tokens, so are those that come close (DAPO's soft overlong punishment)."""
 
     kind: Literal["penalise"] = "penalise"
@@ -264,10 +273,10 @@ class PenaliseOverlong(_Section):
 OverlongConfig = Annotated[TrainOverlong | MaskOverlong | PenaliseOverlong, Field(discriminator="kind")]
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Settings):
     """What happens to a prompt."""
 
-    workers: PositiveInt = 1
+    workers: PositiveInt = Field(default=1, le=10**4)
     """Rollout workers, each with an engine of its own."""
     task: TaskConfig
     """Where the questions come from."""
@@ -310,8 +319,13 @@ class RolloutConfig(_Section):
 
         Args:
             model_context: context length from the model's own config, tokens.
-        Raises: ConfigError if no room is left.
+        Raises: ConfigError if no room is left, or the engine's context is longer than the model's.
         """
+        if self.engine.context_length is not None and self.engine.context_length > model_context:
+            raise ConfigError(
+                f"rollout.engine.context_length = {self.engine.context_length} is more than the model's context of {model_context} tokens "
+                f"(max_position_embeddings in its config.json); lower it, or leave it out"
+            )
         room = (self.engine.context_length or model_context) - self.sampling.max_tokens
         if room < 1:
             raise ConfigError(

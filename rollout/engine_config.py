@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from correction.settings import Settings
 
 RESERVED_ARGUMENTS = {
     "model_path": "the run's model folder",
@@ -27,10 +29,8 @@ RESERVED_ARGUMENTS = {
 """SGLang arguments that evenkeel sets itself, and what to set instead of each."""
 
 
-class EngineDeadlines(BaseModel):
+class EngineDeadlines(Settings):
     """Longest waits of one engine, seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     start_s: float = Field(default=300.0, gt=0)
     """From the first import to the first answer; a large model on a cold disk needs more."""
@@ -44,18 +44,16 @@ class EngineDeadlines(BaseModel):
     """Until the engine's processes have ended."""
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(Settings):
     """One SGLang engine. Device and backend are settings; the code is the same for both."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto is cuda where torch sees one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV cache; auto is float32 on a CPU and the model folder's own on cuda."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the engine's tensor operations on a CPU."""
-    max_running_requests: int = Field(default=64, ge=1)
+    max_running_requests: int = Field(default=64, ge=1, le=10**5)
     """Requests decoded together; more wait in the engine's queue."""
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the KV cache holds. Unset: by memory_fraction on cuda; max_running_requests x context, at most 65,536, on a CPU."""
@@ -67,7 +65,7 @@ class EngineConfig(BaseModel):
     """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's own on a CPU ("stock" is SGLang's)."""
     fixed_order: bool = False
     """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the learner's."""
-    projection_parts: int = Field(default=1, ge=1)
+    projection_parts: int = Field(default=1, ge=1, le=10**4)
     """With fixed_order: parts in which attention and MLP are projected back and then added, as the learner's tensor-parallel ranks do."""
     return_routed_experts: bool = False
     """Tell with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
@@ -84,7 +82,7 @@ class EngineConfig(BaseModel):
     """Of SGLang's own log lines; its warnings are mostly about models and kernels that are not there."""
     deadlines: EngineDeadlines = EngineDeadlines()
     """Longest waits."""
-    engine_args: dict[str, Any] = {}
+    engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of sglang.Engine, as its ServerArgs names them."""
 
     @model_validator(mode="after")

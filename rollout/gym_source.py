@@ -40,7 +40,7 @@ class ReasoningGymSource:
         self._open: dict[str, tuple[int, Any]] = {}
         self._too_long: dict[str, SkippedRow] = {}
         self._held_out: tuple[Question, ...] | None = None
-        _refuse_unknown_names(config)
+        check_names(config)
         try:
             self._chunk("train", 0)
         except Exception as error:
@@ -133,7 +133,8 @@ def _as_question(entry: dict[str, Any]) -> Question:
     return Question(entry["question"], "" if answer is None else str(answer), metadata=dict(entry))
 
 
-def _refuse_unknown_names(config: ReasoningGymTask) -> None:
+def check_names(config: ReasoningGymTask) -> None:
+    """Raises: ConfigError for a data set or an option that reasoning-gym doesn't have, with the nearest one."""
     import reasoning_gym  # noqa: F401 - fills the table of data sets
     from reasoning_gym.factory import DATASETS
 

@@ -201,8 +201,7 @@ def _import_function(path: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise RewardLoadError(
-            f"rollout.reward.path = {path}: importing {module_name} raised {type(error).__name__}: {error}; "
-            f"start the run where the module lies, or install it"
+            f"rollout.reward.path = {path}: importing {module_name} raised {type(error).__name__}: {error}; {_remedy(module_name, error)}"
         ) from error
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
@@ -214,6 +213,13 @@ def _import_function(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise RewardLoadError(f"rollout.reward.path = {path} is {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
+
+
+def _remedy(module: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        is_the_module = f"{module}.".startswith(f"{error.name}.")
+        return "start the run where the module lies, or install it" if is_the_module else f"install {error.name}, which it imports"
+    return "mend the module"
 
 
 def _accepted_names(function: Callable[..., Any], path: str) -> tuple[str, ...]:

@@ -100,8 +100,11 @@ class RewardPool:
         except RewardCallError as error:
             await self.close()
             place = self._config.path if isinstance(self._config, FunctionReward) else self._config.kind
+            said = str(error)
+            if said.startswith("rollout.reward."):  # found while it was set up: it has its key, and nothing was tried
+                raise ConfigError(said) from error
             on = "" if sample is None else f" (tried on {sample.prompt_id} with its own answer {sample.answer!r:.60})"
-            raise ConfigError(f"rollout.reward ({place}): {error}{on}") from error
+            raise ConfigError(f"rollout.reward ({place}): {said}{on}") from error
 
     async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
         """The same trajectories with reward and components, or with an error where there is none; in the same order.

@@ -1,8 +1,7 @@
-"""Rows of questions from JSONL, JSON and Parquet files and from Hugging Face data sets. Bad rows are skipped, each with its reason."""
+"""Questions from the rows of files and Hugging Face data sets. Bad rows are skipped, each with its reason."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,7 @@ from typing import Any
 from correction.errors import DataError
 from rollout.config import FileTask, HuggingFaceTask
 from rollout.questions import Question, SkippedRow, hash_share, text_key
-
-FileReader = Callable[[Path], Iterator[tuple[str, Any]]]
-"""Yields (place, row); a row that can't even be read comes as a DataError instead of a dict."""
+from rollout.row_reading import SURROGATE, PlacedRow, UnreadableFile, dataset_rows, file_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +114,13 @@ def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -
         excess: why a question's text can't be asked (too long), or None; a row with a reason is skipped.
     Raises: DataError if the file is missing, of an unknown kind, or without a usable row.
     """
-    readers: dict[str, FileReader] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
-    if path.suffix not in readers:
-        raise DataError(f"rollout.task.path = {path}: unknown kind of file {path.suffix!r}; use one of {', '.join(readers)}")
+    key = "rollout.task.held_out_path" if path == task.held_out_path else "rollout.task.path"
     if not path.is_file():
-        raise DataError(f"rollout.task.path = {path}: no such file (seen from {Path.cwd()}); correct the path, or run from its folder")
-    return _collect(readers[path.suffix](path), str(path), task, excess)
+        raise DataError(f"{key} = {path}: no such file (seen from {Path.cwd()}); correct the path, or run from its folder")
+    try:
+        return _collect(file_rows(path), str(path), task, excess)
+    except (UnreadableFile, OSError) as error:
+        raise DataError(f"{key} = {path}: {error}") from error
 
 
 def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str | None]) -> Rows:
@@ -130,69 +128,18 @@ def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str 
 
     Raises: DataError if it can't be loaded or has no usable row.
     """
-    import datasets
-
-    name = f"{task.path} [{split}]"
-    try:
-        if (Path(task.path) / "dataset_dict.json").exists():
-            table = datasets.load_from_disk(task.path)[split]
-        elif (Path(task.path) / "state.json").exists():
-            table = datasets.load_from_disk(task.path)
-        else:
-            table = datasets.load_dataset(task.path, task.subset, split=split)
-    except Exception as error:
-        raise DataError(
-            f"rollout.task.path = {task.path} (split {split}): datasets can't load it ({type(error).__name__}: {error}); "
-            f"check path, subset and split, or load it once with a network connection"
-        ) from error
-    return _collect(((f"{name}, row {i + 1}", row) for i, row in enumerate(table)), name, task, excess)
+    return _collect(dataset_rows(task, split), f"{task.path} [{split}]", task, excess)
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}:{number}", _parsed(line)
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        return DataError(f"no valid JSON ({error.msg} at column {error.colno})")
-
-
-def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"rollout.task.path = {path}: no valid JSON ({error}); one object a line belongs into a .jsonl file") from error
-    if not isinstance(rows, list):
-        raise DataError(f"rollout.task.path = {path}: holds {type(rows).__name__}, not a list of objects")
-    return ((f"{path}, row {i + 1}", row) for i, row in enumerate(rows))
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
-    except ArrowException as error:
-        raise DataError(f"rollout.task.path = {path}: no readable Parquet file ({error})") from error
-
-
-def _collect(rows: Iterator[tuple[str, Any]], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> Rows:
+def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> Rows:
     questions: list[Question] = []
     skipped: list[SkippedRow] = []
+    too_long = 0
     for place, row in rows:
         try:
             question = _question(row, task)
             if reason := excess(question.text):
+                too_long += 1
                 raise DataError(reason)
         except DataError as error:
             skipped.append(SkippedRow(place, str(error)))
@@ -200,10 +147,11 @@ def _collect(rows: Iterator[tuple[str, Any]], name: str, task: FileTask | Huggin
             questions.append(question)
     if not questions:
         first = f"; the first: {skipped[0]}" if skipped else ""
-        raise DataError(
-            f"{name}: none of its {len(skipped)} rows can be used{first}. A row needs the text fields "
-            f'"{task.prompt_field}" (rollout.task.prompt_field) and "{task.answer_field}" (rollout.task.answer_field)'
-        )
+        fields = f'"{task.prompt_field}" (rollout.task.prompt_field)'
+        if task.answer_field is not None:
+            fields += f' and "{task.answer_field}" (rollout.task.answer_field)'
+        remedy = "Take shorter questions, or a longer context" if too_long == len(skipped) > 0 else f"A row needs the text fields {fields}"
+        raise DataError(f"{name}: none of its {len(skipped)} rows can be used{first}. {remedy}")
     return Rows(tuple(questions), tuple(skipped))
 
 
@@ -213,18 +161,42 @@ def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
         raise row
     if not isinstance(row, dict):
         raise DataError(f"holds {type(row).__name__}, not an object with fields")
+    for name, value in row.items():
+        if half := _surrogate_in([name, value]):
+            raise DataError(f"field {name!a} holds {half!a}, half of a surrogate pair, which is no character")
     text = _field(row, task.prompt_field)
     if not isinstance(text, str):
         raise DataError(f'field "{task.prompt_field}" is {type(text).__name__}, not text')
     if not text.strip():
         raise DataError(f'field "{task.prompt_field}" is empty')
-    answer = "" if task.answer_field is None else _field(row, task.answer_field)
-    demonstration = None if task.demonstration_field is None else str(_field(row, task.demonstration_field))
+    answer = "" if task.answer_field is None else _as_text(row, task.answer_field)
+    demonstration = None if task.demonstration_field is None else _as_text(row, task.demonstration_field)
     used = {task.prompt_field, task.answer_field, task.demonstration_field}
-    return Question(text, str(answer), {name: value for name, value in row.items() if name not in used}, demonstration)
+    return Question(text, answer, {name: value for name, value in row.items() if name not in used}, demonstration)
 
 
 def _field(row: dict[str, Any], name: str) -> Any:
     if row.get(name) is None:
         raise DataError(f'no field "{name}" (it has {", ".join(str(key) for key in row if row[key] is not None) or "none"})')
     return row[name]
+
+
+def _as_text(row: dict[str, Any], name: str) -> str:
+    value = _field(row, name)
+    if isinstance(value, bytes):
+        raise DataError(f'field "{name}" is bytes, not text; write the column as text')
+    return str(value)
+
+
+def _surrogate_in(value: Any) -> str | None:
+    """The first half of a surrogate pair in a text, or in what a list or mapping holds."""
+    match value:
+        case str():
+            found = None if value.isascii() else SURROGATE.search(value)
+            return found[0] if found else None
+        case dict():
+            return _surrogate_in([*value, *value.values()])
+        case list():
+            return next((half for item in value if (half := _surrogate_in(item))), None)
+        case _:
+            return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from correction.errors import DataError
 from rollout.chat import ChatEncoder
 from rollout.config import ReasoningGymTask, TaskConfig
-from rollout.gym_source import ReasoningGymSource
+from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
 from rollout.rows import RowSource
 from rollout.trajectory import Prompt
@@ -54,11 +54,18 @@ class TaskReport:
 
     def __str__(self) -> str:
         stock = "without end" if self.train_questions is None else f"{self.train_questions} distinct"
-        rows = f"; {len(self.skipped)} bad rows skipped" if self.skipped else ""
+        rows = f"; {len(self.skipped)} bad row{'s' * (len(self.skipped) > 1)} skipped" if self.skipped else ""
+        shown = f" and from the {self.demonstrations_checked} demonstrations of the model's warm-up" if self.demonstrations_checked else ""
         return (
             f"{self.name}: {self.held_out} held-out questions, disjoint by text from the training questions ({stock}; "
-            f"{self.train_distinct} distinct in the first {self.train_checked}) and from {self.demonstrations_checked} demonstrations{rows}"
+            f"{self.train_distinct} distinct in the first {self.train_checked}){shown}{rows}"
         )
+
+
+def check_task_names(config: TaskConfig) -> None:
+    """What can be said of a task before its model is looked at. Raises: ConfigError for an unknown data set or option."""
+    if isinstance(config, ReasoningGymTask):
+        check_names(config)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder | None = None) -> Task:
@@ -106,6 +113,20 @@ class Task:
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """All held-out questions as prompts, "held_out/0/0" onwards."""
         return tuple(self._prompt(f"held_out/0/{i}", question) for i, question in enumerate(self._source.held_out))
+
+    def held_out_sample(self) -> Prompt:
+        """The first held-out prompt.
+
+        Raises: DataError if there is none, with the reason.
+        """
+        if self._source.held_out:
+            return self._prompt("held_out/0/0", self._source.held_out[0])
+        if skipped := self._source.skipped:
+            raise DataError(
+                f"{self.name}: no question could be held out; {len(skipped)} of those looked at can't be asked, the first: {skipped[0]}. "
+                f"Take shorter questions, or raise rollout.engine.context_length (at most the model's own context)"
+            )
+        raise DataError(f"{self.name}: no question could be held out; raise rollout.task.held_out_fraction, or take more questions")
 
     def demonstrations(self, count: int) -> tuple[Demonstration, ...]:
         """Worked examples from the training side alone.

@@ -178,7 +178,7 @@ def evaluate(
         raise ConfigError(
             "evenkeel eval needs --task: a recipe such as recipes/nano_spell_backward.yaml, or a reasoning-gym data set such as chain_sum"
         )
-    from actors.task_config import task_config
+    from actors.commands.task_config import task_config
 
     task_config(model, task, overrides or [], problems=problems)  # a typo is told before anything that takes seconds to import
     from actors.commands.evaluate import evaluate_folder

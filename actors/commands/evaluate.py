@@ -8,16 +8,17 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from actors.commands.task_config import task_config
 from actors.commands.train import check_model_folder, model_config
 from actors.config import RunConfig
+from actors.devices import check_engine_device
 from actors.evaluation import Evaluation, evaluate
-from actors.task_config import task_config
 from correction.errors import DataError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
 from rollout.sampling import sample_trajectories
-from rollout.tasks import build_task
+from rollout.tasks import build_task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
 
 
@@ -43,6 +44,8 @@ def evaluate_folder(
     """
     check_model_folder(model)
     config = task_config(model, task, overrides, problems=problems)
+    check_engine_device(config)
+    check_task_names(config.rollout.task)
     longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
     encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
     built = build_task(config.rollout.task, encoder)

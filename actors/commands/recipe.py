@@ -1,4 +1,4 @@
-"""Loading and explaining any pydantic configuration: a YAML recipe plus dotted overrides, and errors that say where and what to do.
+"""Loading any pydantic configuration: a YAML recipe plus dotted overrides, and errors that say where and what to do.
 
 OmegaConf reads YAML and overrides (`a.b=3`, values in YAML syntax, `${...}` for references); pydantic decides what is valid.
 Paths are dotted; an entry of a list has its number in it (`correction.rejection.0.upper`), which is N in explanations.
@@ -7,24 +7,22 @@ Paths are dotted; an entry of a list has its number in it (`correction.rejection
 from __future__ import annotations
 
 import difflib
-import enum
 import re
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import annotated_types
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import ErrorDetails
 
+from actors.config_explain import explain, explain_lines, field_discriminator, inner_models, nearest_key, numberless
 from correction.errors import ConfigError
+
+__all__ = ["explain", "explain_lines", "load_config", "nearest_key"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -48,8 +46,8 @@ def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequen
         assignments = [_parse_override(text) for text in overrides]
         tags = _tag_paths(model_class)
         # Tags first: what they throw away must not be what another override has just set.
-        for key, value in sorted(assignments, key=lambda assignment: _numberless(assignment[0]) not in tags):
-            if _numberless(key) in tags:
+        for key, value in sorted(assignments, key=lambda assignment: numberless(assignment[0]) not in tags):
+            if numberless(key) in tags:
                 _forget_other_variant(tree, key, value)
             _assign(tree, key, value)
         data = OmegaConf.to_container(tree, resolve=True)
@@ -73,9 +71,10 @@ def _read(recipe: Path) -> DictConfig:
 def _lines_of_keys(recipe: Path) -> dict[str, int]:
     """Line of each dotted key, from 1. Raises: ConfigError for a file that isn't there or isn't YAML."""
     if not recipe.is_file():
-        near = sorted(str(path) for path in recipe.parent.glob("*.y*ml")) if recipe.parent.is_dir() else []
+        folder, reason = (recipe, "a folder, not a recipe file") if recipe.is_dir() else (recipe.parent, "no such recipe file")
+        near = sorted(str(path) for path in folder.glob("*.y*ml") if path.is_file())
         there = f" There are: {', '.join(near)}." if near else ""
-        raise ConfigError(f"{recipe}: no such recipe file.{there}")
+        raise ConfigError(f"{recipe}: {reason}.{there}")
     try:
         OmegaConf.load(recipe)    # refuses a key that is there twice, which yaml.compose lets pass
         root = yaml.compose(recipe.read_text(encoding="utf-8"))
@@ -101,6 +100,8 @@ def _node_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]
 
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
+    if not equals and text.endswith((".yaml", ".yml")):
+        raise ConfigError(f"command line: {text!r} is no override: a recipe comes first, and --resume takes none, the run has its own")
     if not equals or not key.strip() or key != key.strip():
         raise ConfigError(f"command line: {text!r} is no override: write KEY=VALUE without spaces, such as rollout.workers=2")
     try:
@@ -119,6 +120,18 @@ def _assign(tree: DictConfig, key: str, value: Any) -> None:
         OmegaConf.update(tree, key, value, merge=False)
     except (OmegaConfBaseException, AssertionError, TypeError, IndexError) as error:
         raise ConfigError(f"command line: {key} = {value!r}: the recipe has no such place (a list is set as a whole: KEY=[...])") from error
+
+
+def _tag_paths(model_class: type[BaseModel], prefix: str = "") -> set[str]:
+    """Dotted keys that choose the variant of a tagged union."""
+    found: set[str] = set()
+    for name, field in model_class.model_fields.items():
+        tag = field_discriminator(field)
+        for below, model in inner_models(field.annotation, f"{prefix}{name}."):
+            found |= _tag_paths(model, below)
+            if tag:
+                found.add(below + tag)
+    return found
 
 
 def _forget_other_variant(tree: DictConfig, key: str, tag: Any) -> None:
@@ -162,12 +175,17 @@ class _Source:
 def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, source: _Source) -> str:
     path = _data_path(problem["loc"], data)
     place = source.place(path)
-    entry = {line.path: line for line in explain_lines(model_class)}.get(_numberless(path))
+    entry = {line.path: line for line in explain_lines(model_class)}.get(numberless(path))
     kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
     if kind == "extra_forbidden":
+        if reason := _of_another_kind(path, problem["loc"], model_class):
+            return f"{place}: {path} = {_short(value)}: {reason}"
         return f"{place}: {path} = {_short(value)}: no such key; the nearest is {nearest_key(model_class, path)}."
     if kind == "missing":
         meaning = f" ({entry.description.rstrip('.')})" if entry and entry.description else ""
+        if entry and entry.is_section:
+            how = f"a key at a time: {path}.KEY=VALUE" if source.recipe is None else f"to the recipe, as `{path.rpartition('.')[2]}:`"
+            return f"{place}: {path} is missing{meaning}. Add the section {how}; `evenkeel config --section {path}` lists its keys"
         where = "on the command line" if source.recipe is None else "to the recipe, or on the command line"
         return f"{place}: {path} is missing{meaning}. Add it {where}: {path}={entry.type if entry else '...'}"
     if kind in ("value_error", "assertion_error"):
@@ -185,6 +203,19 @@ def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, so
     expected = f" Expected: {entry.type}." if entry else ""
     reason = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{place}: {path} = {_short(value)}: {reason}.{expected}"
+
+
+def _of_another_kind(path: str, location: tuple[int | str, ...], model_class: type[BaseModel]) -> str | None:
+    """For a key that exists, but in another variant of its section's tagged union: which, and what to do."""
+    variants = [line.variant for line in explain_lines(model_class) if line.path == numberless(path) and line.variant]
+    if not variants:
+        return None
+    section, _, name = path.rpartition(".")
+    tag = variants[0].partition(":")[0]
+    return (
+        f"{name} belongs to {' or '.join(variants)}, but {section}.{tag} is {location[-2]}. Leave it out, or set {section}.{tag} to "
+        f"{' or '.join(variant.partition(': ')[2] for variant in variants)}."
+    )
 
 
 def _data_path(location: tuple[int | str, ...], data: Any) -> str:
@@ -207,192 +238,6 @@ def _child(data: Any, part: int | str) -> Any:
         return None
 
 
-def nearest_key(model_class: type[BaseModel], path: str) -> str:
-    """The valid dotted key most like `path`: one of the same section by preference, or of the same last part elsewhere."""
-    keys = [line.path for line in explain_lines(model_class)]
-    section, _, name = _numberless(path).rpartition(".")
-    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
-    if close:
-        return siblings[close[0]]
-    namesakes = [key for key in keys if key.rpartition(".")[2] == name]
-    return difflib.get_close_matches(_numberless(path), namesakes or keys, n=1, cutoff=0.0)[0]
-
-
-def _numberless(path: str) -> str:
-    return ".".join("N" if part.isdigit() else part for part in path.split("."))
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-# Explaining.
-
-
-@dataclass(frozen=True, slots=True)
-class FieldLine:
-    """One key of a configuration, as the models declare it."""
-
-    path: str
-    """Dotted; N stands for a number in a list, NAME for a key of a mapping."""
-    type: str
-    default: str
-    """As one would write it; "required" when there is none."""
-    description: str
-    variant: str = ""
-    """The tag ("kind: clip") under which the key exists, when its section is a tagged union."""
-    is_section: bool = False
-    """It has keys of its own, which follow."""
-
-
-def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: str = "") -> Iterator[FieldLine]:
-    """Every key of a model and of those inside it, in order of declaration."""
-    for name, field in model_class.model_fields.items():
-        path = f"{prefix}{name}"
-        inner = list(_inner_models(field.annotation, path + "."))
-        yield FieldLine(
-            path=path,
-            type=_section_text(field, [model for _, model in inner]) if inner else _type_text(_annotation(field)),
-            default=_default_text(field, bool(inner)),
-            description=" ".join((field.description or "").split()),
-            variant=variant,
-            is_section=bool(inner),
-        )
-        for below, model in inner:
-            yield from explain_lines(model, below, _variant_of(field, model) if len(inner) > 1 else variant)
-
-
-def explain(model_class: type[BaseModel], section: str = "") -> str:
-    """Every key with its type, default and meaning, as plain text: two lines a key, an empty one before each section.
-
-    Args: section: dotted key to restrict it to. Raises: ConfigError if there is no such key.
-    """
-    shown = [line for line in explain_lines(model_class) if not section or (line.path + ".").startswith(section + ".")]
-    if not shown:
-        raise ConfigError(f"{section}: no such key; the nearest is {nearest_key(model_class, section)}.")
-    blocks = []
-    for line in shown:
-        if line.variant and line.variant == f"{line.path.rpartition('.')[2]}: {line.default}":
-            continue    # the tag itself, which stands beside the section's name
-        when = f"   [{line.variant}]" if line.variant else ""
-        head = f"{line.path}: {line.type} = {line.default}"
-        head = f"\n{head}" if line.is_section else head
-        blocks.append(f"{head}{when}\n    {line.description}" if line.description else head + when)
-    return "\n".join(blocks).lstrip("\n")
-
-
-def _annotation(field: FieldInfo) -> Any:
-    annotation: Any = field.annotation
-    for constraint in field.metadata:
-        annotation = Annotated[annotation, constraint]
-    return annotation
-
-
-def _inner_models(annotation: Any, prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The models inside a type, each with the dotted prefix of its keys."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield prefix, annotation
-    elif origin is Annotated:
-        yield from _inner_models(arguments[0], prefix)
-    elif origin in (typing.Union, types.UnionType):
-        for argument in arguments:
-            yield from _inner_models(argument, prefix)
-    elif origin in (list, tuple, Sequence):
-        yield from _inner_models(arguments[0], prefix + "N.")
-    elif origin in (dict, Mapping):
-        yield from _inner_models(arguments[1], prefix + "NAME.")
-
-
-def _discriminator(annotation: Any) -> str | None:
-    """Name of the tag in a (possibly optional, possibly listed) tagged union."""
-    if typing.get_origin(annotation) is Annotated:
-        for extra in annotation.__metadata__:
-            if isinstance(extra, FieldInfo) and isinstance(extra.discriminator, str):
-                return extra.discriminator
-    return next((found for part in typing.get_args(annotation) if (found := _discriminator(part))), None)
-
-
-def _field_discriminator(field: FieldInfo) -> str | None:
-    return field.discriminator if isinstance(field.discriminator, str) else _discriminator(field.annotation)
-
-
-def _variant_of(field: FieldInfo, model: type[BaseModel]) -> str:
-    tag = _field_discriminator(field)
-    return f"{tag}: {model.model_fields[tag].default}" if tag else model.__name__
-
-
-def _tag_paths(model_class: type[BaseModel], prefix: str = "") -> set[str]:
-    """Dotted keys that choose the variant of a tagged union."""
-    found: set[str] = set()
-    for name, field in model_class.model_fields.items():
-        tag = _field_discriminator(field)
-        for below, model in _inner_models(field.annotation, f"{prefix}{name}."):
-            found |= _tag_paths(model, below)
-            if tag:
-                found.add(below + tag)
-    return found
-
-
-def _section_text(field: FieldInfo, models: list[type[BaseModel]]) -> str:
-    tag = _field_discriminator(field)
-    if tag is None:
-        return _type_text(field.annotation)
-    variants = " | ".join(str(model.model_fields[tag].default) for model in models)
-    optional = " | null" if type(None) in typing.get_args(field.annotation) else ""
-    return f"section, {tag}: {variants}{optional}"
-
-
-def _type_text(annotation: Any) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        text, bounds = _type_text(arguments[0]), "".join(_constraint_text(extra) for extra in annotation.__metadata__)
-        return f"{text.removesuffix(' | null')}{bounds} | null" if text.endswith(" | null") else text + bounds
-    if origin is Literal:
-        return " | ".join(str(argument) for argument in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(dict.fromkeys(_type_text(argument) for argument in arguments))
-    if origin is not None:
-        inner = ", ".join("..." if argument is Ellipsis else _type_text(argument) for argument in arguments)
-        return f"{getattr(origin, '__name__', origin)}[{inner}]"
-    if annotation is None or annotation is type(None):
-        return "null"
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return " | ".join(str(member.value) for member in annotation)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "section"
-    return {"Path": "path"}.get(getattr(annotation, "__name__", ""), getattr(annotation, "__name__", str(annotation)))
-
-
-def _constraint_text(constraint: object) -> str:
-    match constraint:
-        case annotated_types.Gt(bound):
-            return f" > {bound}"
-        case annotated_types.Ge(bound):
-            return f" >= {bound}"
-        case annotated_types.Lt(bound):
-            return f" < {bound}"
-        case annotated_types.Le(bound):
-            return f" <= {bound}"
-        case FieldInfo():
-            return "".join(_constraint_text(inner) for inner in constraint.metadata)
-        case _:
-            return ""
-
-
-def _default_text(field: FieldInfo, has_keys: bool) -> str:
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True) if field.default is PydanticUndefined else field.default
-    if isinstance(default, BaseModel):
-        tag = _field_discriminator(field)
-        return f"{tag}: {getattr(default, tag)}" if tag else "as below"
-    if has_keys and default in ((), [], {}):
-        return "empty"
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return str(default.value) if isinstance(default, enum.Enum) else str(default)

@@ -15,6 +15,7 @@ from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
+from actors.devices import check_devices
 from actors.record.observer import Observer
 from actors.record.report import write_report
 from actors.record.run_folder import Checkpoint, RunFolder
@@ -25,7 +26,7 @@ from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError, DataError, EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
-from rollout.tasks import Demonstration, Task, build_task
+from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None) -> RunSummary:
@@ -58,7 +59,9 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
 
 def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
     """The task of a run and what to say about it. Raises: DataError, ConfigError."""
+    check_devices(config)
     check_model_folder(config.model)
+    check_task_names(config.rollout.task)
     config.learner.check_model(model_config(config.model))
     with_both_sides(config)  # refuses what true_on_policy can't honour
     tokenizer = load_tokenizer(config.model)
@@ -72,13 +75,11 @@ def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
 
 async def _try_reward(config: RunConfig, task: Task) -> None:
     """Score one held-out question, so that a broken reward function shows before anything is started. Raises: ConfigError, DataError."""
-    prompts = task.held_out_prompts()
-    if not prompts:
-        raise DataError(f"{task.name}: no question could be held out; raise rollout.task.held_out_fraction, or take more questions")
+    sample = task.held_out_sample()
     if config.rollout.reward.kind == "function":
         pool = RewardPool(config.rollout.reward, config.rollout.task)
         try:
-            await pool.check(prompts[0])
+            await pool.check(sample)
         finally:
             await pool.close()
 
@@ -148,6 +149,8 @@ def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], 
             observer.phase("starting Ray")
             with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
+                if shortage := cluster.gpu_shortage():
+                    observer.event("warning", shortage)
                 summary = _run_controller(controller)
     except BaseException as error:
         folder.event("error", _said(error))  # the terminal has it from whoever catches it
@@ -224,7 +227,7 @@ def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *
     how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     for when, evaluation in (("before", summary.before), ("after", summary.after)):
         if evaluation is not None:
-            lines.append(f"held-out accuracy {when}: {evaluation.accuracy} (95% Wilson, {how})")
+            lines.append(f"held-out accuracy {when}: {evaluation} (95% Wilson, {how})")
     lines.append(f"run folder:  {folder.path}")
     checkpoints = folder.checkpoints()
     if checkpoints:

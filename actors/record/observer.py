@@ -22,6 +22,7 @@ from actors.record.metric_views import MetricViews
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.record.step_report import batch_metrics, diagnostic_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
 from actors.record.terminal import TerminalView
+from actors.repeated import Repeated
 from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
 from actors.scatter import ScatterSample
 from actors.supervision import wait_for
@@ -40,6 +41,10 @@ _DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_
 """Where discarded groups are counted besides groups/discarded_total, by reason."""
 _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
 """Families that count the monitor's events, by symptom."""
+
+
+def _kind_of_failure(error: str) -> str:
+    return "trajectories whose reward took too long" if "deadline" in error else "trajectories without a reward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ class Observer:
         self._step_ended = time.monotonic()
         self._began = time.monotonic()
         self._extra: dict[str, float] = {}
+        self._repeated = Repeated()
         self._writing: asyncio.Task[None] | None = None
 
     # -- actors ------------------------------------------------------------------------------------------------------
@@ -149,7 +155,8 @@ class Observer:
         self._count("rollout/finished_groups_total", 1)
         for error in summary.reward_errors:
             self._count("reward/timeouts_total" if "deadline" in error else "reward/exceptions_total", 1)
-            self.event("warning", f"group {summary.group_id}: a trajectory failed: {error}")
+            if told := self._repeated.add(_kind_of_failure(error), f"group {summary.group_id}: a trajectory failed: {error}"):
+                self.event("warning", told)
 
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
@@ -185,7 +192,13 @@ class Observer:
         self._views.evaluation(metrics)
         self._endpoint.publish(dict(metrics))
         self._view.evaluation(metrics)
-        self._folder.event("info", f"held-out accuracy after {result.step} steps: {result.accuracy} (95% Wilson), {result.seconds:.1f} s")
+        self._folder.event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {result.seconds:.1f} s")
+        if result.failed:
+            self.event(
+                "warning",
+                f"{result.failed} of {len(result.trajectories)} held-out answers could not be scored, and are left out of the accuracy; "
+                f"the first: {result.first_failure}",
+            )
 
     def training_begins(self, elapsed_s: float) -> None:
         """The clock of the first step starts here, that of the run `elapsed_s` ago."""
@@ -214,6 +227,8 @@ class Observer:
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         loads = asyncio.create_task(self._pool.loads())
+        for line in self._repeated.take():
+            self.event("warning", f"step {number}: {line}")
         for _, reason in discarded:
             self._count(_DISCARD_COUNTERS[reason], 1)
         self._count("steps/skipped_total", result.skipped_steps)
@@ -311,6 +326,8 @@ class Observer:
         return self._totals | self._raised
 
     def close(self) -> None:
+        for line in self._repeated.take():
+            self.event("warning", f"after the last step: {line}")
         self._views.close()
         for part in ("_endpoint", "_discovery"):
             if hasattr(self, part):

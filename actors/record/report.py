@@ -118,7 +118,8 @@ def _accuracy(metrics: StepMetrics) -> str:
     text = f"{metrics['held_out/accuracy']:.3f}"
     if "held_out/wilson_low" in metrics:
         text += f" [{metrics['held_out/wilson_low']:.3f}, {metrics['held_out/wilson_high']:.3f}]"
-    return text + (f" of {metrics['held_out/problems']:.0f}" if "held_out/problems" in metrics else "")
+    text += f" of {metrics['held_out/problems']:.0f}" if "held_out/problems" in metrics else ""
+    return text + (f", {metrics['held_out/unscored']:.0f} of them not scored" if metrics.get("held_out/unscored") else "")
 
 
 def _values(steps: Sequence[StepMetrics], name: str) -> list[float]:

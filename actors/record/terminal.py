@@ -131,7 +131,8 @@ class _State:
 
     def take_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.held_out = dict(metrics)
-        self.first_held_out = self.first_held_out or dict(metrics)
+        if "held_out/accuracy" in metrics:
+            self.first_held_out = self.first_held_out or dict(metrics)
 
     def render(self) -> RenderableType:
         parts: list[RenderableType] = [self._progress]
@@ -177,11 +178,13 @@ class _State:
         return f"{self.rewards[-1]:.3f}  {sparkline(self.rewards, width=18)}"
 
     def _accuracy(self) -> str:
-        if not self.held_out:
+        if "held_out/accuracy" not in self.held_out:
             return "-"
         text = f"{self.held_out['held_out/accuracy']:.3f}"
         if "held_out/wilson_low" in self.held_out:
             text += f" [{self.held_out['held_out/wilson_low']:.3f}, {self.held_out['held_out/wilson_high']:.3f}]"
+        if self.held_out.get("held_out/unscored"):
+            text += f", {self.held_out['held_out/unscored']:.0f} not scored"
         if self.first_held_out["held_out/accuracy"] != self.held_out["held_out/accuracy"]:
             text = f"{self.first_held_out['held_out/accuracy']:.3f} → {text}"
         return text
@@ -238,11 +241,13 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
     """A held-out evaluation in one line."""
-    text = f"held-out accuracy {metrics['held_out/accuracy']:.3f}"
+    text = "held-out accuracy " + _show(metrics, "held_out/accuracy", "{:.3f}")
     if "held_out/wilson_low" in metrics:
         text += f" [{metrics['held_out/wilson_low']:.3f}, {metrics['held_out/wilson_high']:.3f}]"
     if "held_out/problems" in metrics:
         text += f" on {metrics['held_out/problems']:.0f} problems"
+    if metrics.get("held_out/unscored"):
+        text += f", {metrics['held_out/unscored']:.0f} of them not scored"
     if "held_out/weight_version" in metrics:
         text += f", weight version {metrics['held_out/weight_version']:.0f}"
     return text

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.config_explain import inner_models
 from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError
 
@@ -24,6 +28,52 @@ def test_every_recipe_loads(recipe: Path) -> None:
 
 def small(*overrides: str) -> RunConfig:
     return load_config(RunConfig, ROOT / "tests/e2e/small.yaml", overrides)
+
+
+def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A model and all those inside it, the variants of unions too."""
+    yield model
+    for field in model.model_fields.values():
+        for _, inner in inner_models(field.annotation, ""):
+            yield from sections(inner)
+
+
+def numbers(model: type[BaseModel]) -> Iterator[tuple[str, bool]]:
+    """Fields that take numbers, and whether they come in a list."""
+    for name, field in model.model_fields.items():
+        if re.search(r"\b(int|float)\b", str(field.annotation)) and "dict" not in str(field.annotation):
+            yield name, "tuple" in str(field.annotation)
+
+
+def test_no_number_of_any_section_may_be_infinite_or_beyond_all_measure() -> None:
+    """Whatever else is missing of its section, the field itself is complained of."""
+    seen = set()
+    for model in set(sections(RunConfig)):
+        for name, is_list in numbers(model):
+            seen.add(f"{model.__module__.split('.')[0]}: {name}")
+            for value in (math.inf, -math.inf, math.nan, 10**20, -(10**20)):
+                with pytest.raises(ValidationError) as caught:
+                    model.model_validate({name: [value] * 2 if is_list else value})
+                assert name in {error["loc"][0] for error in caught.value.errors() if error["loc"]}, f"{model.__name__}.{name} = {value}"
+    assert {"actors: steps", "learner: learning_rate", "learner: betas", "correction: upper_by_staleness", "rollout: start_s"} <= seen
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.learning_rate=2", "learner.learning_rate = 2: input should be less than or equal to 1"),
+        ("learner.betas=[0.9,1.0]", r"learner.betas: \(0.9, 1.0\): an average needs factors of at least 0 and below 1"),
+        ("steps=1000000001", "steps = 1000000001: input should be less than or equal to 1000000000"),
+        ("max_staleness=1001", "max_staleness = 1001: input should be less than or equal to 1000"),
+        ("rollout.sampling.temperature=101", "temperature = 101: input should be less than or equal to 100"),
+        ("name=" + "n" * 300, "name = 'nnn.*: string should have at most 100 characters"),
+        ('name=""', "name = '': string should have at least 1 character"),
+        ("correction.objective.kind=score correction.objective.clip_low=0.1", "clip_low belongs to kind: clip, but .* is score"),
+    ],
+)
+def test_sizes_and_rates_that_make_no_sense(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(*override.split())
 
 
 def test_minibatches_have_to_be_of_equal_size() -> None:

@@ -146,6 +146,37 @@ def test_unknown_key_of_a_variant_is_named_without_the_tag(recipe: Path) -> None
     assert problem(recipe, "objective.lo=1") == "command line: objective.lo = 1: no such key; the nearest is objective.low."
 
 
+def test_a_key_of_another_kind_is_named_with_its_own(recipe: Path) -> None:
+    """`low` is a key, and the nearest to itself: what is wrong is the kind."""
+    assert problem(None, "steps=1", "objective.kind=score", "objective.low=0.1") == (
+        "command line: objective.low = 0.1: low belongs to kind: clip, but objective.kind is score. "
+        "Leave it out, or set objective.kind to clip."
+    )
+    recipe.write_text("steps: 1\ngate:\n  kind: clip\n  gate: 2\n")
+    assert problem(recipe).startswith(f"{recipe}:4: gate.gate = 2: gate belongs to kind: score, but gate.kind is clip.")
+
+
+def test_a_missing_section_is_added_in_a_way_that_can_be_typed(tmp_path: Path) -> None:
+    class Nested(Part):
+        rollout: Rollout
+
+    recipe = tmp_path / "empty.yaml"
+    recipe.write_text("")
+    with pytest.raises(ConfigError, match=r"rollout is missing\. Add the section to the recipe, as `rollout:`; `evenkeel config --section"):
+        load_config(Nested, recipe)
+    with pytest.raises(ConfigError, match=r"Add the section a key at a time: rollout\.KEY=VALUE"):
+        load_config(Nested, None)
+
+
+def test_a_folder_is_no_recipe_and_shows_those_in_it(recipe: Path) -> None:
+    (recipe.parent / "looks_like.yaml").mkdir()
+    assert problem(recipe.parent) == f"{recipe.parent}: a folder, not a recipe file. There are: {recipe}."
+
+
+def test_a_recipe_in_the_place_of_an_override(recipe: Path) -> None:
+    assert "is no override: a recipe comes first, and --resume takes none" in problem(None, "steps=1", str(recipe))
+
+
 def test_bad_values_name_value_reason_and_what_is_expected(recipe: Path) -> None:
     text = problem(recipe, "rollout.workers=0", "rollout.colour=green")
     assert "command line: rollout.workers = 0: input should be greater than 0. Expected: int > 0." in text

@@ -19,6 +19,7 @@ from rich.console import Console
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.correction_service import UNIFORM, Observation
+from actors.evaluation import evaluate
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics
 from actors.record.observer import Observer
@@ -28,6 +29,8 @@ from actors.rollout_worker import GroupSummary, SyncReceipt
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
+from tests.actors.cases import prompts
+from tests.actors.test_evaluation import Answers
 from tests.actors.test_metrics import scalars
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
@@ -132,6 +135,47 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     names = ("true_on_policy/tokens", "sync/bytes", "length/sampled_tokens", "groups/trained_total", "groups/refilled_total")
     assert [seen.line(1)[name] for name in names] == [1, 100, 7, 1, 1]
     assert [seen.line(2)[name] for name in names] == [2, 200, 14, 2, 2]
+
+
+def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> None:
+    result = asyncio.run(evaluate(Answers([1.0, None, 0.0, None]), prompts(0, 4), step=4, temperature=0.0, correct_at=1.0))
+    seen.observer.evaluated(result, prompts(0, 4))
+    (line,) = seen.folder.read_evaluations()
+    assert (line["held_out/accuracy"], line["held_out/unscored"]) == (0.5, 2)
+    told = "2 of 4 held-out answers could not be scored, and are left out of the accuracy; the first: train/0/1: the reward raised"
+    assert any(event.level == "warning" and told in event.text for event in seen.folder.read_events())
+    assert "held-out accuracy 0.500" in seen.screen.getvalue() and "on 4 problems, 2 of them not scored" in seen.screen.getvalue()
+    assert told in seen.screen.getvalue()
+
+
+def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first at once, with what it says; then one line a step and kind with the number, and counters of all."""
+    seen.observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1)), None)  # type: ignore[arg-type]
+    batch, result = SimpleNamespace(groups=[]), SimpleNamespace(skipped_steps=0)
+    counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
+
+    async def step(number: int) -> dict[str, float]:
+        for group in range(100):
+            late = ("the reward took more than 10 s for one completion (rollout.reward.deadline_s)",) if group % 10 == 0 else ()
+            errors = (f"the reward raised ValueError: {number}-{group}", *late)
+            seen.observer.group_finished(GroupSummary(group, 7, 8, errors, 0.1))
+        return seen.observer.end_step(number, number, batch, result, {}, counts, []).noted  # type: ignore[arg-type]
+
+    totals = [asyncio.run(step(number)) for number in (1, 2)][-1]
+    seen.observer.group_finished(GroupSummary(7, 7, 8, ("the reward raised ValueError: last",), 0.1))
+    seen.observer.close()
+    warnings = [event.text for event in seen.folder.read_events() if event.level == "warning"]
+    assert len(warnings) == 2 + 2 + 2 + 1
+    assert warnings[0] == (
+        "group 0: a trajectory failed: the reward raised ValueError: 1-0 "
+        "(further trajectories without a reward are counted, and told once a step)"
+    )
+    assert warnings[2].startswith("step 1: trajectories without a reward: 99 more, the first: group 1: ")
+    assert warnings[3].startswith("step 1: trajectories whose reward took too long: 9 more, the first: group 10: ")
+    assert warnings[4].startswith("step 2: trajectories without a reward: 100 more, the first: group 0: ")
+    assert "ValueError: 1-1" in warnings[2] and "ValueError: 2-0" in warnings[4], "one example"
+    assert warnings[6].startswith("after the last step: trajectories without a reward: 1 more, the first: group 7: ")
+    assert (totals["reward/exceptions_total"], totals["reward/timeouts_total"]) == (200, 20)
 
 
 def test_lines_are_written_though_the_wait_for_them_is_cancelled(seen: Seen) -> None:

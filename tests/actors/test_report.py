@@ -77,6 +77,14 @@ def test_a_finished_run(folder: RunFolder) -> None:
     assert "a reward raised &lt;ValueError&gt;" in page
 
 
+def test_the_page_says_how_many_answers_could_not_be_scored(folder: RunFolder) -> None:
+    for step, unscored in ((0, 0), (40, 170)):
+        numbers = {"held_out/accuracy": 0.5, "held_out/wilson_low": 0.45, "held_out/wilson_high": 0.55, "held_out/problems": 512}
+        folder.append_evaluation(StepMetrics(step, numbers | {"held_out/unscored": unscored}))
+    page = write_report(folder).read_text()
+    assert page.count("170 of them not scored") >= 1 and "0 of them not scored" not in page.replace("170 of them", "")
+
+
 def test_warnings_of_the_monitor(folder: RunFolder) -> None:
     """A section of their own, and lines on the curves at the steps of watches and alarms; they are not repeated among the errors."""
     fill(folder, 40)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.task_config import LONGEST_ANSWER, model_context, task_config
+from actors.commands.task_config import LONGEST_ANSWER, model_context, task_config
 
 
 def folder(tmp_path: Path, shape: object) -> Path:

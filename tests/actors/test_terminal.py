@@ -70,6 +70,19 @@ def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
     assert "waiting for an engine\n╭─ a run" in text.replace("\r", ""), "the warning, and the whole panel below it"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_held_out_answers_without_a_score_are_shown_where_there_are_any(terminal: bool) -> None:
+    none, some = (dict(HELD_OUT) | {"held_out/unscored": count} for count in (0, 170))
+    nothing = {"held_out/problems": 512, "held_out/unscored": 512}
+    view, out = watch(terminal=terminal)
+    for numbers, shown in ((none, None), (some, "170 of them not scored"), (nothing, "accuracy -")):
+        before = len(out.getvalue())
+        view.evaluation(StepMetrics(0, numbers))
+        said = out.getvalue()[before:]
+        assert (shown is None and "not scored" not in said) or (shown is not None and shown in said)
+    view.close()
+
+
 def test_a_step_without_an_update_says_why() -> None:
     """Two batches left the weights alone: one was rejected to the last token, the other had an infinity."""
     view, out = watch(terminal=False)

@@ -97,11 +97,30 @@ def test_unknown_override(recipe: Path) -> None:
         ("learner.optimizer_steps_per_batch=3", ["groups_per_step = 4 is not a multiple of learner.optimizer_steps_per_batch = 3"]),
         ("correction.preset=icepopp", ["icepopp", "icepop"]),
         ("rollout.sampling.max_tokens=128", ["leaves no room for a prompt"]),
+        ("rollout.engine.context_length=52", ["more than the 4 that fit", "or raise rollout.engine.context_length"]),
+        ("rollout.engine.context_length=100000", ["context_length = 100000 is more than the model's context of 1024 tokens"]),
+        ("learner.learning_rate=inf", ["learner.learning_rate = 'inf': input should be a finite number"]),
+        ("steps=100000000000000000000", ["steps = 100000000000000000000: input should be less than or equal to 1000000000"]),
+        ("name=" + "n" * 300, ["name = 'nnn", "string should have at most 100 characters"]),
     ],
 )
 def test_bad_value(recipe: Path, override: str, words: list[str]) -> None:
     sentence = refused("train", str(recipe), override)
     assert all(word in sentence for word in words), sentence
+
+
+def test_gpus_that_are_not_there(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would wait for them until deadlines.start_s."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    sentence = refused("train", str(recipe), "rollout.engine.device=cuda", "learner.device=cuda")
+    assert "rollout.engine.device = cuda with 1 worker and learner.device = cuda with 1 rank: 2 GPUs are needed" in sentence
+    assert not (recipe.parent / "run").exists(), "nothing was made"
+
+
+def test_an_unknown_task_is_said_before_any_size(model: Path) -> None:
+    """The sizes of a task that there is not are nobody's concern: answers of 2,000 tokens don't fit into 1,024 either."""
+    sentence = refused("eval", str(model), "--task", "nope", "rollout.sampling.max_tokens=2000")
+    assert "rollout.task.dataset = nope: reasoning-gym has no such data set" in sentence
 
 
 def test_unknown_data_set_names_the_nearest(recipe: Path) -> None:
@@ -122,6 +141,25 @@ def test_no_usable_row(recipe: Path, tmp_path: Path) -> None:
     path.write_text('{"question": "1 + 1"}\n')
     sentence = refused("train", str(recipe), *rows_task(path))
     assert "none of its 1 rows can be used" in sentence and f'{path}:1: no field "prompt" (it has question)' in sentence
+
+
+def test_a_file_of_another_encoding(recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Épelez été {i}", "answer": f"é{i}"} for i in range(20)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="latin-1")
+    sentence = refused("train", str(recipe), *rows_task(path))
+    assert f"rollout.task.path = {path}: not UTF-8: 20 lines" in sentence and "likely Windows-1252" in sentence
+
+
+def test_half_a_surrogate_pair_is_a_skipped_row(recipe: Path, tmp_path: Path) -> None:
+    from actors.commands.recipe import load_config
+    from actors.config import RunConfig
+
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{i} + 1 =" + "\ud800" * (i == 4), "answer": str(i + 1)} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, notes = prepare_task(load_config(RunConfig, recipe, rows_task(path)))
+    assert "1 bad row skipped" in notes[0] and f"{path}:5: field 'prompt' holds '\\ud800'" in "\n".join(notes)
 
 
 def test_bad_rows_are_skipped_counted_and_reported(recipe: Path, tmp_path: Path) -> None:

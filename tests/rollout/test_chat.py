@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,41 @@ def test_a_prompt_may_be_exactly_as_long_as_what_fits(tokenizer: Any) -> None:
     assert ChatEncoder(tokenizer, max_prompt_tokens=length).excess("1 + 2") is None
     reason = ChatEncoder(tokenizer, max_prompt_tokens=length - 1).excess("1 + 2")
     assert reason is not None and f"{length} tokens, more than the {length - 1}" in reason
+
+
+def test_of_a_far_too_long_prompt_only_the_beginning_is_encoded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 MB of one row took half a minute, to learn what 2,000 characters say."""
+    encoder, encoded = ChatEncoder(tokenizer, max_prompt_tokens=64), []
+    encode = ChatEncoder.encode
+    monkeypatch.setattr(ChatEncoder, "encode", lambda self, text: encoded.append(len(text)) or encode(self, text))
+    reason = encoder.excess("word " * 1_000_000)
+    assert reason is not None and "tokens, more than the 64 that fit" in reason and "over " in reason
+    assert sum(encoded) < 10_000
+
+
+def test_a_text_of_few_tokens_fits_however_many_characters_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer may drop characters, blanks for instance: then all of the text has to be looked at."""
+
+    class Blankless:
+        chat_template, eos_token_id = None, 0
+
+        def encode(self, text: str) -> list[int]:
+            return [1] * len(text.split())
+
+    encoder = ChatEncoder(Blankless(), max_prompt_tokens=10, apply_chat_template=False)
+    assert encoder.excess(" " * 100_000 + "ten words " * 5) is None
+    reason = encoder.excess(" " * 100_000 + "ten words " * 6)
+    assert reason is not None and "its prompt has 12 tokens, more than the 10" in reason
+
+
+def test_nothing_is_said_about_indexing_errors(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers' own warning about a long text; here it is a row to be skipped, with its place."""
+    fresh = load_tokenizer(tiny_model)
+    fresh.model_max_length = 8
+    with caplog.at_level("WARNING", logger="transformers"):
+        logging.getLogger("transformers").propagate = True
+        assert len(ChatEncoder(fresh).encode("word " * 20)) > 8
+    assert "indexing errors" not in caplog.text
 
 
 def test_the_tasks_settings_reach_the_encoder(tokenizer: Any) -> None:

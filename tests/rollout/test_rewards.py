@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from correction.errors import ConfigError
 from rollout.config import ReasoningGymTask, RewardConfig
@@ -263,6 +263,40 @@ def test_the_check_names_the_mistake(path: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         asyncio.run(RewardPool(reward(kind="function", path=path)).check(asked()))
     assert message in str(caught.value) and path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy", "not_said"),
+    [
+        (None, "start the run where the module lies, or install it", "mend"),
+        ("def score(completion) return 1", "mend the module", "where the module lies"),
+        ("import no_such_library", "install no_such_library, which it imports", "where the module lies"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero; mend the module", "install"),
+    ],
+)
+def test_a_module_that_does_not_load_is_named_once_with_its_remedy(tmp_path: Path, module: str | None, remedy: str, not_said: str) -> None:
+    if module is not None:
+        (tmp_path / "broken_rewards.py").write_text(module)
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(RewardPool(reward(kind="function", path="broken_rewards:score")).check(asked()))
+    said = str(caught.value)
+    assert said.startswith("rollout.reward.path = broken_rewards:score: ") and said.count("broken_rewards:score") == 1
+    assert remedy in said and not_said not in said and "tried on" not in said, "nothing was tried"
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("./rewards/my-rewards.py:length", "e.g. my_rewards:length for the function length in my_rewards.py"),
+        ("my_rewards.py", "e.g. my_rewards:score for"),
+        ("my_rewards", "e.g. my_rewards:score for"),
+        ("", "e.g. my_rewards:score for"),
+    ],
+)
+def test_a_file_in_the_place_of_a_function(path: str, instead: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        reward(kind="function", path=path)
+    assert "it takes MODULE:FUNCTION" in str(caught.value) and instead in str(caught.value)
 
 
 def test_a_reasoning_gym_reward_needs_its_task() -> None:

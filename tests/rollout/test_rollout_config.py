@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from correction.errors import ConfigError
 from rollout.config import OverlongConfig, RewardConfig, RolloutConfig, SamplingConfig, TaskConfig
+from rollout.engine_config import EngineConfig
 
 CHAIN_SUM = {"kind": "reasoning_gym", "dataset": "chain_sum"}
 
@@ -57,6 +58,8 @@ def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: 
 def test_room_for_a_prompt_is_what_max_tokens_leaves_of_the_context() -> None:
     config = RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": {"kind": "reasoning_gym"}, "sampling": {"max_tokens": 100}})
     assert config.max_prompt_tokens(model_context=256) == 156
+    with pytest.raises(ConfigError, match=r"context_length = 300 is more than the model's context of 256 tokens"):
+        config.model_copy(update={"engine": EngineConfig(context_length=300)}).max_prompt_tokens(model_context=256)
     with pytest.raises(ConfigError, match="no room"):
         config.max_prompt_tokens(model_context=100)
     limited = config.model_copy(update={"task": config.task.model_copy(update={"max_prompt_tokens": 40})})

@@ -1,0 +1,192 @@
+"""Every key of a pydantic configuration with its type, default and meaning, and the one that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from correction.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLine:
+    """One key of a configuration, as the models declare it."""
+
+    path: str
+    """Dotted; N stands for a number in a list, NAME for a key of a mapping."""
+    type: str
+    default: str
+    """As one would write it; "required" when there is none."""
+    description: str
+    variant: str = ""
+    """The tag ("kind: clip") under which the key exists, when its section is a tagged union."""
+    is_section: bool = False
+    """It has keys of its own, which follow."""
+
+
+def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: str = "") -> Iterator[FieldLine]:
+    """Every key of a model and of those inside it, in order of declaration."""
+    for name, field in model_class.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = list(inner_models(field.annotation, path + "."))
+        yield FieldLine(
+            path=path,
+            type=_section_text(field, [model for _, model in inner]) if inner else _type_text(_annotation(field)),
+            default=_default_text(field, bool(inner)),
+            description=" ".join((field.description or "").split()),
+            variant=variant,
+            is_section=bool(inner),
+        )
+        for below, model in inner:
+            yield from explain_lines(model, below, _variant_of(field, model) if len(inner) > 1 else variant)
+
+
+def explain(model_class: type[BaseModel], section: str = "") -> str:
+    """Every key with its type, default and meaning, as plain text: two lines a key, an empty one before each section.
+
+    Args: section: dotted key to restrict it to. Raises: ConfigError if there is no such key.
+    """
+    shown = [line for line in explain_lines(model_class) if not section or (line.path + ".").startswith(section + ".")]
+    if not shown:
+        raise ConfigError(f"{section}: no such key; the nearest is {nearest_key(model_class, section)}.")
+    blocks = []
+    for line in shown:
+        if line.variant and line.variant == f"{line.path.rpartition('.')[2]}: {line.default}":
+            continue    # the tag itself, which stands beside the section's name
+        when = f"   [{line.variant}]" if line.variant else ""
+        head = f"{line.path}: {line.type} = {line.default}"
+        head = f"\n{head}" if line.is_section else head
+        blocks.append(f"{head}{when}\n    {line.description}" if line.description else head + when)
+    return "\n".join(blocks).lstrip("\n")
+
+
+def nearest_key(model_class: type[BaseModel], path: str) -> str:
+    """The valid dotted key most like `path`: one of the same section by preference, or of the same last part elsewhere."""
+    keys = [line.path for line in explain_lines(model_class)]
+    section, _, name = numberless(path).rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
+    if close:
+        return siblings[close[0]]
+    namesakes = [key for key in keys if key.rpartition(".")[2] == name]
+    return difflib.get_close_matches(numberless(path), namesakes or keys, n=1, cutoff=0.0)[0]
+
+
+def numberless(path: str) -> str:
+    """The path as `FieldLine` has it: N for the number of an entry of a list."""
+    return ".".join("N" if part.isdigit() else part for part in path.split("."))
+
+
+def _annotation(field: FieldInfo) -> Any:
+    annotation: Any = field.annotation
+    for constraint in field.metadata:
+        annotation = Annotated[annotation, constraint]
+    return annotation
+
+
+def inner_models(annotation: Any, prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The models inside a type, each with the dotted prefix of its keys."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield prefix, annotation
+    elif origin is Annotated:
+        yield from inner_models(arguments[0], prefix)
+    elif origin in (typing.Union, types.UnionType):
+        for argument in arguments:
+            yield from inner_models(argument, prefix)
+    elif origin in (list, tuple, Sequence):
+        yield from inner_models(arguments[0], prefix + "N.")
+    elif origin in (dict, Mapping):
+        yield from inner_models(arguments[1], prefix + "NAME.")
+
+
+def _discriminator(annotation: Any) -> str | None:
+    """Name of the tag in a (possibly optional, possibly listed) tagged union."""
+    if typing.get_origin(annotation) is Annotated:
+        for extra in annotation.__metadata__:
+            if isinstance(extra, FieldInfo) and isinstance(extra.discriminator, str):
+                return extra.discriminator
+    return next((found for part in typing.get_args(annotation) if (found := _discriminator(part))), None)
+
+
+def field_discriminator(field: FieldInfo) -> str | None:
+    """Name of the tag of a field that is a tagged union."""
+    return field.discriminator if isinstance(field.discriminator, str) else _discriminator(field.annotation)
+
+
+def _variant_of(field: FieldInfo, model: type[BaseModel]) -> str:
+    tag = field_discriminator(field)
+    return f"{tag}: {model.model_fields[tag].default}" if tag else model.__name__
+
+
+def _section_text(field: FieldInfo, models: list[type[BaseModel]]) -> str:
+    tag = field_discriminator(field)
+    if tag is None:
+        return _type_text(field.annotation)
+    variants = " | ".join(str(model.model_fields[tag].default) for model in models)
+    optional = " | null" if type(None) in typing.get_args(field.annotation) else ""
+    return f"section, {tag}: {variants}{optional}"
+
+
+def _type_text(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        text, constraints = _type_text(arguments[0]), [_constraint_text(extra) for extra in annotation.__metadata__]
+        bounds = "".join(sorted(constraints, reverse=True))  # the lower one first
+        return f"{text.removesuffix(' | null')}{bounds} | null" if text.endswith(" | null") else text + bounds
+    if origin is Literal:
+        return " | ".join(str(argument) for argument in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(dict.fromkeys(_type_text(argument) for argument in arguments))
+    if origin is not None:
+        inner = ", ".join("..." if argument is Ellipsis else _type_text(argument) for argument in arguments)
+        return f"{getattr(origin, '__name__', origin)}[{inner}]"
+    if annotation is None or annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return " | ".join(str(member.value) for member in annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return {"Path": "path"}.get(getattr(annotation, "__name__", ""), getattr(annotation, "__name__", str(annotation)))
+
+
+def _constraint_text(constraint: object) -> str:
+    match constraint:
+        case annotated_types.Gt(bound):
+            return f" > {bound}"
+        case annotated_types.Ge(bound):
+            return f" >= {bound}"
+        case annotated_types.Lt(bound):
+            return f" < {bound}"
+        case annotated_types.Le(bound):
+            return f" <= {bound}"
+        case FieldInfo():
+            return "".join(_constraint_text(inner) for inner in constraint.metadata)
+        case _:
+            return ""
+
+
+def _default_text(field: FieldInfo, has_keys: bool) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True) if field.default is PydanticUndefined else field.default
+    if isinstance(default, BaseModel):
+        tag = field_discriminator(field)
+        return f"{tag}: {getattr(default, tag)}" if tag else "as below"
+    if has_keys and default in ((), [], {}):
+        return "empty"
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return str(default.value) if isinstance(default, enum.Enum) else str(default)

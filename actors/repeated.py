@@ -1,0 +1,30 @@
+"""Warnings that may come by the hundred: the first of a kind is told at once, the others together, with their number and one example."""
+
+from __future__ import annotations
+
+
+class Repeated:
+    """What was warned of since it was last told."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._waiting: dict[str, tuple[int, str]] = {}
+
+    def add(self, kind: str, example: str) -> str | None:
+        """What to tell at once; None for what waits.
+
+        Args:
+            kind: in words, in the plural, such as "trajectories without a reward".
+            example: this one, in words.
+        """
+        if kind not in self._known:
+            self._known.add(kind)
+            return f"{example} (further {kind} are counted, and told once a step)"
+        count, first = self._waiting.get(kind, (0, example))
+        self._waiting[kind] = (count + 1, first)
+        return None
+
+    def take(self) -> list[str]:
+        """A line of each kind that has waited; it starts anew."""
+        waiting, self._waiting = self._waiting, {}
+        return [f"{kind}: {count} more, the first: {first}" for kind, (count, first) in waiting.items()]

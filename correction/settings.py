@@ -1,0 +1,24 @@
+"""What all settings have in common: frozen, no unknown keys, no number that makes no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+LARGEST_NUMBER = 10**12
+"""A terabyte, or a step a second for 30,000 years: what is larger is a slip, and would fail late, as an overflow."""
+
+
+class Settings(BaseModel):
+    """A section of a configuration. Its fields' docstrings are what `evenkeel config --explain` says."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_no_slip(cls, value: Any) -> Any:
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and abs(number) > LARGEST_NUMBER:
+                raise ValueError(f"{number} is beyond {LARGEST_NUMBER:.0e}, the largest number that any setting takes")
+        return value

@@ -1,0 +1,72 @@
+"""GPUs that are asked for and aren't there are said before anything waits for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.devices import check_devices, check_engine_device, shortage
+from correction.errors import ConfigError
+
+RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, RECIPE, overrides)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("there", "overrides", "said"),
+    [
+        (0, "rollout.engine.device=cuda", "rollout.engine.device = cuda with 1 worker: 1 GPU is needed.* torch sees none here"),
+        (0, "learner.device=cuda learner.data_parallel=2", "learner.device = cuda with 2 ranks: 2 GPUs are needed"),
+        (1, "rollout.engine.device=cuda learner.device=cuda", "and learner.device = cuda with 1 rank: 2 GPUs are needed.*sees 1"),
+        (1, "", "rollout.engine.device = auto with 1 worker and learner.device = auto with 1 rank: 2 GPUs"),
+        (3, "rollout.workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
+    ],
+)
+def test_too_few_gpus_on_this_machine(monkeypatch: pytest.MonkeyPatch, there: int, overrides: str, said: str) -> None:
+    gpus(monkeypatch, there)
+    with pytest.raises(ConfigError, match=said):
+        check_devices(config(*overrides.split()))
+
+
+@pytest.mark.parametrize(
+    ("there", "overrides"),
+    [
+        (0, ""),
+        (0, "rollout.engine.device=cpu learner.device=cpu"),
+        (1, "learner.device=cpu"),
+        (2, ""),
+        (0, "learner.device=cuda ray.address=auto"),
+    ],
+)
+def test_enough_gpus_or_another_machines(monkeypatch: pytest.MonkeyPatch, there: int, overrides: str) -> None:
+    """auto without a GPU is the CPU; what a joined cluster has is known after joining."""
+    gpus(monkeypatch, there)
+    check_devices(config(*overrides.split()))
+
+
+def test_a_joined_cluster_with_too_few_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may grow by itself, so this is no error."""
+    gpus(monkeypatch, 0)
+    wanting = config("ray.address=10.0.0.1:6379", "learner.device=cuda", "learner.tensor_parallel=2", "deadlines.start_s=90")
+    said = shortage(wanting, 1.0)
+    assert said is not None and "2 GPUs are needed" in said and "cluster at 10.0.0.1:6379 offer 1 by now" in said and "= 90 s" in said
+    assert shortage(wanting, 2.0) is None
+
+
+def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    check_engine_device(config())
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.device = cuda, but torch sees no GPU here"):
+        check_engine_device(config("rollout.engine.device=cuda"))
