@@ -238,7 +238,7 @@ def presets(name: Annotated[str, typer.Argument(metavar="[NAME]", help="One pres
     """
     from rich.console import Console
 
-    from actors.preset_views import show_preset, show_presets
+    from actors.commands.preset_views import show_preset, show_presets
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if name:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
+from actors.commands.config_explain import inner_models
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.config_explain import inner_models
 from actors.true_on_policy import with_both_sides
 from correction.errors import ConfigError
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from actors.preset_views import show_preset, show_presets
+from actors.commands.preset_views import show_preset, show_presets
 from correction import PRESETS, ConfigError, CorrectionConfig
 
 
