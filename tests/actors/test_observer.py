@@ -121,7 +121,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
             observer.receipt(SyncReceipt("0", step, 0.1 * step, 0.0, 100 * step, {}))
-            observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1))
+            observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1, "0"))
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]
         for step in ended:
