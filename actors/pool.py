@@ -91,7 +91,7 @@ class RolloutPool:
         """
         Args:
             start_s: a worker's engine has to be up by then.
-            worker_s: a group or an evaluation may wait so long for a worker with the published weights.
+            worker_s: work may wait so long for a worker with the published weights.
             notice_s: between notices of what is waited for.
             seed: of the run's samples.
         """
@@ -236,7 +236,8 @@ class RolloutPool:
         """
         self._work.is_fed = True
         try:
-            self._add_groups(unfinished)
+            self._work.add_groups(unfinished)
+            self.wake()
             await self._admit(prompts, on_admitted)
         finally:
             self._work.is_fed = False
@@ -246,9 +247,8 @@ class RolloutPool:
         places = 0
         while True:
             call = self._queue.wait_for_places.remote(self._notice_s)  # no place for long is no fault; no answer is one
-            waiting = asyncio.ensure_future(
-                wait_for(call, "free places <- trajectory queue", deadline_s=self._notice_s + ANSWER_S, notice_s=ANSWER_S)
-            )
+            limit_s = self._notice_s + ANSWER_S
+            waiting = asyncio.ensure_future(wait_for(call, "free places <- trajectory queue", deadline_s=limit_s, notice_s=ANSWER_S))
             while len(held) < places and not waiting.done():  # as many as last time, made while the engines are at work
                 held.append(next(prompts))
                 await asyncio.sleep(0)
@@ -261,11 +261,8 @@ class RolloutPool:
             tickets = await wait_for(call, f"admission of {places} groups <- trajectory queue", deadline_s=ANSWER_S)
             held = held[len(tickets) :]
             on_admitted(tickets)
-            self._add_groups(tickets)
-
-    def _add_groups(self, tickets: Sequence[Ticket]) -> None:
-        self._work.add_groups(tickets)
-        self.wake()
+            self._work.add_groups(tickets)
+            self.wake()
 
     async def _sample(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
         """Have a worker sample groups that it took; if it fails they wait again, and the queue takes each once."""
