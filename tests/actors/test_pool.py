@@ -393,3 +393,18 @@ def test_an_evaluation_is_spread_over_the_workers(monkeypatch: pytest.MonkeyPatc
         assert [worker.answered for worker in scene.workers.values()] == [64, 64]
 
     play(scenario)
+
+
+def test_a_mistake_in_an_evaluation_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked gets the error; the run, which can do without this evaluation, goes on, and nothing of it waits."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2, places=0, faults=dict.fromkeys("01", raised(KeyError("text"))))
+        await scene.begin()
+        with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
+            await scene.pool.answer([prompt(i) for i in range(2000)], 0.0)
+        await asyncio.sleep(0.05)
+        assert not scene.pool._failure.done() and not scene.pool._work and scene.left == []
+        assert [worker.questions for worker in scene.pool._workers.values()] == [0, 0]
+
+    play(scenario)

@@ -87,8 +87,6 @@ def test_both_workers_work(story: Story) -> None:
     tokens = [sum(by_worker(line, "tokens").get(name, 0) for line in story.together) for name in ("0", "1")]
     assert min(groups) >= 0.3 * sum(groups), groups
     assert min(tokens) >= 0.25 * sum(tokens), tokens
-    if story.max_staleness == 0:
-        assert all(sum(by_worker(line, "groups").values()) == GROUPS for line in story.together)
 
 
 def test_who_did_what_adds_up(story: Story) -> None:
@@ -114,16 +112,15 @@ def test_workers_hold_the_versions_that_were_trained_on(story: Story) -> None:
 
 def test_each_worker_says_how_long_it_waited(story: Story) -> None:
     """The share of both is between the two of each, which is what a mean weighted by time is."""
-    for line in story.together:
-        shares = by_worker(line, "wait_share")
-        assert set(shares) == {"0", "1"}
+    told = [(line, shares) for line in story.together if (shares := by_worker(line, "wait_share"))]
+    assert any(set(shares) == {"0", "1"} for _, shares in told)  # who doesn't answer within seconds is left out
+    for line, shares in told:
         assert min(shares.values()) - 1e-9 <= line["wait/rollout_share"] <= max(shares.values()) + 1e-9
 
 
 def test_terminal_report_and_prometheus_tell_the_workers_apart(story: Story) -> None:
-    last = story.together[-1]
-    (said,) = (text for text in story.run.output().splitlines() if text == f"    workers  {_expected(last)}")
-    assert said.count("tokens") == 2
+    last = next(line for line in reversed(story.together) if len(by_worker(line, "wait_share")) == 2)
+    assert f"    workers  {_expected(last)}" in story.run.output().splitlines()
     page = RunFolder.view(story.run.run_dir).report_path.read_text()
     rows = dict(re.findall(r"<tr><td>(\d)</td><td>\d+ to \d+</td><td>([\d,]+)</td>", page))
     assert {name: int(count.replace(",", "")) for name, count in rows.items()} == {
@@ -135,7 +132,7 @@ def test_terminal_report_and_prometheus_tell_the_workers_apart(story: Story) -> 
 
 def _expected(line: dict[str, Any]) -> str:
     tokens, waits, versions = (by_worker(line, quantity) for quantity in ("tokens", "wait_share", "weight_version"))
-    return "  ".join(f"{name}: {tokens[name]:,.0f} tokens, waits {waits[name]:.0%}, v{versions[name]:.0f}" for name in tokens)
+    return "  ".join(f"{name}: {tokens[name]:,.0f} tokens, waits {waits[name]:.0%}, v{versions[name]:.0f}" for name in ("0", "1"))
 
 
 def test_every_prompt_is_accounted_for_once(story: Story) -> None:
