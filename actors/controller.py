@@ -140,6 +140,7 @@ class Controller:
             result = await self._learn(batch)
             self._compare_bits(batch, result)
             self._version += 1
+            self._observer.trained()
             with self._watch.phase("publish"):
                 await self._sync.publish()                                 # engines take it while we go on
             discarded, counts = await self._ask(self._queue.advance, self._version, [g.group_id for g in batch.groups])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -76,6 +76,13 @@ class MetricsEndpoint(Collector):
                 before = self._values.get(name, 0.0) if kinds[name] is Kind.HISTOGRAM else 0.0
                 self._values[name] = before + value
 
+    def keep_only(self, part: str, members: Collection[str]) -> None:
+        """Of the families whose open part names a `part` ("worker"), forget all members but these: the others are gone."""
+        with self._lock:
+            gone = [name for name in self._values if lookup(name).part == part and member(name) not in members]
+            for name in gone:
+                del self._values[name]
+
     def collect(self) -> Iterable[PrometheusFamily]:
         """What a scrape gets; called by the registry."""
         with self._lock:
@@ -97,7 +104,7 @@ def _family(metric: Metric, members: Mapping[str, float]) -> PrometheusFamily:
     if metric.kind is Kind.HISTOGRAM:
         return _histogram(metric, members)
     kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
-    family = kind(metric.prometheus_name, metric.help, labels=["part"] if metric.is_family else [])
+    family = kind(metric.prometheus_name, metric.help, labels=[metric.part] if metric.is_family else [])
     for part, value in members.items():
         family.add_metric([part] if metric.is_family else [], value)
     return family

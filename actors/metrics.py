@@ -88,6 +88,8 @@ class Metric:
     """One sentence: what it is, and where it helps, what a healthy value looks like."""
     label: str
     """A few words for a table or an axis."""
+    part: str = "part"
+    """Of a family: what its open part names; the Prometheus label."""
 
     @property
     def is_family(self) -> bool:
@@ -108,6 +110,10 @@ def _gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -
 
 def _counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
     return Metric(name, Kind.COUNTER, unit, Reduction.SUM, help, label)
+
+
+def _by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
+    return Metric(f"worker/{name}/", Kind.GAUGE, unit, reduction, help, label, part="worker")
 
 
 _U, _R = Unit, Reduction
@@ -351,8 +357,11 @@ _ROLLOUT = [
         "queue/outstanding", _U.ONE, _R.LAST, "outstanding groups",
         "Groups that were started, and neither trained on nor discarded yet; at most (max_staleness + 1) * groups_per_step.",
     ),
-    _gauge("pool/workers", _U.ONE, _R.LAST, "rollout workers", "Rollout workers that answer."),
-    _gauge("pool/current_workers", _U.ONE, _R.LAST, "current workers", "Rollout workers that have confirmed the current weight version."),
+    _gauge("pool/workers", _U.ONE, _R.LAST, "rollout workers", "Rollout workers whose engine is up, at the end of the step's training."),
+    _gauge(
+        "pool/current_workers", _U.ONE, _R.LAST, "current workers",
+        "Those of them that held the newest weights by then, before the step's own went out: all, unless one is slower than a step.",
+    ),
     _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
     _gauge(
@@ -369,10 +378,25 @@ _ROLLOUT = [
     _gauge("rollout/weight_version", _U.ONE, _R.MIN, "engine's weight version", "Version of the weights that the engine holds."),
     _gauge("rollout/last_sync_time_s", _U.TIMESTAMP, _R.MIN, "last weight sync", "When the engine last took new weights."),
 ]
+_WORKER = [
+    _by_worker(
+        "tokens", _U.TOKENS, _R.SUM, "tokens by worker",
+        "Response tokens of the groups that the worker finished since the last step; over workers and steps they sum to the total.",
+    ),
+    _by_worker("groups", _U.ONE, _R.SUM, "groups by worker", "Groups that the worker finished since the last step."),
+    _by_worker(
+        "wait_share", _U.SHARE, _R.MEAN, "worker waits",
+        "Share of the worker's time since it was asked last in which its engine had no request.",
+    ),
+    _by_worker(
+        "weight_version", _U.ONE, _R.MIN, "worker's version",
+        "Version that the worker held at the end of the step's training, before the step's own went out; absent while it holds none.",
+    ),
+]
 CATALOGUE: dict[str, Metric] = {
     metric.name: metric
     for section in (_PROGRESS, _TIME, _REWARD, _HELD_OUT, _STALENESS, _CORRECTION, _MONITOR, _TRUE_ON_POLICY, _LEARNER,
-                    _LENGTH, _GROUPS, _ROLLOUT)
+                    _LENGTH, _GROUPS, _ROLLOUT, _WORKER)
     for metric in section
 }
 
@@ -459,6 +483,13 @@ class StepMetrics(Mapping[str, float]):
     def non_finite(self) -> dict[str, str]:
         """Names whose value is "inf", "-inf" or "nan"."""
         return {name: str(value) for name, value in self._values.items() if not math.isfinite(value)}
+
+
+def by_worker(metrics: Mapping[str, float], quantity: str) -> dict[str, float]:
+    """Values of a family worker/QUANTITY/ by the worker's name, in the order in which workers came."""
+    prefix = f"worker/{quantity}/"
+    found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
 
 
 def markdown() -> str:

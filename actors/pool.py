@@ -6,15 +6,14 @@ States of a worker, and what moves it:
     JOINED     its engine is up; the weight sync owns its version from here
     GONE       its process or its engine died, or it took no weights; a replacement is started, its groups go to other workers
 
-A joined worker takes groups while it holds a receipt for the published version. One whose engine says that it is dirty (a weight update
-failed half-way) stays joined, and works again after a full sync.
+A joined worker takes work while it holds a receipt for the published version; how much of it, dispatch.py says. One whose engine says that
+it is dirty (a weight update failed half-way) stays joined, and works again after a full sync.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,6 +24,7 @@ import ray
 
 from actors.actor_info import ActorInfo
 from actors.cluster import give_way
+from actors.dispatch import Questions, WaitingWork
 from actors.rollout_worker import GroupSummary, RolloutWorker, WorkerLoad
 from actors.supervision import USUAL_START, counted, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S, Ticket
@@ -39,8 +39,8 @@ _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _SCORING_S = 300.0
 _LOAD_S = 5.0
-_HANDFUL = 4
-"""Groups in one call to a worker, at most."""
+_QUESTIONS = 32
+"""Of an evaluation, in one call to a worker."""
 
 
 class WorkerState(StrEnum):
@@ -91,7 +91,7 @@ class RolloutPool:
         """
         Args:
             start_s: a worker's engine has to be up by then.
-            worker_s: a group or an evaluation may wait so long for a worker with the published weights.
+            worker_s: work may wait so long for a worker with the published weights.
             notice_s: between notices of what is waited for.
             seed: of the run's samples.
         """
@@ -100,10 +100,10 @@ class RolloutPool:
         self._start_s, self._worker_s, self._notice_s, self._topk = start_s, worker_s, notice_s, topk
         self._on_joined, self._on_left, self._on_finished, self._on_event = on_joined, on_left, on_finished, on_event
         self._sync: WeightSync | None = None
+        self._work = WaitingWork(config.slots_per_worker, config.sampling.samples_per_group)
         self._workers: dict[str, WorkerHandle] = {}
         self._born = 0
         self._replaced = 0
-        self._noticed = -notice_s
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -116,6 +116,7 @@ class RolloutPool:
         """Ask for all workers; they join as they come."""
         for _ in range(self._config.workers):
             self._start_worker()
+        self._spawn(self._watch())
 
     def follow(self, sync: WeightSync) -> None:
         """From now on joined workers get their weights through `sync`."""
@@ -131,6 +132,10 @@ class RolloutPool:
             deadline_s=self._start_s,
             notice=log.debug,  # each worker's own start gives notice
         )
+
+    def versions(self) -> dict[str, int]:
+        """Weight version of each worker that has joined, by its last receipt; -1 before the first, and for one that is dirty."""
+        return {worker.name: worker.sync.version for worker in self._joined()}
 
     def counts(self) -> tuple[int, int]:
         """(workers that have joined, of these with a receipt for the published version)."""
@@ -231,14 +236,21 @@ class RolloutPool:
             unfinished: tickets of a restored queue, sampled first.
             on_admitted: told of tickets before they are handed out.
         """
-        self._hand_out(unfinished)
+        self._work.is_fed = True
+        try:
+            self._work.add_groups(unfinished)
+            self.wake()
+            await self._admit(prompts, on_admitted)
+        finally:
+            self._work.is_fed = False
+
+    async def _admit(self, prompts: Iterator[Prompt], on_admitted: Callable[[list[Ticket]], None]) -> None:
         held: list[Prompt] = []
         places = 0
         while True:
             call = self._queue.wait_for_places.remote(self._notice_s)  # no place for long is no fault; no answer is one
-            waiting = asyncio.ensure_future(
-                wait_for(call, "free places <- trajectory queue", deadline_s=self._notice_s + ANSWER_S, notice_s=ANSWER_S)
-            )
+            limit_s = self._notice_s + ANSWER_S
+            waiting = asyncio.ensure_future(wait_for(call, "free places <- trajectory queue", deadline_s=limit_s, notice_s=ANSWER_S))
             while len(held) < places and not waiting.done():  # as many as last time, made while the engines are at work
                 held.append(next(prompts))
                 await asyncio.sleep(0)
@@ -251,57 +263,59 @@ class RolloutPool:
             tickets = await wait_for(call, f"admission of {places} groups <- trajectory queue", deadline_s=ANSWER_S)
             held = held[len(tickets) :]
             on_admitted(tickets)
-            self._hand_out(tickets)
+            self._work.add_groups(tickets)
+            self.wake()
 
-    def _hand_out(self, tickets: Sequence[Ticket]) -> None:
-        """A call for each handful of groups: one for each group would keep the driver and the workers busy with calls."""
-        size = max(1, min(_HANDFUL, len(tickets) // (8 * max(1, len(self._workers)))))
-        for i in range(0, len(tickets), size):
-            self._spawn(self._sample(tickets[i : i + size]))
-
-    async def _sample(self, tickets: Sequence[Ticket]) -> None:
-        """Have groups sampled, on another worker if the first one fails; the queue takes each once."""
-        limit_s = self._config.engine.deadlines.generate_s + _SCORING_S  # the engine's own deadline comes first, unless its process hangs
+    async def _sample(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
+        """Have a worker sample groups that it took; if it fails they wait again, and the queue takes each once."""
         ids = [ticket.group_id for ticket in tickets]
-        while True:
-            worker = await self._current_worker(f"groups {ids}")
-            worker.groups.update(ids)
-            try:
-                what = f"groups {ids} <- rollout worker {worker.name}"
-                call = worker.actor.generate_groups.remote(tickets)
-                for summary in await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s):
-                    self._on_finished(summary)
-                worker.resyncs = 0
-                self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
-                return
-            except (EngineError, DeadlineExceeded) as error:
-                self._engine_failed(worker, error)
-            finally:
-                worker.groups.difference_update(ids)
-                self.wake()
+        try:
+            call = worker.actor.generate_groups.remote(tickets)
+            for summary in await self._worked(call, f"groups {ids} <- rollout worker {worker.name}"):
+                self._on_finished(summary)
+            worker.resyncs = 0
+            self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
+        except (EngineError, DeadlineExceeded) as error:
+            self._engine_failed(worker, error)
+            self._work.add_groups(tickets)
+        finally:
+            worker.groups.difference_update(ids)
+        self.wake()
 
     async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
         """One scored answer to each prompt, spread over the workers."""
+        loop = asyncio.get_running_loop()
+        starts = range(0, len(prompts), _QUESTIONS)
+        parts = [Questions(prompts[i : i + _QUESTIONS], temperature, loop.create_future()) for i in starts]
+        self._work.add_questions(parts)
+        self.wake()
+        try:
+            return [t for answers in await asyncio.gather(*(part.answers for part in parts)) for t in answers]
+        finally:
+            for part in parts:
+                part.answers.cancel()  # those that nobody waits for any more
 
+    async def _ask(self, worker: WorkerHandle, part: Questions) -> None:
+        """Have a worker answer questions that it took; if it fails they wait again."""
+        try:
+            call = worker.actor.answer.remote(list(part.prompts), part.temperature)
+            answers = await self._worked(call, f"evaluation answers <- rollout worker {worker.name}")
+            if not part.answers.done():
+                part.answers.set_result(answers)
+        except (EngineError, DeadlineExceeded) as error:
+            self._engine_failed(worker, error)
+            self._work.add_questions([part])
+        except Exception as error:  # is the evaluation's, which need not end the run
+            if not part.answers.done():
+                part.answers.set_exception(error)
+        finally:
+            worker.questions -= len(part.prompts)
+        self.wake()
+
+    async def _worked(self, call: Any, what: str) -> Any:
+        """The result of a call to a worker. The engine's own deadline comes first, unless its process hangs."""
         limit_s = self._config.engine.deadlines.generate_s + _SCORING_S
-
-        async def ask(part: Sequence[Prompt]) -> list[Trajectory]:
-            while True:
-                worker = await self._current_worker(f"{len(part)} evaluation answers")
-                what = f"evaluation answers <- rollout worker {worker.name}"
-                worker.questions += len(part)
-                try:
-                    call = worker.actor.answer.remote(list(part), temperature)
-                    answers: list[Trajectory] = await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s)
-                    return answers
-                except (EngineError, DeadlineExceeded) as error:
-                    self._engine_failed(worker, error)
-                finally:
-                    worker.questions -= len(part)
-
-        size = 32
-        parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        return [t for answers in await asyncio.gather(*(ask(p) for p in parts)) for t in answers]
+        return await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s)
 
     async def loads(self) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds."""
@@ -316,25 +330,21 @@ class RolloutPool:
         answers = await asyncio.gather(*(ask(w) for w in workers))
         return {worker.name: load for worker, load in zip(workers, answers, strict=True) if load is not None}
 
-    async def _current_worker(self, what: str) -> WorkerHandle:
-        """The least loaded worker that holds the published weights; waits for one. Raises: DeadlineExceeded."""
-        while not (current := [w for w in self._joined() if self._is_current(w)]):
+    async def _watch(self) -> None:
+        """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts too long."""
+        while True:
+            await self._until(self._is_stuck)
             await wait_for(
-                self._until(lambda: self.counts()[1] > 0),
-                f"{what} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
+                self._until(lambda: not self._is_stuck()),
+                f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
                 deadline_s=self._worker_s,
                 notice_s=self._notice_s,
-                notice=self._note_waiting,
+                notice=lambda text: self._on_event("warning", text),
                 detail=self._missing,
             )
-        return min(current, key=self._requests)
 
-    def _note_waiting(self, text: str) -> None:
-        """Many groups wait for the same worker; one of them says so."""
-        now = time.monotonic()
-        if now - self._noticed >= 0.9 * self._notice_s:
-            self._noticed = now
-            self._on_event("warning", text)
+    def _is_stuck(self) -> bool:
+        return bool(self._work) and not any(self._is_current(w) for w in self._joined())
 
     async def _missing(self) -> str:
         joined, current = self.counts()
@@ -362,13 +372,15 @@ class RolloutPool:
     def _is_current(self, worker: WorkerHandle) -> bool:
         return self._sync is not None and worker.sync.version >= 0 and worker.sync.version == self._sync.version
 
-    def _requests(self, worker: WorkerHandle) -> int:
-        """Trajectories that a worker is sampling."""
-        return len(worker.groups) * self._config.sampling.samples_per_group + worker.questions
-
     def wake(self) -> None:
-        """Something that waiting groups look at has changed: a worker, or a receipt."""
+        """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
         self._changed.set()
+        if self._is_stopping:
+            return
+        current = [w for w in self._joined() if self._is_current(w)]
+        soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
+        for worker, work in self._work.take(current, soon):
+            self._spawn(self._ask(worker, work) if isinstance(work, Questions) else self._sample(worker, work))
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():

@@ -52,6 +52,8 @@ class GroupSummary:
     trajectories: int
     reward_errors: tuple[str, ...]
     generate_s: float
+    worker: str
+    """Name of the one that sampled it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class RolloutWorker:
         self._finished.append(group)
         await self._hand_over(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
-        return _summary(group)
+        return _summary(group, self._name)
 
     async def _hand_over(self, group: Group) -> None:
         """Put a finished group into the queue, and with it all others that are finished: short answers come by the dozen.
@@ -243,11 +245,12 @@ class _BusyClock:
         return time.monotonic() - self._born
 
 
-def _summary(group: Group) -> GroupSummary:
+def _summary(group: Group, worker: str) -> GroupSummary:
     return GroupSummary(
         group_id=group.group_id,
         response_tokens=sum(len(t.response_ids) for t in group.trajectories),
         trajectories=len(group.trajectories),
         reward_errors=tuple(t.error for t in group.trajectories if t.error),
         generate_s=group.generate_s,
+        worker=worker,
     )

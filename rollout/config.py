@@ -278,6 +278,9 @@ class RolloutConfig(Settings):
 
     workers: PositiveInt = Field(default=1, le=10**4)
     """Rollout workers, each with an engine of its own."""
+    slots: PositiveInt | None = None
+    """Groups that a worker has under way at most; it takes the next one when one is finished. Unset: twice as many as
+    max_running_requests has room for, so that places of a group's first answers don't stay empty until its last one."""
     task: TaskConfig
     """Where the questions come from."""
     reward: RewardConfig
@@ -313,6 +316,11 @@ class RolloutConfig(Settings):
                 "even an empty answer would be punished; lower it"
             )
         return self
+
+    @property
+    def slots_per_worker(self) -> int:
+        """Groups that a worker has under way at most."""
+        return self.slots or 2 * -(-self.engine.max_running_requests // self.sampling.samples_per_group)
 
     def max_prompt_tokens(self, model_context: int) -> int:
         """Longest prompt that can be asked: task.max_prompt_tokens, or what max_tokens leaves of the context.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,15 @@ from actors.exporter import DiscoveryServer, MetricsEndpoint
 from actors.metrics import StepMetrics
 from actors.record.metric_views import MetricViews
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
-from actors.record.step_report import batch_metrics, diagnostic_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
+from actors.record.step_report import (
+    batch_metrics,
+    diagnostic_metrics,
+    learner_metrics,
+    rollout_metrics,
+    sync_metrics,
+    trajectories_text,
+    worker_metrics,
+)
 from actors.record.terminal import TerminalView
 from actors.repeated import Repeated
 from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
@@ -65,6 +73,8 @@ class FinishedStep:
     """Seconds by phase of the loop."""
     loads: Awaitable[dict[str, WorkerLoad]]
     groups: Sequence[GroupSummary]
+    versions: Mapping[str, int]
+    """Of the workers, as the step's training ended."""
     receipts: Sequence[SyncReceipt]
     differences: Sequence[float]
     """Of the probes."""
@@ -92,6 +102,9 @@ class Observer:
         self._finished: list[GroupSummary] = []
         self._receipts: list[SyncReceipt] = []
         self._differences: list[float] = []
+        self._versions: dict[str, int] = {}
+        self._workers: set[str] = set()
+        """Rollout workers that are up."""
         self._loads: dict[str, WorkerLoad] | None = None
         """Of each worker, as it answered last."""
         self._step_ended = time.monotonic()
@@ -116,11 +129,15 @@ class Observer:
 
     def joined(self, info: ActorInfo) -> None:
         self._discovery.register(info.key, info.target, {"role": info.role, "name": info.name})
+        if info.role == "rollout":
+            self._workers.add(info.name)
         detail = f", {info.detail}" if info.detail else ""
         self.event("info", f"{info.role} {info.name} is up (process {info.pid}{detail})")
 
     def left(self, key: str) -> None:
         self._discovery.deregister(key)
+        self._workers.discard(key.removeprefix("rollout-"))
+        self._endpoint.keep_only("worker", self._workers)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +197,12 @@ class Observer:
         """Further numbers of the step under way, by name of the catalogue."""
         self._extra.update(numbers)
 
+    def trained(self) -> None:
+        """The step's training has ended and its weights go out now: what the workers hold is what they have worked with."""
+        self._versions = self._pool.versions()
+        joined, current = self._pool.counts()
+        self.note({"pool/workers": joined, "pool/current_workers": current})
+
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
         self.event("info", f"checkpoint {path} in {seconds:.1f} s")
@@ -236,7 +259,7 @@ class Observer:
         elapsed_s, groups, receipts, differences = now - self._began, self._finished, self._receipts, self._differences
         self._finished, self._receipts, self._differences, self._extra = [], [], [], {}
         return FinishedStep(
-            number, version, batch, result, elapsed_s, seconds, phases, loads, groups, receipts, differences, noted
+            number, version, batch, result, elapsed_s, seconds, phases, loads, groups, self._versions, receipts, differences, noted
         )
 
     def tell(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
@@ -249,6 +272,7 @@ class Observer:
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
         metrics.update(learner_metrics(result))
         metrics.update(sync_metrics(step.receipts, step.differences))
+        metrics.update(worker_metrics(step.groups, step.versions))
         metrics.update(self._learner_share(step.phases, batch, step.seconds))
         metrics.update(step.noted)
         if self._config.metrics.trajectories_per_step:
@@ -303,6 +327,7 @@ class Observer:
         self._folder.append_metrics(metrics)
         self._views.step(metrics)
         self._endpoint.publish(dict(metrics))
+        self._endpoint.keep_only("worker", self._workers)
         self._view.step(metrics)
 
     def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
@@ -348,10 +373,7 @@ class Observer:
     def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:
         for name in ("admitted", "trained", "discarded"):
             self._totals[f"groups/{name}_total"] = counts[name]
-        joined, current = self._pool.counts()
         return {
             "queue/groups": counts["finished"],
             "queue/outstanding": counts["in_flight"] + counts["finished"] + counts["drawn"],
-            "pool/workers": joined,
-            "pool/current_workers": current,
         }

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from actors.metrics import StepMetrics
+from actors.metrics import StepMetrics, by_worker
 from actors.record.report_plots import Plot, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import duration
@@ -39,6 +39,7 @@ def write_report(folder: RunFolder) -> Path:
         status=_status(steps, config),
         headline=_headline(evaluations),
         summary=summary_rows(steps, evaluations, config),
+        workers=worker_rows(steps),
         plots=_plots(steps, evaluations, warnings, folder),
         warnings=warnings[-_MOST_EVENTS:],
         warnings_left_out=max(0, len(warnings) - _MOST_EVENTS),
@@ -88,6 +89,29 @@ def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics
                ("reward exceptions", "reward/exceptions_total"),
                ("reward time-outs", "reward/timeouts_total"), ("skipped steps", "steps/skipped_total")]
     return rows + [(label, f"{last[name]:,.0f}") for label, name in counted if name in last]
+
+
+def worker_rows(steps: Sequence[StepMetrics]) -> list[tuple[str, str, str, str, str]]:
+    """(name, first and last step, groups, tokens, time waited) of each worker, if there were two or more."""
+    seen: dict[str, list[StepMetrics]] = {}
+    for metrics in steps:
+        for name in by_worker(metrics, "tokens"):
+            seen.setdefault(name, []).append(metrics)
+    if len(seen) < 2:
+        return []
+    total = sum(metrics[f"worker/tokens/{name}"] for name, theirs in seen.items() for metrics in theirs)
+    rows = []
+    for name, theirs in seen.items():
+        tokens = sum(metrics[f"worker/tokens/{name}"] for metrics in theirs)
+        waits = _values(theirs, f"worker/wait_share/{name}")
+        rows.append((
+            name,
+            f"{theirs[0].step} to {theirs[-1].step}",
+            f"{sum(metrics[f'worker/groups/{name}'] for metrics in theirs):,.0f}",
+            f"{tokens:,.0f}" + (f" ({tokens / total:.0%})" if total else ""),
+            f"{statistics.fmean(waits):.0%}" if waits else "",
+        ))
+    return rows
 
 
 def _status(steps: Sequence[StepMetrics], config: dict[str, Any]) -> str:

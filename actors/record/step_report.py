@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.correction_service import PreparedBatch
@@ -127,6 +127,19 @@ def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) 
     return numbers
 
 
+def worker_metrics(finished: Sequence[GroupSummary], versions: Mapping[str, int]) -> dict[str, float]:
+    """What each worker did since the last step, and the weights that it did it with in the end.
+
+    Args: versions: of the workers that have joined; -1 for one that holds none.
+    """
+    numbers: dict[str, float] = {f"worker/weight_version/{name}": version for name, version in versions.items() if version >= 0}
+    for name in dict.fromkeys([*versions, *(summary.worker for summary in finished)]):
+        theirs = [summary for summary in finished if summary.worker == name]
+        numbers[f"worker/tokens/{name}"] = sum(summary.response_tokens for summary in theirs)
+        numbers[f"worker/groups/{name}"] = len(theirs)
+    return numbers
+
+
 def rollout_metrics(
     finished: Sequence[GroupSummary], loads: Mapping[str, WorkerLoad], before: Mapping[str, WorkerLoad] | None, seconds: float
 ) -> dict[str, float]:
@@ -141,14 +154,18 @@ def rollout_metrics(
     if answers:
         numbers["length/sampled_tokens"] = sum(s.response_tokens for s in finished) / answers
     if before is not None and seconds > 0:
-        since = [load.since(before.get(name)) for name, load in loads.items()]
-        numbers["throughput/rollout_tokens_per_s"] = sum(part.generated_tokens for part in since) / seconds
-        lived_s = sum(part.up_s for part in since)
-        if lived_s > 0:
-            share = max(0.0, 1.0 - sum(part.busy_s for part in since) / lived_s)
+        since = {name: load.since(before.get(name)) for name, load in loads.items()}
+        numbers["throughput/rollout_tokens_per_s"] = sum(part.generated_tokens for part in since.values()) / seconds
+        numbers |= {f"worker/wait_share/{name}": _wait_share([part]) for name, part in since.items() if part.up_s > 0}
+        if any(part.up_s > 0 for part in since.values()):
+            share = _wait_share(since.values())
             numbers["wait/rollout_share"] = share
             numbers["wait/rollout_s"] = share * seconds
     return numbers
+
+
+def _wait_share(parts: Collection[WorkerLoad]) -> float:
+    return max(0.0, 1.0 - sum(part.busy_s for part in parts) / sum(part.up_s for part in parts))
 
 
 def trajectories_text(groups: Sequence[Group], *, step: int, limit: int) -> str:

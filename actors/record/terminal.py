@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from actors.metrics import by_worker
 from actors.record.run_folder import RunFolder
 
 _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
@@ -27,6 +28,8 @@ _MONITOR_LEVELS = ("ok", "watch", "alarm")
 """Words for the values of monitor/level."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
+_WORKERS_BY_NAME = 4
+"""More workers than that are shown as a range."""
 
 
 class TerminalView:
@@ -67,6 +70,8 @@ class TerminalView:
         self._state.take(metrics)
         if self._live is None:
             self._say(step_line(metrics, self._state.total_steps))
+            if workers := workers_line(metrics):
+                self._say(f"    workers  {workers}")
 
     def evaluation(self, metrics: Mapping[str, float]) -> None:
         """A held-out evaluation is finished. metrics: of the held_out group."""
@@ -138,6 +143,8 @@ class _State:
         parts: list[RenderableType] = [self._progress]
         if self.metrics or self.held_out:
             parts += [Text(""), self._numbers()]
+        if workers_line(self.metrics):
+            parts.append(self._workers())
         if self.phase:
             parts += [Text(""), self._phase_line()]
         title = Text(self.header, style="bold", overflow="ellipsis", no_wrap=True)
@@ -166,6 +173,13 @@ class _State:
         ]
         for (name_1, value_1), (name_2, value_2) in zip(left, right, strict=True):
             table.add_row(name_1, value_1, name_2, value_2)
+        return table
+
+    def _workers(self) -> Table:
+        table = Table.grid(padding=(0, 1))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        table.add_row("workers", workers_line(self.metrics))
         return table
 
     def _warning(self) -> Text:
@@ -237,6 +251,28 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
     if (level := _monitor_level(metrics)) not in ("", "ok"):
         parts.append(f"early warning {level}")
     return f"step {int(metrics.get('step', 0)):>{len(str(total_steps))}}/{total_steps}  " + "  ".join(parts)
+
+
+def workers_line(metrics: Mapping[str, float]) -> str:
+    """Who did what in a step, if there are two or more workers; of many the range."""
+    tokens = by_worker(metrics, "tokens")
+    waits, versions = by_worker(metrics, "wait_share"), by_worker(metrics, "weight_version")
+    if len(tokens) < 2:
+        return ""
+    if len(tokens) <= _WORKERS_BY_NAME:
+        of_each = {
+            name: [f"{count:,.0f} tokens"]
+            + ([f"waits {waits[name]:.0%}"] if name in waits else [])
+            + ([f"v{versions[name]:.0f}"] if name in versions else [])
+            for name, count in tokens.items()
+        }
+        return "  ".join(f"{name}: {', '.join(parts)}" for name, parts in of_each.items())
+    ranges = [f"{min(tokens.values()):,.0f} to {max(tokens.values()):,.0f} tokens"]
+    if waits:
+        ranges.append(f"wait {min(waits.values()):.0%} to {max(waits.values()):.0%}")
+    if versions:
+        ranges.append(f"v{min(versions.values()):.0f} to v{max(versions.values()):.0f}")
+    return f"{len(tokens)}: {', '.join(ranges)}"
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:

@@ -37,6 +37,8 @@ class Observer:
 
     def serve(self) -> None: ...
 
+    def trained(self) -> None: ...
+
 
 class SilentPool:
     """Never answers."""

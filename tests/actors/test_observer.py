@@ -16,12 +16,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from actors.actor_info import ActorInfo
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.correction_service import UNIFORM, Observation
 from actors.evaluation import evaluate
 from actors.exporter import MetricsEndpoint
-from actors.metrics import StepMetrics
+from actors.metrics import StepMetrics, by_worker
 from actors.record.observer import Observer
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.record.terminal import TerminalView
@@ -119,12 +120,12 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
 
     async def scenario() -> None:
         observer = seen.observer
-        observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1)), None)  # type: ignore[arg-type]
+        observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {})), None)  # type: ignore[arg-type]
         ended = []
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
             observer.receipt(SyncReceipt("0", step, 0.1 * step, 0.0, 100 * step, {}))
-            observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1))
+            observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1, "0"))
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]
         for step in ended:
@@ -150,7 +151,7 @@ def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> Non
 
 def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first at once, with what it says; then one line a step and kind with the number, and counters of all."""
-    seen.observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1)), None)  # type: ignore[arg-type]
+    seen.observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
     batch, result = SimpleNamespace(groups=[]), SimpleNamespace(skipped_steps=0)
     counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
 
@@ -158,11 +159,11 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
         for group in range(100):
             late = ("the reward took more than 10 s for one completion (rollout.reward.deadline_s)",) if group % 10 == 0 else ()
             errors = (f"the reward raised ValueError: {number}-{group}", *late)
-            seen.observer.group_finished(GroupSummary(group, 7, 8, errors, 0.1))
+            seen.observer.group_finished(GroupSummary(group, 7, 8, errors, 0.1, "0"))
         return seen.observer.end_step(number, number, batch, result, {}, counts, []).noted  # type: ignore[arg-type]
 
     totals = [asyncio.run(step(number)) for number in (1, 2)][-1]
-    seen.observer.group_finished(GroupSummary(7, 7, 8, ("the reward raised ValueError: last",), 0.1))
+    seen.observer.group_finished(GroupSummary(7, 7, 8, ("the reward raised ValueError: last",), 0.1, "0"))
     seen.observer.close()
     warnings = [event.text for event in seen.folder.read_events() if event.level == "warning"]
     assert len(warnings) == 2 + 2 + 2 + 1
@@ -176,6 +177,51 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
     assert "ValueError: 1-1" in warnings[2] and "ValueError: 2-0" in warnings[4], "one example"
     assert warnings[6].startswith("after the last step: trajectories without a reward: 1 more, the first: group 7: ")
     assert (totals["reward/exceptions_total"], totals["reward/timeouts_total"]) == (200, 20)
+
+
+def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three held the newest by then; right after it none does. Prometheus forgets who left, now and when the step is told."""
+    for part in ("batch_metrics", "learner_metrics"):
+        monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
+    batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
+    result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0)
+    held = {"0": 4, "1": 4, "2": 3}
+
+    def current() -> tuple[int, int]:
+        return len(held), sum(version == 4 for version in held.values())
+
+    async def scenario() -> None:
+        observer, registry = seen.observer, SimpleNamespace(register=lambda *_: None, deregister=lambda _: None, close=lambda: None)
+        observer._discovery = registry  # type: ignore[assignment]
+        pool = SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), versions=lambda: dict(held), counts=current)
+        observer.follow(pool, None)  # type: ignore[arg-type]
+        for name in held:
+            observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
+        for name, tokens in (("0", 10), ("1", 20), ("0", 5), ("2", 40)):
+            observer.group_finished(GroupSummary(1, tokens, 1, (), 0.1, name))
+        observer.trained()
+        held.update(dict.fromkeys(held, -1))
+        counts = {"admitted": 4, "trained": 4, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
+        ended = observer.end_step(1, 5, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
+        observer.left("rollout-2")
+        observer.tell(ended, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        await observer.flush()
+
+    asyncio.run(scenario())
+    line = seen.line(1)
+    assert (line["pool/workers"], line["pool/current_workers"]) == (3, 2)
+    assert by_worker(line, "tokens") == {"0": 15, "1": 20, "2": 40} and sum(by_worker(line, "tokens").values()) == 75
+    assert by_worker(line, "groups") == {"0": 2, "1": 1, "2": 1} and by_worker(line, "weight_version") == {"0": 4, "1": 4, "2": 3}
+    assert "    workers  0: 15 tokens, v4  1: 20 tokens, v4  2: 40 tokens, v3" in seen.screen.getvalue().splitlines()
+    with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
+        page = answer.read().decode()
+    assert 'evenkeel_worker_tokens{worker="1"} 20.0' in page and 'worker="2"' not in page
+    seen.observer.left("rollout-1")
+    with urllib.request.urlopen(f"http://{seen.observer._endpoint.target}/metrics") as answer:
+        page = answer.read().decode()
+    assert 'evenkeel_worker_tokens{worker="0"} 15.0' in page and 'worker="1"' not in page
+    seen.observer.close()
+    assert scalars(seen.folder.tensorboard_path, "worker/tokens/1") == [(1, 20)]
 
 
 def test_lines_are_written_though_the_wait_for_them_is_cancelled(seen: Seen) -> None:

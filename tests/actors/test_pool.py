@@ -51,7 +51,7 @@ class Worker:
         await self._play()
         self.sampled.append(ticket.group_id)
         await self.scene.queue.put([group(ticket)])
-        return GroupSummary(ticket.group_id, 4, 2, (), 0.1)
+        return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
 
     async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
         await asyncio.sleep(0)
@@ -222,6 +222,7 @@ def test_an_engine_that_stays_dirty_is_replaced(monkeypatch: pytest.MonkeyPatch)
             while len(scene.sync.dirty) < resync:
                 await asyncio.sleep(0.01)
             scene.sync.dirty[-1].version = 0  # the sync says that all is well
+            scene.pool.wake()
         await scene.until_finished(1)
         assert len(scene.sync.dirty) == 3 and scene.left == ["0"] and scene.workers["1"].sampled == [0]
         assert any("dirty again after 3 full syncs" in event for event in scene.events)
@@ -230,13 +231,13 @@ def test_an_engine_that_stays_dirty_is_replaced(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_wait_for_the_published_weights_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight groups wait for one worker: one of them says so each time, and at the deadline the error names group, version and workers."""
+    """Eight groups wait for one worker: that is said once each time, and at the deadline the error names groups, version and workers."""
 
     async def scenario() -> None:
         scene = Scene(monkeypatch, behind={"0"}, worker_s=0.7)
         await scene.begin()
         missing = r"\(1 worker joined, 0 of them with these weights, 0 starting\)"
-        what = r"groups \[\d\] <- a rollout worker with weights v0: not done in 1 s " + missing
+        what = r"8 groups \(the oldest is 0\) <- a rollout worker with weights v0: not done in 1 s " + missing
         with pytest.raises(DeadlineExceeded, match=what):
             await scene.pool.raise_on_failure()
         notices = [event for event in scene.events if event.startswith("waiting ")]
@@ -385,9 +386,25 @@ def test_an_evaluation_is_spread_over_the_workers(monkeypatch: pytest.MonkeyPatc
         feeding = await scene.begin()
         await scene.until_finished(8)
         feeding.cancel()
+        await asyncio.wait({feeding})
         while len(scene.joined) < 2:
             await asyncio.sleep(0.01)
         await scene.pool.answer([prompt(i) for i in range(128)], 0.0)
         assert [worker.answered for worker in scene.workers.values()] == [64, 64]
+
+    play(scenario)
+
+
+def test_a_mistake_in_an_evaluation_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asked gets the error; the run, which can do without this evaluation, goes on, and nothing of it waits."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, workers=2, places=0, faults=dict.fromkeys("01", raised(KeyError("text"))))
+        await scene.begin()
+        with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
+            await scene.pool.answer([prompt(i) for i in range(2000)], 0.0)
+        await asyncio.sleep(0.05)
+        assert not scene.pool._failure.done() and not scene.pool._work and scene.left == []
+        assert [worker.questions for worker in scene.pool._workers.values()] == [0, 0]
 
     play(scenario)

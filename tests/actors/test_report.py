@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from actors.metrics import StepMetrics
-from actors.record.report import summary_rows, write_report
+from actors.record.report import summary_rows, worker_rows, write_report
 from actors.record.report_plots import _CURVES as CURVES
 from actors.record.report_plots import draw_curves, draw_plots, running_mean
 from actors.record.run_folder import RunFolder
@@ -58,6 +58,20 @@ def fill(folder: RunFolder, steps: int) -> None:
         )
     folder.write_trajectories(steps, "sampled: <script>alert(1)</script>")
     folder.event("warning", "a reward raised <ValueError>")
+
+
+def test_who_did_what_has_a_table_if_there_were_several(folder: RunFolder) -> None:
+    """Worker 1 left after step 2 of 3 and 2 took its place: 10 + 20 + 30 of 120 tokens are worker 0's."""
+    tokens = [{"0": 10, "1": 20}, {"0": 20, "1": 10}, {"0": 30, "2": 30}]
+    for step, by in enumerate(tokens, start=1):
+        numbers = {f"worker/tokens/{name}": count for name, count in by.items()} | {f"worker/groups/{name}": 2 for name in by}
+        folder.append_metrics(StepMetrics(step, numbers | {"worker/wait_share/0": 0.1 * step}))
+    assert worker_rows(folder.read_metrics()) == [
+        ("0", "1 to 3", "6", "60 (50%)", "20%"), ("1", "1 to 2", "4", "30 (25%)", ""), ("2", "3 to 3", "2", "30 (25%)", ""),
+    ]
+    page = write_report(folder).read_text()
+    assert "<td>0</td><td>1 to 3</td><td>6</td><td>60 (50%)</td><td>20%</td>" in page
+    assert worker_rows([StepMetrics(1, {"worker/tokens/0": 1, "worker/groups/0": 1})]) == []
 
 
 def test_a_finished_run(folder: RunFolder) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.record.step_report import rollout_metrics, sync_metrics
-from actors.rollout_worker import WorkerLoad
+from actors.record.step_report import rollout_metrics, sync_metrics, worker_metrics
+from actors.rollout_worker import GroupSummary, WorkerLoad
 
 
 def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> None:
@@ -18,6 +18,8 @@ def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> No
     assert numbers["wait/rollout_s"] == pytest.approx(10 * 5 / 14)
     assert numbers["throughput/rollout_tokens_per_s"] == pytest.approx(650 / 10)
     assert numbers["rollout/requests_in_flight"] == 5
+    assert numbers["worker/wait_share/0"] == pytest.approx(2 / 10) and numbers["worker/wait_share/1"] == pytest.approx(3 / 4)
+    assert "worker/wait_share/2" not in numbers
 
 
 def test_a_worker_that_missed_a_step_counts_both_when_it_answers() -> None:
@@ -29,6 +31,16 @@ def test_a_worker_that_missed_a_step_counts_both_when_it_answers() -> None:
 def test_nothing_is_said_without_a_worker_or_something_to_compare_with() -> None:
     assert set(rollout_metrics([], {"0": WorkerLoad(1.0, 2.0, 3, 0)}, None, 10.0)) == {"rollout/requests_in_flight"}
     assert "wait/rollout_share" not in rollout_metrics([], {}, {}, 10.0)
+
+
+def test_who_did_what() -> None:
+    """Worker 0 finished two groups, 2 is there and finished none, 1 is new and holds no weights; 3 finished one and has left."""
+    finished = [GroupSummary(i, tokens, 2, (), 0.1, name) for i, (tokens, name) in enumerate([(10, "0"), (20, "3"), (5, "0")])]
+    assert worker_metrics(finished, {"0": 4, "1": -1, "2": 3}) == {
+        "worker/tokens/0": 15, "worker/tokens/1": 0, "worker/tokens/2": 0, "worker/tokens/3": 20,
+        "worker/groups/0": 2, "worker/groups/1": 0, "worker/groups/2": 0, "worker/groups/3": 1,
+        "worker/weight_version/0": 4, "worker/weight_version/2": 3,
+    }  # fmt: skip
 
 
 def test_a_probe_that_came_without_a_receipt_is_told() -> None:

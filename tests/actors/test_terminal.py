@@ -83,6 +83,24 @@ def test_held_out_answers_without_a_score_are_shown_where_there_are_any(terminal
     view.close()
 
 
+def test_several_workers_have_a_line_of_their_own() -> None:
+    """Few by name; of many the range, so that the line stays one."""
+    one = {"worker/tokens/0": 512, "worker/wait_share/0": 0.03, "worker/weight_version/0": 5}
+    two = one | {"worker/tokens/1": 1498, "worker/wait_share/1": 0.25}
+    many = {f"worker/tokens/{i}": 100 + i for i in range(16)} | {f"worker/weight_version/{i}": i // 8 for i in range(16)}
+    view, out = watch(terminal=False)
+    for step, workers in enumerate((one, two, many), start=1):
+        view.step(StepMetrics(step, workers))
+    assert [line for line in out.getvalue().splitlines() if "workers" in line] == [
+        "    workers  0: 512 tokens, waits 3%, v5  1: 1,498 tokens, waits 25%",
+        "    workers  16: 100 to 115 tokens, v0 to v1",
+    ]
+    panel, screen = watch(terminal=True)
+    panel.step(StepMetrics(1, two))
+    panel.close()
+    assert "0: 512 tokens, waits 3%, v5  1: 1,498 tokens, waits 25%" in screen.getvalue()
+
+
 def test_a_step_without_an_update_says_why() -> None:
     """Two batches left the weights alone: one was rejected to the last token, the other had an infinity."""
     view, out = watch(terminal=False)

@@ -1,0 +1,120 @@
+"""Who takes what: work waits in one place, and workers take it as they have free slots. A plain state machine: no Ray, no clock.
+
+Two lists wait, oldest first: groups, and the questions of evaluations. What a worker takes is bounded by its slots, and by its share: of
+all that waits or is under way no worker holds more than an equal part, so that the first to hold new weights leaves the others theirs.
+A worker without work always has a share, so that nothing waits for one that is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from actors.trajectory_queue import Ticket
+from rollout.trajectory import Prompt, Trajectory
+
+_HANDFUL = 4
+"""Groups in one call to a worker, at most: one call for each would keep the driver and the workers busy with calls."""
+_EVALUATION_SHARE = 4
+"""One in so many of a worker's slots may go to evaluations while training is fed."""
+
+
+class Taker(Protocol):
+    """What one worker has under way."""
+
+    groups: set[int]
+    questions: int
+
+
+T = TypeVar("T", bound=Taker)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Questions:
+    """A part of an evaluation: what one call to a worker asks."""
+
+    prompts: Sequence[Prompt]
+    temperature: float
+    answers: asyncio.Future[list[Trajectory]]
+    """One scored answer to each prompt."""
+
+
+class WaitingWork:
+    """What no worker has taken yet."""
+
+    def __init__(self, slots: int, samples_per_group: int) -> None:
+        """Args: slots: groups that a worker has under way at most."""
+        self._slots, self._samples_per_group = slots, samples_per_group
+        self._tickets: list[Ticket] = []
+        self._questions: list[Questions] = []
+        self.is_fed = False
+        """Training goes on: evaluations keep to their share of the slots."""
+
+    def add_groups(self, tickets: Sequence[Ticket]) -> None:
+        """New ones, or those of a worker that failed, which are older than others that wait."""
+        for ticket in tickets:
+            bisect.insort(self._tickets, ticket, key=_age)
+
+    def add_questions(self, parts: Sequence[Questions]) -> None:
+        self._questions += parts
+
+    def __bool__(self) -> bool:
+        self._forget_cancelled()
+        return bool(self._tickets or self._questions)
+
+    def __str__(self) -> str:
+        groups = f"{len(self._tickets)} groups (the oldest is {self._tickets[0].group_id})" if self._tickets else ""
+        questions = f"{sum(len(part.prompts) for part in self._questions)} evaluation answers" if self._questions else ""
+        return " and ".join(part for part in (groups, questions) if part) or "nothing"
+
+    def take(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Sequence[Ticket] | Questions]]:
+        """What workers take now, as (worker, what one call to it is given); counted among what they have under way.
+
+        Args:
+            ready: workers that hold the published weights.
+            sharers: workers that a share is kept for: those, and whoever will soon be.
+        """
+        self._forget_cancelled()
+        if self._questions:
+            yield from self._take_questions(ready, sharers)
+        if self._tickets:
+            yield from self._take_groups(ready, sharers)
+
+    def _take_questions(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Questions]]:
+        most = self._slots * self._samples_per_group // (_EVALUATION_SHARE if self.is_fed else 1)
+        share = (sum(w.questions for w in sharers) + sum(len(part.prompts) for part in self._questions)) / max(1, len(sharers))
+        while self._questions and ready:
+            worker, size = min(ready, key=lambda w: (w.questions, len(w.groups))), len(self._questions[0].prompts)
+            if worker.questions and (worker.questions >= share or worker.questions + size > most):
+                return
+            worker.questions += size
+            yield worker, self._questions.pop(0)
+
+    def _take_groups(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Sequence[Ticket]]]:
+        total = len(self._tickets) + sum(len(w.groups) for w in sharers)
+        share, rest = divmod(total, max(1, len(sharers)))  # `rest` workers may hold one more than that
+        above = sum(len(w.groups) > share for w in sharers)
+        for worker in sorted(ready, key=lambda w: (len(w.groups), w.questions)):
+            held = len(worker.groups)
+            free = min(share + (above < rest), self._room(worker)) - held
+            taken, self._tickets = self._tickets[: max(0, free)], self._tickets[max(0, free) :]
+            worker.groups.update(ticket.group_id for ticket in taken)
+            above += held <= share < len(worker.groups)
+            size = max(1, min(_HANDFUL, len(taken) // 8))
+            yield from ((worker, taken[i : i + size]) for i in range(0, len(taken), size))
+
+    def _room(self, worker: Taker) -> int:
+        """Slots for groups: all but those that questions hold, who hold no more than their share while training is fed."""
+        asked = -(-worker.questions // self._samples_per_group)
+        return self._slots - min(asked, self._slots // _EVALUATION_SHARE)
+
+    def _forget_cancelled(self) -> None:
+        """The evaluation that asked has ended without these."""
+        self._questions = [part for part in self._questions if not part.answers.done()]
+
+
+def _age(ticket: Ticket) -> int:
+    return ticket.group_id

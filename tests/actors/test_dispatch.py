@@ -1,0 +1,283 @@
+"""Work is pulled: the real pool and queue with fake workers, in simulated time, and who takes what in closed form."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+import actors.pool
+from actors.actor_info import ActorInfo
+from actors.dispatch import Questions, WaitingWork
+from actors.pool import RolloutPool
+from actors.rollout_worker import GroupSummary
+from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from rollout.config import RolloutConfig
+from tests.actors.cases import FakeActor, group, prompt
+
+RECEIPTS_APART_S = 0.02
+
+
+class SimulatedTime(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer as soon as nothing else is left to do."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+def simulate(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=SimulatedTime) as runner:
+        runner.run(asyncio.wait_for(scenario(), 10_000.0))
+
+
+class Engine:
+    """Samples as many groups at a time as it has slots for; a group takes `group_s`, give or take a half."""
+
+    def __init__(self, name: str, queue: TrajectoryQueueActor, group_s: float) -> None:
+        self.name, self.queue, self.group_s = name, queue, group_s
+        self.random = random.Random(name)
+        self.under_way = self.most_under_way = self.sampled = self.answered = 0
+
+    async def start(self, *_: Any) -> ActorInfo:
+        return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
+
+    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary]:
+        self.under_way += len(tickets)
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        return list(await asyncio.gather(*(self._sample(ticket) for ticket in tickets)))
+
+    async def _sample(self, ticket: Ticket) -> GroupSummary:
+        await asyncio.sleep(self.group_s * self.random.uniform(0.5, 1.5))
+        await self.queue.put([group(ticket)])
+        self.under_way -= 1
+        self.sampled += 1
+        return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
+
+    async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
+        await asyncio.sleep(self.group_s)
+        self.answered += len(prompts)
+        return [p.prompt_id for p in prompts]
+
+
+class Run:
+    """A pool, and a learner that takes no time: each batch is trained at once, and every engine gets the new weights a moment later."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        group_s: Sequence[float],
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        slots: int | None = None,
+    ) -> None:
+        self.groups_per_step = groups_per_step
+        self.engines: list[Engine] = []
+        self.queue = TrajectoryQueueActor(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self.sync = SimpleNamespace(version=0, join=lambda target: setattr(target, "version", 0), leave=lambda name: None)
+
+        def make(name: str, *_: Any, **__: Any) -> FakeActor:
+            self.engines.append(Engine(name, self.queue, group_s[int(name)]))
+            return FakeActor(self.engines[-1])
+
+        fake_ray = SimpleNamespace(
+            remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make)), exceptions=ray.exceptions
+        )
+        monkeypatch.setattr(actors.pool, "ray", fake_ray)
+        config = RolloutConfig.model_validate(
+            {
+                "workers": len(group_s),
+                "slots": slots,
+                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+                "reward": {"kind": "exact_match"},
+                "engine": {"device": "cpu"},
+            }
+        )
+        self.pool = RolloutPool(
+            config, Path("model"), FakeActor(self.queue), prompt(0), resource="rollout", bind="127.0.0.1", start_s=50.0, worker_s=50.0,
+            notice_s=20.0, on_joined=lambda _: None, on_left=lambda _: None, on_finished=lambda _: None, on_event=lambda *_: None,
+        )  # fmt: skip
+
+    async def begin(self) -> asyncio.Task[None]:
+        self.pool.start()
+        while len(list(self.pool._joined())) < len(self.pool._workers):
+            await asyncio.sleep(0.001)
+        self.pool.follow(self.sync)  # type: ignore[arg-type]
+        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+
+    async def step(self) -> None:
+        """Train the next batch, publish, and send receipts one after the other."""
+        version, batch = self.sync.version, 0
+        trained: list[int] = []
+        while batch < self.groups_per_step:
+            drawn = await self.queue.draw(version, self.groups_per_step - batch, 10.0)
+            batch += len(drawn)
+            trained += [g.group_id for g in drawn]
+        self.sync.version += 1
+        self.pool.wake()
+        await self.queue.advance(self.sync.version, trained)
+        for place, worker in enumerate(self.pool._joined(), start=1):
+            asyncio.get_running_loop().call_later(place * RECEIPTS_APART_S, self._receipt, worker, self.sync.version)
+
+    def _receipt(self, worker: Any, version: int) -> None:
+        worker.sync.version = max(worker.sync.version, version)  # two of one moment come in any order
+        self.pool.wake()
+
+    def under_way(self) -> list[int]:
+        return [len(worker.groups) for worker in self.pool._joined()]
+
+    async def groups_per_second(self, steps: int) -> float:
+        """Over so many steps, the first three left out."""
+        feeding = await self.begin()
+        for _ in range(3):
+            await self.step()
+        began = asyncio.get_running_loop().time()
+        for _ in range(steps):
+            await self.step()
+        feeding.cancel()
+        return steps * self.groups_per_step / (asyncio.get_running_loop().time() - began)
+
+
+@pytest.mark.parametrize(("groups", "even"), [(32, [8, 8, 8, 8]), (33, [8, 8, 8, 9]), (3, [0, 1, 1, 1])])
+def test_receipts_20_ms_apart_leave_the_workers_within_one_group(monkeypatch: pytest.MonkeyPatch, groups: int, even: list[int]) -> None:
+    """Each engine has slots for all of the step's work, and the first one to hold the new weights is alone with it for 20 ms."""
+
+    async def scenario() -> None:
+        run = Run(monkeypatch, [10.0] * 4, groups_per_step=groups, max_staleness=0, slots=64)
+        feeding = await run.begin()
+        await run.step()
+        before = [engine.sampled for engine in run.engines]
+        await asyncio.sleep(4.5 * RECEIPTS_APART_S)
+        assert sorted(run.under_way()) == even
+        await run.step()
+        after = [engine.sampled for engine in run.engines]
+        assert sorted(b - a for a, b in zip(before, after, strict=True)) == even
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_a_worker_ten_times_slower_gets_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More work waits than both have slots for: each takes the next group when one is finished. A tenth, give or take a quarter of it."""
+
+    async def scenario() -> None:
+        run = Run(monkeypatch, [0.1, 1.0], groups_per_step=32, max_staleness=4, slots=4)
+        await run.groups_per_second(40)
+        quick, slow = run.engines
+        assert 0.075 < slow.sampled / quick.sampled < 0.125
+        assert quick.most_under_way == slow.most_under_way == 4
+
+    simulate(scenario)
+
+
+def test_throughput_grows_with_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At max_staleness 1, with work for all: two workers 1.9 times one, eight 7.5 times."""
+    rates: dict[int, float] = {}
+
+    for workers in (1, 2, 8):
+        async def scenario(workers: int = workers) -> None:
+            run = Run(monkeypatch, [1.0] * workers, groups_per_step=128, max_staleness=1, slots=8)
+            rates[workers] = await run.groups_per_second(8)
+
+        simulate(scenario)
+    assert rates[2] >= 1.9 * rates[1]
+    assert rates[8] >= 7.5 * rates[1]
+
+
+def test_one_worker_is_given_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small recipe: 64 groups of 8, 512 requests at a time; what staleness 1 admits is 128 groups, which are its slots."""
+
+    async def scenario() -> None:
+        run = Run(monkeypatch, [10.0], groups_per_step=64, max_staleness=1, slots=None)
+        feeding = await run.begin()
+        await asyncio.sleep(0.1)
+        assert run.under_way() == [16], "max_running_requests 64, groups of 8: room for 8, and as many again"
+        feeding.cancel()
+
+    simulate(scenario)
+    recipe = {"engine": {"device": "cpu", "max_running_requests": 512}, "sampling": {"samples_per_group": 8}}
+    config = RolloutConfig.model_validate(
+        {"task": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "reward": {"kind": "exact_match"}, **recipe}
+    )
+    assert config.slots_per_worker == 128
+
+
+def test_an_evaluation_beside_training_starves_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 questions and more groups than slots: questions hold a quarter of the slots (4 of 16, of 8 requests each), groups the others."""
+
+    async def scenario() -> None:
+        run = Run(monkeypatch, [1.0], groups_per_step=64, max_staleness=4, slots=16)
+        feeding = await run.begin()
+        await asyncio.sleep(5.0)
+        asking = asyncio.create_task(run.pool.answer([prompt(i) for i in range(256)], 0.0))
+        await asyncio.sleep(0.01)
+        (worker,) = run.pool._joined()
+        assert worker.questions == 32, "they don't wait for the groups that wait, and don't take more than their share"
+        await asyncio.sleep(2.0)
+        assert (worker.questions, len(worker.groups)) == (32, 12)
+        began = run.engines[0].sampled
+        await asking
+        assert run.engines[0].answered == 256
+        assert run.engines[0].sampled - began >= 12 * 5, "eight rounds of questions of a second, most of them seen here"
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+# -- who takes what ------------------------------------------------------------------------------------------------------------------------
+
+
+def worker(*groups: int, questions: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(groups=set(groups), questions=questions)
+
+
+def tickets(*ids: int) -> list[Ticket]:
+    return [Ticket(i, prompt(i), 0) for i in ids]
+
+
+def test_a_failed_workers_groups_are_the_oldest_that_wait() -> None:
+    waiting, taker = WaitingWork(slots=3, samples_per_group=2), worker()
+    waiting.add_groups(tickets(7, 8, 9))
+    waiting.add_groups(tickets(2, 5))
+    list(waiting.take([taker], [taker]))
+    assert taker.groups == {2, 5, 7}
+
+
+def test_who_is_behind_keeps_a_share_but_holds_up_nobody() -> None:
+    """One of two workers never gets the new weights: half of the work waits for it, but only while the other one has work of its own."""
+    waiting, ready, behind = WaitingWork(slots=64, samples_per_group=2), worker(), worker()
+    waiting.add_groups(tickets(*range(8)))
+    taken = []
+    while waiting:
+        list(waiting.take([ready], [ready, behind]))
+        assert ready.groups, "idle while work waits"
+        taken.append(len(ready.groups))
+        ready.groups.clear()
+    assert taken == [4, 2, 1, 1]
+
+
+def test_an_evaluation_that_ended_leaves_no_questions_behind() -> None:
+    async def scenario() -> None:
+        waiting = WaitingWork(slots=4, samples_per_group=2)
+        part = Questions([prompt(0)], 0.0, asyncio.get_running_loop().create_future())
+        waiting.add_questions([part])
+        assert str(waiting) == "1 evaluation answers" and waiting
+        part.answers.cancel()
+        taker = worker()
+        assert not waiting and list(waiting.take([taker], [taker])) == [] and taker.questions == 0
+
+    asyncio.run(scenario())
