@@ -36,9 +36,9 @@ import torch  # noqa: E402
 
 from correction import CorrectionConfig  # noqa: E402
 from correction.advantages import group_advantages  # noqa: E402
+from lab.kept_engines import KeptEngines, RunSettings, recipe  # noqa: E402
 from learner.learner_rank import LearnerRank  # noqa: E402
 from rollout.trajectory import Group  # noqa: E402
-from tests.e2e.kept_engines import KeptEngines, RunSettings, recipe  # noqa: E402
 
 SERIES = ROOT / "benchmarks" / "series"
 STEPS = 100

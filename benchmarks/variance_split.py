@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/variance_split.py [--steps 20] [--model FOLDER]
 
-Three runs with max_staleness 1 on the small recipe of the tests (tests/e2e/kept_engines.yaml), real SGLang and real Megatron: both in
+Three runs with max_staleness 1 on the small recipe lab/kept_engines.yaml, real SGLang and real Megatron: both in
 bfloat16, both in float32, and both in float32 and fixed order. Each run's batches are then scored again by the learner, at the
 weights that sampled them and at those that trained on them; tokens of staleness 1 count. In the mode the mismatch is 0, and so is the
 covariance: the ratio is pure staleness. The program fails if it isn't.
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.true_on_policy import with_both_sides
 from correction.variance_split import VarianceSplit, split_variance
-from tests.e2e.kept_engines import KeptEngines, recipe
+from lab.kept_engines import KeptEngines, recipe
 
 KINDS = {
     "off, bfloat16": ("rollout.engine.dtype=bfloat16", "learner.dtype=bfloat16"),
