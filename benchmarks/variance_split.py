@@ -10,7 +10,6 @@ covariance: the ratio is pure staleness. The program fails if it isn't.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.true_on_policy import with_both_sides
+from benchmarks.sides import options
 from correction.variance_split import VarianceSplit, split_variance
 from lab.kept_engines import KeptEngines, recipe
 
@@ -37,7 +37,7 @@ def measure(model: Path, steps: int, overrides: tuple[str, ...]) -> VarianceSpli
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=20, help="of each run")
     parser.add_argument("--model", type=Path, help="folder of the recipe's model, made if it is not there; default: a temporary one")
     arguments = parser.parse_args()
