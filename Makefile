@@ -45,8 +45,7 @@ verl: .venv/installed  ## a virtual environment in VERL=FOLDER with what the ben
 
 docs: .venv/installed  ## write the generated parts of docs/ anew
 	$(BIN)/python -m actors.metrics > docs/metrics.new && mv docs/metrics.new docs/metrics.md
-	$(BIN)/python tests/test_readme.py
-	$(BIN)/python tests/correction/test_correction_page.py
+	$(BIN)/python docs/generate.py
 
 clean:  ## remove .venv, models and caches; runs/ stays
 	rm -rf .venv models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,18 +9,16 @@ two threads in each phase: the other way to use two cores. Prints ratios; the fi
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "recipes" / "nano_spell_backward.yaml"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.sides import NANO_RECIPE, evenkeel, in_turns, options, steps_of
+
 WARM_UP_STEPS = 5
 COMMON = [
     *("dynamic_sampling=false", "evaluation.every_steps=0", "evaluation.problems=64", "checkpoint.every_steps=0"),
@@ -44,16 +42,11 @@ class Phases:
     largest_staleness: float
 
 
-def run(name: str, steps: int, folder: Path, *overrides: str) -> Phases:
+def run(run_dir: Path, steps: int, *overrides: str) -> Phases:
     """Train for some steps in a process of its own and read its metrics."""
-    run_dir = folder / name
-    settings = [*COMMON, f"steps={steps}", f"run_dir={run_dir}", *overrides]
-    command = [sys.executable, "-m", "actors.commands.cli", "train", str(RECIPE), *settings]
-    print(f"... {name}: {' '.join(overrides)}", flush=True)
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{name} failed:\n{done.stdout[-3000:]}")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    print(f"... {run_dir.name}: {' '.join(overrides)}", flush=True)
+    evenkeel("train", NANO_RECIPE, *COMMON, f"steps={steps}", f"run_dir={run_dir}", *overrides)
+    lines = steps_of(run_dir)[WARM_UP_STEPS:]
 
     def mean(key: str) -> float:
         return statistics.fmean(line.get(key, 0.0) for line in lines)
@@ -71,36 +64,38 @@ def run(name: str, steps: int, folder: Path, *overrides: str) -> Phases:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
     parser.add_argument("--pairs", type=int, default=1, help="how often the runs are repeated, interleaved")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE over the recipe, for every run")
     arguments = parser.parse_args()
-    subprocess.run([sys.executable, "-m", "actors.commands.cli", "init-model", str(RECIPE), "--if-missing"], cwd=ROOT, check=True)
+    if arguments.steps <= WARM_UP_STEPS:
+        parser.error(f"--steps {arguments.steps}: the first {WARM_UP_STEPS} warm up and are left out; take more")
+    evenkeel("init-model", NANO_RECIPE, "--if-missing")
     one = ["rollout.engine.threads=1", "learner.threads=1"]
     two = ["rollout.engine.threads=2", "learner.threads=2"]
+    kinds = {"sync": ["max_staleness=0", *one], "async": ["max_staleness=1", *one], "sync-two-threads": ["max_staleness=0", *two]}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def side(kind: str, turn: int) -> Phases:
+            return run(Path(folder) / f"{kind}-{turn}", arguments.steps, *kinds[kind], *arguments.overrides)
+
+        runs = in_turns({kind: lambda turn, kind=kind: side(kind, turn) for kind in kinds}, arguments.pairs, rotate=False)
     gains, shares_of_ideal, both_cores = [], [], []
-    with tempfile.TemporaryDirectory() as scratch:
-        for pair in range(arguments.pairs):
-            extra = arguments.overrides
-            sync = run(f"sync-{pair}", arguments.steps, Path(scratch), "max_staleness=0", *one, *extra)
-            later = run(f"async-{pair}", arguments.steps, Path(scratch), "max_staleness=1", *one, *extra)
-            wide = run(f"sync-two-threads-{pair}", arguments.steps, Path(scratch), "max_staleness=0", *two, *extra)
-            ideal = (sync.wait_s + sync.train_s) / max(sync.wait_s, sync.train_s)
-            gains.append(sync.step_s / later.step_s)
-            shares_of_ideal.append(gains[-1] / ideal)
-            both_cores.append(wide.step_s / later.step_s)
-            print_run("synchronous, 1 thread a side", sync, sync.step_s)
-            print_run("asynchronous, 1 thread a side", later, sync.step_s)
-            print_run("synchronous, 2 threads a phase", wide, sync.step_s)
-            reached = f"ideal {ideal:.2f}, reached {shares_of_ideal[-1]:.0%} of it"
-            print(f"  asynchronous is {gains[-1]:.2f} times as fast as synchronous; {reached}")
-            print(f"  ... and {both_cores[-1]:.2f} times as fast as the synchronous run with both cores in each phase")
+    for sync, later, wide in zip(runs["sync"], runs["async"], runs["sync-two-threads"], strict=True):
+        ideal = (sync.wait_s + sync.train_s) / max(sync.wait_s, sync.train_s)
+        gains.append(sync.step_s / later.step_s)
+        shares_of_ideal.append(gains[-1] / ideal)
+        both_cores.append(wide.step_s / later.step_s)
+        print_run("synchronous, 1 thread a side", sync, sync.step_s)
+        print_run("asynchronous, 1 thread a side", later, sync.step_s)
+        print_run("synchronous, 2 threads a phase", wide, sync.step_s)
+        reached = f"ideal {ideal:.2f}, reached {shares_of_ideal[-1]:.0%} of it"
+        print(f"  asynchronous is {gains[-1]:.2f} times as fast as synchronous; {reached}")
+        print(f"  ... and {both_cores[-1]:.2f} times as fast as the synchronous run with both cores in each phase")
     if arguments.pairs > 1:
-        print(
-            f"median of {arguments.pairs}: gain {statistics.median(gains):.2f}, {statistics.median(shares_of_ideal):.0%} of the ideal, "
-            f"{statistics.median(both_cores):.2f} against both cores in each phase"
-        )
+        gain, share, both = map(statistics.median, (gains, shares_of_ideal, both_cores))
+        print(f"median of {arguments.pairs}: gain {gain:.2f}, {share:.0%} of the ideal, {both:.2f} against both cores in each phase")
 
 
 def print_run(name: str, phases: Phases, reference_s: float) -> None:

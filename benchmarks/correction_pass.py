@@ -12,31 +12,28 @@ a busy machine hits all of them; ratios are of their best times, and of their me
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import statistics
-import subprocess
 import sys
-import time
-import venv
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[0] = str(ROOT)  # otherwise this file would be what `import correction` finds
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from correction import CorrectionConfig, PackedBatch, correct, diagnose, to_padded  # noqa: E402
+from benchmarks.sides import Peer, in_turns, options, seconds_of
+from correction import CorrectionConfig, PackedBatch, correct, diagnose, to_padded
 
 SHORTEST, LONGEST, EQUAL = 16, 16384, 2048
-VERL = "verl==0.9.1"
-VERL_NEEDS = ["torch==2.13.0", "numpy", "omegaconf", "packaging", "ray", "tensordict==0.10.0", "transformers<5.11", "codetiming", "orjson"]
+VERL_NEEDS = ("torch==2.13.0", "numpy", "omegaconf", "packaging", "ray", "tensordict==0.10.0", "transformers<5.11", "codetiming", "orjson")
 """What verl's helper imports; verl itself goes without dependencies, which would be serving engines."""
+VERL = Peer("verl", "verl_worker.py", (VERL_NEEDS, ("--no-deps", "verl==0.9.1")))
 CONFIG = CorrectionConfig(preset="mis-full")
 LIMITS = {"ragged": 5.0, "equal": 1.0}
 COPY_LIMIT, MEMORY_LIMIT = 25.0, 6.0
@@ -90,48 +87,21 @@ def full_pass(batch: PackedBatch) -> dict[str, float]:
     return diagnose(batch, correct(batch, CONFIG), config=CONFIG)
 
 
-class Verl:
-    """verl's helper in a process of its own, which times one round when told to."""
-
-    def __init__(self, folder: Path, batch: PackedBatch, threads: int, scratch: Path) -> None:
-        real = torch.arange(int(batch.lengths.max())) < batch.lengths[:, None]
-        padded = {
-            "old_log_prob": to_padded(batch.proximal_logprobs, real),
-            "rollout_log_prob": to_padded(batch.behavior_logprobs, real),
-            "response_mask": to_padded(batch.loss_mask.long(), real),
-        }
-        self.padded_tokens = real.numel()
-        torch.save(padded, scratch)
-        command = [str(folder / "bin" / "python"), str(ROOT / "benchmarks" / "verl_worker.py"), str(scratch), str(threads)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-        )
-        self.metrics: dict[str, float] = self._answer()
-
-    def round(self) -> float:
-        """Seconds of one round."""
-        return float(self._answer()["seconds"])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _answer(self) -> dict[str, float]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("round\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("verl's process ended; is its environment complete? Make it anew with --make-verl")
-        return dict(json.loads(line))
-
-
-def timed(action: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
+@contextmanager
+def verl_rounds(folder: Path, batch: PackedBatch, threads: int) -> Iterator[Callable[[], dict[str, Any]]]:
+    """verl's worker with the batch, padded: one round for each call."""
+    real = torch.arange(int(batch.lengths.max())) < batch.lengths[:, None]
+    padded = {
+        "old_log_prob": to_padded(batch.proximal_logprobs, real),
+        "rollout_log_prob": to_padded(batch.behavior_logprobs, real),
+        "response_mask": to_padded(batch.loss_mask.long(), real),
+    }
+    print(f"  verl's padded batch holds {real.numel():,} tokens")
+    with VERL.start(folder, OMP_NUM_THREADS=str(threads)) as ask:
+        with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+            torch.save(padded, file.name)
+            ask({"file": file.name, "threads": threads})
+        yield lambda: ask(None)
 
 
 def last_level_cache_bytes() -> int:
@@ -140,48 +110,47 @@ def last_level_cache_bytes() -> int:
     return max([int(size[:-1]) * {"K": 1024, "M": 1024**2}[size[-1]] for size in sizes if size[-1] in "KM"], default=32 * 1024**2)
 
 
-def measure(kind: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Print the comparison for one kind of batch; return the seconds of each contestant."""
+def measure(kind: str, arguments: argparse.Namespace) -> None:
+    """Print the comparison for one kind of batch."""
     lengths = lengths_of(kind, arguments.tokens)
-    input_bytes = sum(value.nbytes for value in tensors_of(make_batch(lengths, 0)).values())
+    inputs = tensors_of(make_batch(lengths, 0))
+    input_bytes = sum(value.nbytes for value in inputs.values())
     # Several batches in turn, so that neither the copy nor the pass finds its inputs in the cache.
     copies = max(2, math.ceil(2 * last_level_cache_bytes() / input_bytes))
     batches = [make_batch(lengths, seed) for seed in range(copies)]
     buffers = [{name: torch.empty_like(value) for name, value in tensors_of(batch).items()} for batch in batches]
+    print(f"\n{kind}: {arguments.tokens:,} tokens, {len(lengths)} sequences of {int(lengths.min())} to {int(lengths.max())}")
+    print(f"  inputs: {input_bytes / 1e6:.1f} MB, {copies} such batches taken in turn; cache: {last_level_cache_bytes() / 1e6:.1f} MB")
+    if kind == "ragged":
+        print("  " + ", ".join(f"{name} {value.nbytes:,}" for name, value in inputs.items()) + " bytes")
 
     def copy(index: int) -> None:
         for name, value in tensors_of(batches[index]).items():
             buffers[index][name].copy_(value)
 
-    scratch = ROOT / "benchmarks" / f".{kind}.pt"
-    verl = Verl(arguments.verl, batches[0], arguments.threads, scratch) if arguments.verl else None
-    scratch.unlink(missing_ok=True)
-    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "correct", "diagnose", "pass", "verl")}
-    for index in range(copies):  # the first touch of every page
-        copy(index), full_pass(batches[index])
-    for turn in range(arguments.rounds):
-        index = turn % copies
-        seconds["copy"].append(timed(lambda: copy(index)))  # noqa: B023
-        seconds["pass"].append(timed(lambda: full_pass(batches[index])))  # noqa: B023
-        corrected = correct(batches[index], CONFIG)
-        seconds["correct"].append(timed(lambda: correct(batches[index], CONFIG)))  # noqa: B023
-        seconds["diagnose"].append(timed(lambda: diagnose(batches[index], corrected, config=CONFIG)))  # noqa: B023
-        if verl is not None:
-            seconds["verl"].append(verl.round())
-    print(f"\n{kind}: {arguments.tokens:,} tokens, {len(lengths)} sequences of {int(lengths.min())} to {int(lengths.max())}")
-    print(f"  inputs: {input_bytes / 1e6:.1f} MB, {copies} such batches taken in turn; cache: {last_level_cache_bytes() / 1e6:.1f} MB")
-    if kind == "ragged":
-        print("  " + ", ".join(f"{name} {value.nbytes:,}" for name, value in tensors_of(batches[0]).items()) + " bytes")
+    def diagnosis(turn: int) -> float:
+        batch = batches[turn % copies]
+        corrected = correct(batch, CONFIG)
+        return seconds_of(lambda: diagnose(batch, corrected, config=CONFIG))
+
+    sides: dict[str, Callable[[int], float]] = {
+        "copy": lambda turn: seconds_of(lambda: copy(turn % copies)),
+        "pass": lambda turn: seconds_of(lambda: full_pass(batches[turn % copies])),
+        "correct": lambda turn: seconds_of(lambda: correct(batches[turn % copies], CONFIG)),
+        "diagnose": diagnosis,
+    }
+    with ExitStack() as stack:
+        if arguments.verl:
+            verl = stack.enter_context(verl_rounds(arguments.verl, batches[0], arguments.threads))
+            _check_same_answer(verl()["metrics"], full_pass(batches[0]))
+            sides["verl"] = lambda _: verl()["seconds"]
+        # The warm-up touches every page; in this order the copy finds none of its batch in the cache.
+        seconds = in_turns(sides, arguments.rounds, warm_up=copies, rotate=False)
     for name, values in seconds.items():
-        if values:
-            print(f"  {name:9s} best {min(values) * 1e3:8.2f} ms   median {statistics.median(values) * 1e3:8.2f} ms")
+        print(f"  {name:9s} best {min(values) * 1e3:8.2f} ms   median {statistics.median(values) * 1e3:8.2f} ms")
     _print_ratio("pass / copy", seconds["pass"], seconds["copy"], f"at most {COPY_LIMIT:g}")
-    if verl is not None:
+    if "verl" in seconds:
         _print_ratio("verl / pass", seconds["verl"], seconds["pass"], f"at least {LIMITS[kind]:g}")
-        _check_same_answer(verl.metrics, full_pass(batches[0]))
-        print(f"  verl's padded batch holds {verl.padded_tokens:,} tokens")
-        verl.close()
-    return seconds
 
 
 def _print_ratio(name: str, above: list[float], below: list[float], wanted: str) -> None:
@@ -216,25 +185,12 @@ def profile(arguments: argparse.Namespace) -> None:
         print(f"  {item.key:28s} {item.self_cpu_time_total / total:6.1%} in {item.count} calls")
 
 
-def make_verl(folder: Path) -> None:
-    """verl and what its helper imports, in a virtual environment of their own (about 1 GB)."""
-    venv.create(folder, with_pip=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, *VERL_NEEDS], check=True)
-    subprocess.run([*pip, "--no-deps", VERL], check=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=2**20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--verl", type=Path, help="folder of the virtual environment that has verl")
-    parser.add_argument("--make-verl", type=Path, metavar="FOLDER", help="make that environment, and stop")
-    arguments = parser.parse_args()
-    if arguments.make_verl:
-        make_verl(arguments.make_verl)
-        return
+    arguments = VERL.parse(parser)
     torch.set_num_threads(arguments.threads)
     print(f"torch {torch.__version__}, {arguments.threads} threads, one process, {arguments.rounds} rounds in turn")
     for kind in LIMITS:

@@ -4,7 +4,7 @@
     python benchmarks/early_warning.py --make-rlwatch /tmp/rlwatch      # once: rlwatch 0.5.1 in a virtual environment of its own
     python benchmarks/early_warning.py --rlwatch /tmp/rlwatch           # both
 
-The series are in benchmarks/series (record_collapse.py records them). A run has collapsed if the reward of its own samples has fallen,
+The series are in benchmarks/series (lab/record_collapse.py records them). A run has collapsed if the reward of its own samples has fallen,
 for good, under half of the best that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
 Both systems are scored as they are shipped, and with thresholds that were chosen on the runs of even seeds, by the same rule from as many
 candidates; the scores are of the odd seeds.
@@ -14,28 +14,26 @@ to 9; those from 10 on were recorded once it was finished, and are scored apart.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gzip
 import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
-import venv
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from correction.monitor import Monitor, MonitorConfig, State  # noqa: E402
+from benchmarks.sides import ROOT, Peer, options
+from correction.monitor import Monitor, MonitorConfig, State
 
 SERIES = ROOT / "benchmarks" / "series"
-RLWATCH = "rlwatch==0.5.1"
+RLWATCH = Peer("rlwatch", "rlwatch_worker.py", (("rlwatch==0.5.1",),))
 SMOOTHING = 5
 """Steps of the centred mean of the outcome."""
 COLLAPSED_SHARE = 0.5
@@ -223,16 +221,9 @@ def monitor_warnings(run: Run, config: MonitorConfig | None = None) -> list[Warn
     return said
 
 
-RLWATCH_READS = {
-    "entropy": "entropy",
-    "reward_mean": "reward_mean",
-    "reward_std": "reward_std",
-    "advantage_std": "advantage_std",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-}
-"""rlwatch's argument -> our series. Single rewards are left out, as its integrations of trainers do: those of a task with right and
-wrong answers are always bimodal."""
+RLWATCH_READS = ("entropy", "reward_mean", "reward_std", "advantage_std", "loss", "grad_norm")
+"""Arguments of rlwatch's that are series of ours. Single rewards are left out, as its integrations of trainers do: those of a task with
+right and wrong answers are always bimodal."""
 RLWATCH_KL = {"to the start": "reference_kl", "of the update": "target_k3_kl"}
 """What trainers log as KL, and rlwatch then reads: to the reference model, or from the sampling policy to the trained one."""
 
@@ -254,42 +245,13 @@ def rlwatch_changes(setting: Setting) -> dict[str, dict[str, float]]:
     }
 
 
-class Rlwatch:
-    """rlwatch in a process of its own."""
-
-    def __init__(self, folder: Path, runs: Sequence[Run], kl: str) -> None:
-        reads = {**RLWATCH_READS, "kl_divergence": kl}
-        steps = [
-            [{name: v for name, ours in reads.items() if (v := run.series[ours][step]) is not None} for step in range(len(run.series[kl]))]
-            for run in runs
-        ]
-        command = [str(folder / "bin" / "python"), str(ROOT / "benchmarks" / "rlwatch_worker.py")]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        self._tell(steps)
-
-    def warnings(self, setting: Setting) -> list[list[Warned]]:
-        self._tell(rlwatch_changes(setting) if setting != Setting() else {})
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("rlwatch's process ended; is its environment complete? Make it anew with --make-rlwatch")
-        return [[Warned(step, what, severity == "critical") for step, what, severity in said] for said in json.loads(line)]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _tell(self, value: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
-
-
-def make_rlwatch(folder: Path) -> None:
-    """rlwatch in a virtual environment of its own."""
-    venv.create(folder, with_pip=True)
-    subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", RLWATCH], check=True)
+def rlwatch_warnings(ask: Callable[[Any], Any], runs: Sequence[Run], kl: str, setting: Setting) -> list[list[Warned]]:
+    """What rlwatch's worker says of each run; `kl` is the series that it reads as KL."""
+    reads = {name: name for name in RLWATCH_READS} | {"kl_divergence": kl}
+    numbers = [[run.numbers(step) for step in range(run.steps)] for run in runs]
+    steps = [[{name: step[ours] for name, ours in reads.items() if ours in step} for step in run] for run in numbers]
+    answer = ask({"runs": steps, "changes": rlwatch_changes(setting) if setting != Setting() else {}})
+    return [[Warned(step, what, severity == "critical") for step, what, severity in said] for said in answer]
 
 
 # -- the comparison ------------------------------------------------------------------------------------------------------
@@ -377,29 +339,22 @@ def first_words(runs: Sequence[Run], warnings: Sequence[Sequence[Warned]]) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--series", type=Path, default=SERIES)
-    parser.add_argument("--rlwatch", type=Path, help="folder of the virtual environment that has rlwatch")
-    parser.add_argument("--make-rlwatch", type=Path, metavar="FOLDER", help="make that environment, and stop")
-    arguments = parser.parse_args()
-    if arguments.make_rlwatch:
-        make_rlwatch(arguments.make_rlwatch)
-        return
+    arguments = RLWATCH.parse(parser)
     runs = load_runs(arguments.series)
     print(census(runs))
     systems: dict[str, System] = {"evenkeel": lambda setting: [monitor_warnings(run, monitor_config(setting)) for run in runs]}
-    others = (
-        {f"rlwatch, KL {kind}": Rlwatch(arguments.rlwatch, runs, name) for kind, name in RLWATCH_KL.items()} if arguments.rlwatch else {}
-    )
-    systems |= {name: other.warnings for name, other in others.items()}
-    systems = {name: functools.cache(system) for name, system in systems.items()}
     fitted, held_out, fresh = shares(runs)
-    for title, scored in (("odd seeds", held_out), ("fresh seeds", fresh)):
-        print(f"\n{title}: {len(scored)} runs\n\n{compare(runs, systems, fitted, scored)}")
-        for name, system in systems.items():
-            print(f"\n{name}, as shipped, said first: {first_words(of(runs, scored), of(system(Setting()), scored))}")
-    for other in others.values():
-        other.close()
+    with ExitStack() as stack:
+        if arguments.rlwatch:
+            ask = stack.enter_context(RLWATCH.start(arguments.rlwatch))
+            systems |= {f"rlwatch, KL {kind}": functools.partial(rlwatch_warnings, ask, runs, kl) for kind, kl in RLWATCH_KL.items()}
+        systems = {name: functools.cache(system) for name, system in systems.items()}
+        for title, scored in (("odd seeds", held_out), ("fresh seeds", fresh)):
+            print(f"\n{title}: {len(scored)} runs\n\n{compare(runs, systems, fitted, scored)}")
+            for name, system in systems.items():
+                print(f"\n{name}, as shipped, said first: {first_words(of(runs, scored), of(system(Setting()), scored))}")
 
 
 if __name__ == "__main__":

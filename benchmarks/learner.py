@@ -15,84 +15,42 @@ one, for `groups` 2 of both.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the package learner, not this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package learner, not this file
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.sides import Ratio, in_turns, options, seconds_of
+from benchmarks.workloads import lengths_of_groups, random_batch, save_model
 from correction import CorrectionConfig, PackedBatch, defer
 from learner.config import LearnerConfig
 from learner.inputs import ModelInputs
 from learner.learner_rank import LearnerRank
 
 CORRECTION = CorrectionConfig(preset="tis-token")
-SIZES: dict[str, dict[str, int]] = {
-    "3M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512},
-    "60M": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 14, "num_attention_heads": 8, "vocab_size": 8192},
-}
+VOCABULARIES = {"3M": 512, "60M": 8192}
 LONGEST, SEQUENCES, GROUPS = 128, {"3M": 24, "60M": 8}, {"3M": 8, "60M": 2}
 SAMPLES, PROMPT, ANSWERS = 8, 68, (8, 32)
 UPDATE: dict[str, Any] = {"learning_rate": 0.0, "betas": (0.9, 0.99), "clip_grad": 1.0}
 """At a rate of 0 the work is the same and the weights stay, so that every round has the same gradient."""
 
 
-def save_model(folder: Path, size: str) -> int:
-    """A random model; returns its number of parameters."""
-    import transformers
-
-    config = transformers.Qwen3Config(
-        **SIZES[size], num_key_value_heads=SIZES[size]["num_attention_heads"] // 2, head_dim=64, max_position_embeddings=256,
-        tie_word_embeddings=True, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    transformers.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def make_batch(kind: str, size: str) -> PackedBatch:
-    """Random tokens; behaviour logprobs are still to be filled in."""
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(count: int) -> Tensor:
-        return torch.randint(0, SIZES[size]["vocab_size"], (count,), generator=generator)
-
-    if kind == "ragged":
-        lengths = torch.linspace(LONGEST / 5, LONGEST, SEQUENCES[size]).round().long().tolist()
-        pieces, prompts, groups = [tokens(length) for length in lengths], [4] * len(lengths), list(range(len(lengths)))
-    else:
-        pieces, prompts, groups = [], [], []
-        for group in range(GROUPS[size]):
-            prompt = tokens(PROMPT)
-            for _ in range(SAMPLES):
-                answer = int(torch.randint(ANSWERS[0], ANSWERS[1] + 1, (1,), generator=generator))
-                pieces.append(torch.cat([prompt, tokens(answer)]))
-                prompts.append(PROMPT)
-                groups.append(group)
-    sizes = torch.tensor([len(piece) for piece in pieces])
-    n = int(sizes.sum())
-    return PackedBatch(
-        token_ids=torch.cat(pieces),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
-        loss_mask=torch.cat([torch.arange(len(piece)) >= prompt for piece, prompt in zip(pieces, prompts, strict=True)]),
-        behavior_logprobs=torch.zeros(n),
-        advantages=torch.repeat_interleave(torch.randn(len(pieces), generator=generator), sizes),
-        weight_versions=torch.zeros(n, dtype=torch.int32),
-        group_ids=torch.tensor(groups),
-    ).validate()
+    """Behaviour logprobs are still to be filled in."""
+    if kind == "groups":
+        return random_batch(lengths_of_groups(GROUPS[size], SAMPLES, (PROMPT, PROMPT), ANSWERS), SAMPLES, VOCABULARIES[size])
+    lengths = torch.linspace(LONGEST / 5, LONGEST, SEQUENCES[size]).round().long().tolist()
+    return random_batch([(4, length - 4) for length in lengths], 1, VOCABULARIES[size])
 
 
 class Rival:
@@ -135,17 +93,15 @@ class Rival:
 
 
 def measure(actions: dict[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:
-    """Seconds of each round; the order changes from round to round. Raises: AssertionError if the gradients differ."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    names = list(actions)
-    for turn in range(pairs + 1):
-        norms = {}
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            began = time.perf_counter()
-            norms[name] = actions[name]()
-            seconds[name].append(time.perf_counter() - began)
+    """Seconds of each round. Raises: AssertionError if the gradients differ."""
+    norms: dict[str, float] = {}
+
+    def step(name: str) -> float:
+        seconds = seconds_of(lambda: norms.update({name: actions[name]()}))
         assert max(norms.values()) < min(norms.values()) * 1.001, f"the gradients differ: {norms}"
-    return {name: values[1:] for name, values in seconds.items()}  # the first round is for caches and the optimizer's state
+        return seconds
+
+    return in_turns({name: lambda _, name=name: step(name) for name in actions}, pairs, warm_up=1)
 
 
 def compare(size: str, kind: str, pairs: int, threads: int) -> list[str]:
@@ -153,7 +109,7 @@ def compare(size: str, kind: str, pairs: int, threads: int) -> list[str]:
     batch = make_batch(kind, size)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        parameters = save_model(folder, size)
+        parameters = save_model(folder, size, VOCABULARIES[size])
         learner = LearnerRank(LearnerConfig(threads=threads, **UPDATE))
         learner.load(folder)
         rival = Rival(folder, batch)
@@ -170,28 +126,26 @@ def compare(size: str, kind: str, pairs: int, threads: int) -> list[str]:
         flush=True,
     )
     missed = []
-    for form, target in (
-        {"padded": 1 / fill, "one by one": 0.95}.items() if kind == "ragged" else {"padded": 2.0, "one by one": 2.0}.items()
-    ):
-        ratios = [theirs / mine for theirs, mine in zip(seconds[form], seconds["ours"], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        print(f"    times {form:10s}  {median:5.2f} ({low:.2f} to {high:.2f}), target {target:.2f}", flush=True)
-        if median < target:
-            missed.append(f"{size} {kind}: {median:.2f} times {form}, target {target:.2f}")
+    for form, target in (("padded", 1 / fill), ("one by one", 0.95)) if kind == "ragged" else (("padded", 2.0), ("one by one", 2.0)):
+        ratio = Ratio.of(seconds[form], seconds["ours"])
+        print(f"    times {form:10s}  {ratio}, target {target:.2f}", flush=True)
+        if ratio.median < target:
+            missed.append(f"{size} {kind}: {ratio.median:.2f} times {form}, target {target:.2f}")
     return missed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
+    parser = options(__doc__)
+    parser.add_argument("--size", nargs="+", choices=VOCABULARIES, default=list(VOCABULARIES))
     parser.add_argument("--batch", nargs="+", choices=("ragged", "groups"), default=["ragged", "groups"])
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    missed = [miss for size in options.size for kind in options.batch for miss in compare(size, kind, options.pairs, options.threads)]
-    if options.check and missed:
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    cases = [(size, kind) for size in arguments.size for kind in arguments.batch]
+    missed = [miss for size, kind in cases for miss in compare(size, kind, arguments.pairs, arguments.threads)]
+    if arguments.check and missed:
         sys.exit("missed: " + "; ".join(missed))
 
 

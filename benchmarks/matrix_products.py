@@ -8,13 +8,16 @@ the fastest turn of each, in turns, since other work on the machine can only slo
 
 from __future__ import annotations
 
-import argparse
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
+from benchmarks.sides import in_turns, options, seconds_of
 from correction.matrix_products import is_needed, product
 
 LAYERS = {"gate and up": (384, 2816), "down": (1408, 384), "query, key, value": (384, 512), "attention's output": (256, 384)}
@@ -24,14 +27,11 @@ LAYERS = {"gate and up": (384, 2816), "down": (1408, 384), "query, key, value": 
 def seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
     """Of one product, the mean over about 50 ms."""
     repeats = max(3, int(5e9 / (2 * a.numel() * b.shape[1])))
-    began = time.perf_counter()
-    for _ in range(repeats):
-        multiply(a, b)
-    return (time.perf_counter() - began) / repeats
+    return seconds_of(lambda: [multiply(a, b) for _ in range(repeats)]) / repeats
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--turns", type=int, default=7)
     turns = parser.parse_args().turns
     used = "use" if is_needed() else "don't use"
@@ -43,8 +43,9 @@ def main() -> None:
             pairs = {name: (x, weight.t())} | ({f"{name}: gradient": (slope.t(), x)} if rows > 64 else {})
             for what, (a, b) in pairs.items():
                 product(a, b)  # compiles
-                times = [(seconds(torch.mm, a, b), seconds(product, a, b)) for _ in range(turns)]
-                plain, ours = (min(column) for column in zip(*times, strict=True))
+                ways = {"MKL": torch.mm, "oneDNN": product}
+                times = in_turns({way: lambda _, do=do, a=a, b=b: seconds(do, a, b) for way, do in ways.items()}, turns)
+                plain, ours = min(times["MKL"]), min(times["oneDNN"])
                 print(f"{rows:>6}  {what:<30} {plain / ours:5.2f}  {2e-9 * a.numel() * b.shape[1] / ours:15.0f}")
 
 

@@ -17,7 +17,6 @@ words that training has not, and are answered through SGLang for both; an answer
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -26,18 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "recipes" / "nano_spell_backward.yaml"
-TRL = ["torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT, Peer, evenkeel, options, steps_of
+
+TRL = Peer("trl", "trl_worker.py", (("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"),))
 ARCHITECTURE = {"hidden_size": 224, "intermediate_size": 768}
 """Of both sides' model; the rest as the recipe's. What a shape says of steps and levels was chosen for it (2.0M parameters)."""
 WARM_UP_STEPS = 3
@@ -109,7 +108,16 @@ class Measured:
     seconds_to_level: float | None
     """Training seconds until the mean reward of five steps reached the level; None: never."""
     rewards: tuple[float, ...]
-    accuracy: str
+
+    @classmethod
+    def of(cls, steps: list[dict[str, float]], rewards: list[float], level: float, cpu_s: float) -> Measured:
+        """From the step_s, generate_s and train_s of each step."""
+        reached = next((k for k in range(5, len(rewards) + 1) if statistics.fmean(rewards[k - 5 : k]) >= level), None)
+        seconds = None if reached is None else sum(step["step_s"] for step in steps[:reached])
+        step_s, generate_s, train_s = (
+            statistics.median(step[name] for step in steps[WARM_UP_STEPS:]) for name in ("step_s", "generate_s", "train_s")
+        )
+        return cls(step_s, generate_s, train_s, cpu_s, seconds_to_level=seconds, rewards=tuple(rewards))
 
 
 def make_rows(shape: Shape, count: int, seed: int, words: list[str], backward: float = 1.0) -> list[dict[str, str]]:
@@ -138,7 +146,7 @@ def prepare(shape: Shape, folder: Path) -> Path:
     }
     for name, rows in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = yaml.safe_load(RECIPE.read_text())
+    recipe = yaml.safe_load(NANO_RECIPE.read_text())
     recipe |= {"name": "peers", "model": str(folder / "model"), "groups_per_step": shape.groups, "dynamic_sampling": False}
     recipe["rollout"]["task"] = {
         "kind": "file",
@@ -164,32 +172,20 @@ def prepare(shape: Shape, folder: Path) -> Path:
     return path
 
 
-def evenkeel(command: str, *words: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "actors.commands.cli", command, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        sys.exit(f"evenkeel {command} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
-
-
-def run_evenkeel(recipe: Path, steps: int, level: float, run_dir: Path, seed: int) -> Measured:
-    command = [sys.executable, "-m", "actors.commands.cli", "train", str(recipe), f"steps={steps}", f"run_dir={run_dir}", f"seed={seed}"]
+def run_evenkeel(recipe: Path, shape: Shape, steps: int, run_dir: Path, seed: int) -> Measured:
     log = run_dir.with_suffix(".log")
     with log.open("w") as file:
+        command = [*EVENKEEL, "train", str(recipe), f"steps={steps}", f"run_dir={run_dir}", f"seed={seed}"]
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         cpu_at = list(_cpu_seconds_at_steps(process, run_dir / "metrics.jsonl"))
     if process.returncode != 0:
         sys.exit(f"evenkeel train failed:\n{log.read_text()[-3000:]}")
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return measured(
-        step_s=[line["time/step_s"] for line in lines],
-        generate_s=[line["wait/learner_s"] for line in lines],
-        train_s=[line["time/train_s"] for line in lines],
-        cpu_s=_per_step(cpu_at),
-        rewards=[line["reward/mean"] for line in lines],
-        level=level,
-        accuracy=_accuracy(run_dir / "checkpoints" / f"step_{steps:06d}" / "hf", recipe),
+    lines = steps_of(run_dir)
+    return Measured.of(
+        [{"step_s": line["time/step_s"], "generate_s": line["wait/learner_s"], "train_s": line["time/train_s"]} for line in lines],
+        [line["reward/mean"] for line in lines],
+        shape.level,
+        _per_step(cpu_at),
     )
 
 
@@ -221,61 +217,30 @@ def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> It
             yield lines, sum(seen.values())
 
 
-def trl_settings(recipe: Path, shape: Shape, steps: int, microbatch: int, output: Path, seed: int) -> dict[str, Any]:
-    """What benchmarks/trl_worker.py reads; everything that both sides share comes from the recipe."""
+def run_trl(environment: Path, recipe: Path, shape: Shape, steps: int, microbatch: int, output: Path, seed: int) -> Measured:
+    """Everything that both sides share comes from the recipe; the trained model is in `output`."""
     settings = yaml.safe_load(recipe.read_text())
-    return {
-        "model": settings["model"],
-        "data": settings["rollout"]["task"]["path"],
-        "output": str(output),
-        "metrics": str(output.with_suffix(".jsonl")),
-        "steps": steps,
-        "groups": shape.groups,
-        "samples": shape.samples,
-        "max_tokens": shape.max_tokens,
-        "microbatch": microbatch,
-        "learning_rate": settings["learner"]["learning_rate"],
-        "warmup_steps": settings["learner"]["warmup_steps"],
-        "threads": 2,
-        "seed": seed,
-    }
-
-
-def run_trl(python: Path, settings: dict[str, Any], level: float, recipe: Path | None) -> Measured:
-    """One run of TRL; held-out accuracy only with a recipe."""
-    command = [str(python), str(ROOT / "benchmarks" / "trl_worker.py"), json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"trl failed:\n{done.stderr[-3000:]}")
-    lines = [json.loads(line) for line in Path(settings["metrics"]).read_text().splitlines()]
-    return measured(
-        step_s=[line["step_s"] for line in lines],
-        generate_s=[line["generate_s"] for line in lines],
-        train_s=[line["step_s"] - line["generate_s"] for line in lines],
-        cpu_s=_per_step([(number + 1, line["cpu_s"]) for number, line in enumerate(lines)]),
-        rewards=[line["reward"] for line in lines],
-        level=level,
-        accuracy=_accuracy(Path(settings["output"]), recipe) if recipe else "",
-    )
-
-
-def measured(
-    *,
-    step_s: list[float],
-    generate_s: list[float],
-    train_s: list[float],
-    cpu_s: float,
-    rewards: list[float],
-    level: float,
-    accuracy: str,
-) -> Measured:
-    reached = next((k for k in range(5, len(rewards) + 1) if statistics.fmean(rewards[k - 5 : k]) >= level), None)
-    return Measured(
-        *(statistics.median(values[WARM_UP_STEPS:]) for values in (step_s, generate_s, train_s)),
-        cpu_s,
-        seconds_to_level=None if reached is None else sum(step_s[:reached]),
-        rewards=tuple(rewards),
-        accuracy=accuracy,
+    with TRL.start(environment) as train:
+        lines = train(
+            {
+                "model": settings["model"],
+                "data": settings["rollout"]["task"]["path"],
+                "sampling": settings["rollout"]["sampling"],
+                "learning_rate": settings["learner"]["learning_rate"],
+                "warmup_steps": settings["learner"]["warmup_steps"],
+                "groups": shape.groups,
+                "output": str(output),
+                "steps": steps,
+                "microbatch": microbatch,
+                "threads": 2,
+                "seed": seed,
+            }
+        )
+    return Measured.of(
+        [line | {"train_s": line["step_s"] - line["generate_s"]} for line in lines],
+        [line["reward"] for line in lines],
+        shape.level,
+        _per_step([(number + 1, line["cpu_s"]) for number, line in enumerate(lines)]),
     )
 
 
@@ -285,42 +250,34 @@ def _accuracy(model: Path, recipe: Path) -> str:
     return found[1] if found else said.strip().splitlines()[-1]
 
 
-def best_microbatch(python: Path, recipe: Path, shape: Shape, folder: Path) -> int:
+def best_microbatch(environment: Path, recipe: Path, shape: Shape, folder: Path) -> int:
     """TRL's fastest number of sequences for one forward and backward pass."""
     batch = shape.groups * shape.samples
     seconds = {}
     for size in (batch, batch // 2, batch // 4):
-        settings = trl_settings(recipe, shape, WARM_UP_STEPS + 3, size, folder / f"trl-probe-{size}", seed=0)
-        seconds[size] = run_trl(python, settings, 2.0, None).step_s
+        seconds[size] = run_trl(environment, recipe, shape, WARM_UP_STEPS + 3, size, folder / f"trl-probe-{size}", seed=0).step_s
         print(f"  TRL with micro-batches of {size}: {seconds[size]:.2f} s a step", flush=True)
     return min(seconds, key=seconds.__getitem__)
 
 
-def print_run(name: str, run: Measured, level: float) -> None:
+def print_run(name: str, run: Measured, level: float, accuracy: str) -> None:
     until = "not reached" if run.seconds_to_level is None else f"reached after {run.seconds_to_level:.0f} s of training"
     waits = "generates" if name == "TRL" else "waits for a batch"
     tens = [statistics.fmean(run.rewards[k : k + 10]) for k in range(0, len(run.rewards), 10)]
     print(
         f"{name}: step {run.step_s:.2f} s ({waits} {run.generate_s:.2f}, trains {run.train_s:.2f}), {run.cpu_s:.2f} CPU s a step\n"
-        f"    mean reward by tens of steps {' '.join(f'{ten:.2f}' for ten in tens)}; {level:g} {until}; held out {run.accuracy}",
+        f"    mean reward by tens of steps {' '.join(f'{ten:.2f}' for ten in tens)}; {level:g} {until}; held out {accuracy}",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="long")
     parser.add_argument("--steps", type=int, help="training steps of each run; default: by the shape")
     parser.add_argument("--pairs", type=int, default=2, help="runs of each, in turn")
     parser.add_argument("--folder", type=Path, help="keep rows and start model there, by shape; a start model that is there is used again")
-    parser.add_argument("--trl", type=Path, help="folder of the virtual environment that has trl")
-    parser.add_argument("--make-trl", type=Path, metavar="FOLDER", help="make that environment, and stop")
-    arguments = parser.parse_args()
-    if arguments.make_trl:
-        venv.create(arguments.make_trl, with_pip=True)
-        pip = [str(arguments.make_trl / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *TRL], check=True)
-        return
+    arguments = TRL.parse(parser)
     if arguments.trl is None:
         parser.error("--trl FOLDER is missing; make one with --make-trl FOLDER")
     shape = SHAPES[arguments.shape]
@@ -332,19 +289,19 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         recipe = prepare(shape, folder)
         print(f"{arguments.shape}: {shape.groups} groups of {shape.samples}, {_lengths(folder)}", flush=True)
-        compare(shape, steps, arguments.pairs, arguments.trl / "bin" / "python", recipe, Path(scratch))
+        compare(shape, steps, arguments.pairs, arguments.trl, recipe, Path(scratch))
 
 
-def compare(shape: Shape, steps: int, pairs: int, python: Path, recipe: Path, folder: Path) -> None:
+def compare(shape: Shape, steps: int, pairs: int, environment: Path, recipe: Path, folder: Path) -> None:
     """Runs in turn, with their files in `folder`; prints each, and the ratios."""
-    microbatch = best_microbatch(python, recipe, shape, folder)
+    microbatch = best_microbatch(environment, recipe, shape, folder)
     both = []
     for pair in range(pairs):
-        ours = run_evenkeel(recipe, steps, shape.level, folder / f"evenkeel-{pair}", seed=pair)
-        print_run("evenkeel", ours, shape.level)
-        settings = trl_settings(recipe, shape, steps, microbatch, folder / f"trl-{pair}", seed=pair)
-        theirs = run_trl(python, settings, shape.level, recipe)
-        print_run("TRL", theirs, shape.level)
+        ours = run_evenkeel(recipe, shape, steps, folder / f"evenkeel-{pair}", seed=pair)
+        trained = folder / f"evenkeel-{pair}" / "checkpoints" / f"step_{steps:06d}" / "hf"
+        print_run("evenkeel", ours, shape.level, _accuracy(trained, recipe))
+        theirs = run_trl(environment, recipe, shape, steps, microbatch, folder / f"trl-{pair}", seed=pair)
+        print_run("TRL", theirs, shape.level, _accuracy(folder / f"trl-{pair}", recipe))
         both.append((theirs, ours))
     print(f"TRL's figures as multiples of evenkeel's, median of {pairs} pairs (and each):")
     print(f"    seconds of a step {_ratios((t.step_s, o.step_s) for t, o in both)}")
@@ -359,18 +316,12 @@ def _ratios(pairs: Iterable[tuple[float | None, float | None]]) -> str:
 
 
 def _lengths(folder: Path) -> str:
-    from transformers import AutoTokenizer
+    from rollout.chat import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = load_tokenizer(folder / "model")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:200]]
-    prompts = [
-        len(
-            tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        )
-        for row in rows
-    ]
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    prompts = [len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]) for chat in chats]
     answers = [len(tokenizer(row["answer"])["input_ids"]) + 1 for row in rows]
     return f"prompts of {statistics.fmean(prompts):.0f} tokens, right answers of {statistics.fmean(answers):.0f}"
 

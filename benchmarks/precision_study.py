@@ -11,8 +11,6 @@ start is named with its error.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import random
 import sys
 import tempfile
@@ -20,15 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the package learner, not its neighbour here of the same name
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package learner, not its neighbour here of the same name
 
-import torch
+from torch import Tensor
 
-from correction import CorrectionConfig, PackedBatch, correct, diagnose
+from benchmarks.sides import options
+from benchmarks.workloads import sampled_batch, save_model
+from correction import CorrectionConfig, correct, diagnose
 from correction.errors import EvenkeelError
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 
 VOCABULARY = 512
@@ -48,59 +47,26 @@ LEARNERS: dict[str, dict[str, Any]] = {
 COLUMNS = {"k3_kl": "k3 KL", "log_ratio_std": "std", "log_ratio_abs_max": "max |log ratio|", "pearson": "pearson"}
 
 
-def save_model(folder: Path) -> None:
-    import transformers
-
-    transformers.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.1, bos_token_id=0, eos_token_id=1,
-        pad_token_id=2, dtype="float32",
-    )  # fmt: skip
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-
-
-async def sample(folder: Path, settings: dict[str, Any], prompts: int, samples: int, tokens: int) -> PackedBatch:
-    """The answers of a fresh engine to random prompts of 16 tokens."""
-    draw = random.Random(0)
-    texts = [[draw.randrange(3, VOCABULARY) for _ in range(16)] for _ in range(prompts)]
-    engine = await RolloutEngine.start(folder, EngineConfig(device="cpu", max_running_requests=64, **settings))
-    try:
-        answers = await asyncio.gather(*(engine.generate(text, max_tokens=tokens, samples=samples, ignore_stop=True) for text in texts))
-    finally:
-        await engine.shutdown()
-    pairs = [(text, answer) for text, group in zip(texts, answers, strict=True) for answer in group]
-    lengths = torch.tensor([0] + [len(text) + len(answer.token_ids) for text, answer in pairs])
-    n = int(lengths.sum())
-    return PackedBatch(
-        token_ids=torch.tensor([token for text, answer in pairs for token in (*text, *answer.token_ids)]),
-        offsets=lengths.cumsum(0),
-        loss_mask=torch.tensor([kind for text, answer in pairs for kind in [False] * len(text) + [True] * len(answer.token_ids)]),
-        behavior_logprobs=torch.tensor([value for text, answer in pairs for value in [0.0] * len(text) + list(answer.logprobs)]),
-        advantages=torch.ones(n),
-        weight_versions=torch.zeros(n, dtype=torch.int32),
-        group_ids=torch.arange(len(pairs)) // samples,
-    ).validate()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=4, help="for each prompt, at least 2")
     parser.add_argument("--tokens", type=int, default=48)
-    options = parser.parse_args()
+    arguments = parser.parse_args()
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(3, VOCABULARY) for _ in range(16)) for _ in range(arguments.prompts)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_model(folder)
+        save_model(folder, "3M", VOCABULARY, initializer_range=0.1)
         batches, failed = {}, {}
-        for engine in options.engines:
+        for engine in arguments.engines:
             try:
-                batches[engine] = asyncio.run(sample(folder, ENGINES[engine], options.prompts, options.samples, options.tokens))
+                config = EngineConfig(device="cpu", max_running_requests=64, **ENGINES[engine])
+                batches[engine] = sampled_batch(folder, config, prompts, samples=arguments.samples, max_tokens=arguments.tokens)
             except EvenkeelError as error:
                 failed[engine] = error
-        logprobs: dict[tuple[str, str], torch.Tensor] = {}
+        logprobs: dict[tuple[str, str], Tensor] = {}
         for learner, settings in LEARNERS.items():
             rank = LearnerRank(LearnerConfig(**settings))
             rank.load(folder)
@@ -110,10 +76,10 @@ def main() -> None:
         surprise = -float(batch.behavior_logprobs[batch.loss_mask].mean())
         print(f"engine {engine}: {int(batch.loss_mask.sum()):,} tokens, mean -log mu {surprise:.2f} nats")
     print(f"{'engine':17s}{'learner':17s}" + "".join(f"{title:>17s}" for title in COLUMNS.values()))
-    config = CorrectionConfig(preset="tis-token")
+    correction = CorrectionConfig(preset="tis-token")
     for (engine, learner), values in sorted(logprobs.items()):
         batch = replace(batches[engine], proximal_logprobs=values)
-        numbers = diagnose(batch, correct(batch, config))
+        numbers = diagnose(batch, correct(batch, correction))
         print(f"{engine:17s}{learner:17s}" + "".join(f"{numbers[column]:17.8f}" if column == "pearson" else f"{numbers[column]:17.2e}"
                                                       for column in COLUMNS))  # fmt: skip
     for engine, error in failed.items():

@@ -1,18 +1,17 @@
 """The other side of benchmarks/early_warning.py: rlwatch's own detectors, run by the Python of an environment that has rlwatch.
 
-The first line on stdin is a JSON list of runs, each a list of steps, each the arguments of `log_step`. Every further line is a set of
-changes to rlwatch's configuration; the answer is one line: for each run, the alerts that rlwatch would have sent, as
-[step, detector, severity].
+A question has runs, each a list of steps, each the arguments of `log_step`; and changes to rlwatch's configuration. The answer is, for each
+run, the alerts that rlwatch would have sent, as [step, detector, severity].
 """
 
 from __future__ import annotations
 
-import json
-import sys
+from typing import Any
 
 from rlwatch.alerts import AlertManager
 from rlwatch.config import load_config
 from rlwatch.detectors import DetectorSuite
+from sides import serve
 
 
 def alerts_of(steps: list[dict[str, float]], changes: dict[str, dict[str, float]]) -> list[tuple[int, str, str]]:
@@ -27,11 +26,9 @@ def alerts_of(steps: list[dict[str, float]], changes: dict[str, dict[str, float]
     ]
 
 
-def main() -> None:
-    runs = json.loads(sys.stdin.readline())
-    for line in sys.stdin:
-        print(json.dumps([alerts_of(run, json.loads(line)) for run in runs]), flush=True)
+def answer(question: dict[str, Any]) -> list[list[tuple[int, str, str]]]:
+    return [alerts_of(run, question["changes"]) for run in question["runs"]]
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)

@@ -11,8 +11,7 @@ from the embedding on, and given the engine's choice in all layers before.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+import json
 import os
 import random
 import sys
@@ -21,23 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[0] = str(ROOT)  # otherwise the folder of this file would come first
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package learner, not its neighbour here of the same name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
-from correction import PackedBatch  # noqa: E402
-from correction.errors import EngineError  # noqa: E402
-from learner.config import LearnerConfig  # noqa: E402
-from learner.learner_rank import LearnerRank, Proximal  # noqa: E402
-from learner.nano import NanoModelConfig, build_nano_model  # noqa: E402
-from rollout.config import TrainOverlong  # noqa: E402
-from rollout.engine import RolloutEngine  # noqa: E402
-from rollout.engine_config import EngineConfig  # noqa: E402
-from rollout.packing import pack_groups  # noqa: E402
-from rollout.sampling import sample_trajectories  # noqa: E402
-from rollout.trajectory import Group, Prompt  # noqa: E402
+from benchmarks.sides import options
+from benchmarks.workloads import sampled_batch
+from correction import PackedBatch
+from correction.errors import EngineError
+from learner.config import LearnerConfig
+from learner.learner_rank import LearnerRank, Proximal
+from learner.nano import NanoModelConfig, build_nano_model
+from rollout.engine_config import EngineConfig
 
 SHAPE = NanoModelConfig(
     layers=4, hidden_size=128, heads=4, head_dim=32, intermediate_size=64, experts=16, experts_per_token=4, init_std=0.08,
@@ -61,32 +56,6 @@ class Mismatch:
     """Share of (token read, layer) in which the learner's router chooses the engine's experts."""
     tokens: int
     """Sampled."""
-
-
-class _NoText:
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return ""
-
-
-async def sample(folder: Path, dtype: str, prompts: int, max_tokens: int) -> PackedBatch:
-    """2 answers to each prompt of random tokens."""
-    config = EngineConfig(device="cpu", dtype=dtype, return_routed_experts=True, max_total_tokens=32_768)  # type: ignore[arg-type]
-    engine = await RolloutEngine.start(folder, config, name=f"{dtype} engine")
-    try:
-        draw = random.Random(0)
-        texts = [tuple(draw.randrange(engine.vocab_size) for _ in range(draw.randint(4, 40))) for _ in range(prompts)]
-        asked = [Prompt(f"train/0/{i}", "", text, "") for i, text in enumerate(texts)]
-        answers = await asyncio.gather(
-            *(sample_trajectories(engine, _NoText(), one, samples=2, max_tokens=max_tokens, temperature=1.0, seed=0) for one in asked)
-        )
-    finally:
-        await engine.shutdown()
-    groups = [
-        Group(i, prompt, tuple(replace(one, reward=0.0) for one in pair), 0)
-        for i, (prompt, pair) in enumerate(zip(asked, answers, strict=True))
-    ]
-    batch, _ = pack_groups(groups, learner_version=0, advantage=lambda rewards, _: rewards, overlong=TrainOverlong(), max_tokens=max_tokens)
-    return batch
 
 
 def compare(folder: Path, batch: PackedBatch, dtype: str) -> list[Mismatch]:
@@ -118,8 +87,12 @@ def _equal_share(result: Proximal, batch: PackedBatch) -> float:
 
 
 def measure(folder: Path, dtype: str, *, prompts: int, max_tokens: int) -> list[Mismatch]:
-    """Raises: EngineError if SGLang doesn't serve the model in that precision here."""
-    return compare(folder, asyncio.run(sample(folder, dtype, prompts, max_tokens)), dtype)
+    """From 2 answers to each of some random prompts. Raises: EngineError if SGLang doesn't serve the model in that precision here."""
+    config = EngineConfig(device="cpu", dtype=dtype, return_routed_experts=True, max_total_tokens=32_768)  # type: ignore[arg-type]
+    draw = random.Random(0)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    texts = [tuple(draw.randrange(vocabulary) for _ in range(draw.randint(4, 40))) for _ in range(prompts)]
+    return compare(folder, sampled_batch(folder, config, texts, samples=2, max_tokens=max_tokens), dtype)
 
 
 def table(rows: Sequence[Mismatch]) -> str:
@@ -134,19 +107,19 @@ def table(rows: Sequence[Mismatch]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), help="precisions of the engine")
     parser.add_argument("--prompts", type=int, default=64, help="of 2 answers each")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
-    options = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[Mismatch] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         parameters = build_nano_model(folder, ["What is 1 + 2?", "What is 3 + 4?"], SHAPE)
         print(f"{parameters / 1e6:.2f}M parameters, {SHAPE.layers} layers of {SHAPE.experts} experts, {SHAPE.experts_per_token} a token")
-        for dtype in options.dtypes:
+        for dtype in arguments.dtypes:
             try:
-                rows += measure(folder, dtype, prompts=options.prompts, max_tokens=options.max_tokens)
+                rows += measure(folder, dtype, prompts=arguments.prompts, max_tokens=arguments.max_tokens)
             except EngineError as error:
                 print(f"{dtype}: the engine doesn't run: {error}")
     print(table(rows))

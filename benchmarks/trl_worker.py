@@ -1,20 +1,20 @@
 """The other side of benchmarks/peers.py: TRL's GRPOTrainer, run by the Python of an environment that has trl.
 
-Reads one JSON object (see `peers.trl_settings`), trains, and appends one line of JSON a step to its `metrics` file: seconds of the step,
-of its generation and of the rest, CPU seconds of the process so far, mean reward. The trained model is saved in `output`.
+A question is a run's settings (see `run_trl` there); the answer is, for each step, its seconds and those of its generation, CPU seconds
+of the process so far, and the mean reward. The trained model is saved in `output`.
 """
 
 from __future__ import annotations
 
 import json
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from sides import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from word_reward import share_of_words
@@ -45,10 +45,10 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepLines(TrainerCallback):
-    """One line for each step; the reward is what the trainer logs itself."""
+    """What each step took; the reward is what the trainer logs itself."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
         self.trainer: TimedTrainer
         self.began = time.perf_counter()
 
@@ -57,35 +57,33 @@ class StepLines(TrainerCallback):
             return
         now = time.perf_counter()
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        line = {
-            "step_s": now - self.began,
-            "generate_s": self.trainer.generate_s,
-            "reward": float(logs["reward"]),
-            "cpu_s": usage.ru_utime + usage.ru_stime,
-            "answer_tokens": float(logs["completions/mean_length"]),
-        }
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.lines.append(
+            {
+                "step_s": now - self.began,
+                "generate_s": self.trainer.generate_s,
+                "reward": float(logs["reward"]),
+                "cpu_s": usage.ru_utime + usage.ru_stime,
+            }
+        )
         self.began, self.trainer.generate_s = now, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.began = time.perf_counter()
 
 
-def main() -> None:
-    settings = json.loads(sys.argv[1])
+def train(settings: dict[str, Any]) -> list[dict[str, float]]:
     torch.set_num_threads(settings["threads"])
+    sampling, output = settings["sampling"], settings["output"]
     rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
     rows = rows[: settings["steps"] * settings["groups"]]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows])
-    batch = settings["groups"] * settings["samples"]
     config = GRPOConfig(
-        output_dir=settings["output"],
+        output_dir=output,
         max_steps=settings["steps"],
         per_device_train_batch_size=settings["microbatch"],
-        gradient_accumulation_steps=batch // settings["microbatch"],
-        num_generations=settings["samples"],
-        max_completion_length=settings["max_tokens"],
+        gradient_accumulation_steps=settings["groups"] * sampling["samples_per_group"] // settings["microbatch"],
+        num_generations=sampling["samples_per_group"],
+        max_completion_length=sampling["max_tokens"],
         temperature=1.0,
         shuffle_dataset=False,
         beta=0.0,
@@ -104,7 +102,7 @@ def main() -> None:
         disable_tqdm=True,
         seed=settings["seed"],
     )
-    lines = StepLines(Path(settings["metrics"]))
+    lines = StepLines()
     trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(settings["model"]),
@@ -116,8 +114,9 @@ def main() -> None:
     trainer.warmup_steps = settings["warmup_steps"]
     lines.trainer = trainer
     trainer.train()
-    trainer.save_model(settings["output"])
+    trainer.save_model(output)
+    return lines.lines
 
 
 if __name__ == "__main__":
-    main()
+    serve(train)

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/variance_split.py [--steps 20] [--model FOLDER]
 
-Three runs with max_staleness 1 on the small recipe of the tests (tests/e2e/kept_engines.yaml), real SGLang and real Megatron: both in
+Three runs with max_staleness 1 on the small recipe lab/kept_engines.yaml, real SGLang and real Megatron: both in
 bfloat16, both in float32, and both in float32 and fixed order. Each run's batches are then scored again by the learner, at the
 weights that sampled them and at those that trained on them; tokens of staleness 1 count. In the mode the mismatch is 0, and so is the
 covariance: the ratio is pure staleness. The program fails if it isn't.
@@ -10,7 +10,6 @@ covariance: the ratio is pure staleness. The program fails if it isn't.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.true_on_policy import with_both_sides
+from benchmarks.sides import options
 from correction.variance_split import VarianceSplit, split_variance
-from tests.e2e.kept_engines import KeptEngines, recipe
+from lab.kept_engines import KeptEngines, recipe
 
 KINDS = {
     "off, bfloat16": ("rollout.engine.dtype=bfloat16", "learner.dtype=bfloat16"),
@@ -37,7 +37,7 @@ def measure(model: Path, steps: int, overrides: tuple[str, ...]) -> VarianceSpli
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=20, help="of each run")
     parser.add_argument("--model", type=Path, help="folder of the recipe's model, made if it is not there; default: a temporary one")
     arguments = parser.parse_args()

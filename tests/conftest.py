@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Coroutine, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
+from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
-
-T = TypeVar("T")
 
 _ENGINE_FIXTURES = {"shared_engine", "engine"}
 _LONGEST_FIRST = ("tests/e2e", "shared engine", "tests/learner", "tests/failures", "tests/rollout", "tests/benchmarks")
@@ -44,27 +40,6 @@ def _rank(group: str) -> int:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: Qwen3 of 2 layers, hidden 64, 512 tokens, tied embeddings, random weights, with its tokenizer."""
     return save_tiny_model(save_tiny_tokenizer(tmp_path_factory.mktemp("tiny_qwen3")))
-
-
-class BackgroundLoop:
-    """An event loop in a thread, as in a Ray async actor; tests call it from outside."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 300.0) -> T:
-        return self.start(coroutine).result(timeout_s)
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin; the result is waited for later."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10.0)
-        self.loop.close()
 
 
 @pytest.fixture(scope="session")

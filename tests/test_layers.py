@@ -1,4 +1,4 @@
-"""Imports run one way: actors -> learner, rollout -> correction. Read off the syntax trees, so that nothing has to be imported."""
+"""Imports run one way: lab -> actors -> learner, rollout -> correction. Read off the syntax trees, so that nothing has to be imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("correction", "rollout", "learner", "actors")
-FOLDERS = ("deploy", "recipes", "benchmarks", "tests", "lab")
+FOLDERS = ("deploy", "docs", "recipes", "benchmarks", "tests", "lab")
 MAY_IMPORT = {
     "correction": {"correction"},
     "rollout": {"rollout", "correction"},
@@ -46,6 +46,15 @@ def test_no_import_against_the_arrow(package: str) -> None:
         if name in ours - MAY_IMPORT[package]
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize(("name", "importers"), [("tests", {"tests"}), ("lab", {"lab", "benchmarks", "tests"})])
+def test_what_only_some_may_import(name: str, importers: set[str]) -> None:
+    """Tests are for tests alone; lab is for experiments, and the product doesn't need it."""
+    tops = [top for top in (*PACKAGES, *FOLDERS) if any((ROOT / top).rglob("*.py"))]
+    places = [(top, path, line) for top in tops for path in source_files(top) for line, its in imports(path) if its == name]
+    assert places, f"nothing imports {name}: the test would pass for nothing"
+    assert [f"{path.relative_to(ROOT)}:{line}" for top, path, line in places if top not in importers] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

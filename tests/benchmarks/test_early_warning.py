@@ -116,7 +116,7 @@ def test_warnings_are_changes_for_the_worse():
 
 def test_a_disturbance_grows_from_its_onset_on():
     """20 steps from 1 version and the plain rate to 8 and four times it: half-way at the tenth, 1 + 7/2 versions rounded down."""
-    from benchmarks.record_collapse import CONDITIONS, Disturbance, at_step, onset_of
+    from lab.record_collapse import CONDITIONS, Disturbance, at_step, onset_of
 
     end = CONDITIONS["staleness"]
     assert at_step(end, 29, onset=30) == Disturbance() and at_step(end, 49, onset=30) == at_step(end, 99, onset=30) == end

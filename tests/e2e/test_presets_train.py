@@ -25,7 +25,7 @@ import pytest
 from torch import Tensor
 
 from correction.presets import PRESETS
-from tests.e2e.kept_engines import KeptEngines, RunRecord, recipe
+from lab.kept_engines import KeptEngines, RunRecord, recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(1800)]
 

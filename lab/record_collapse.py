@@ -1,6 +1,6 @@
 """Records the metric series for benchmarks/early_warning.py: real runs of a nano model that are disturbed, and others that are not.
 
-    python benchmarks/record_collapse.py --model /tmp/early-warning-model --seeds 0-11        # about half a minute a run, on one core
+    python lab/record_collapse.py --model /tmp/early-warning-model --seeds 0-11        # about half a minute a run, on one core
 
 All runs are alike until their onset, a step from 30 to 49 that the seed decides: preset decoupled-ppo with two optimizer steps per
 batch, so that importance weights have no bound, max_staleness 1, learning rate 5e-4. From then on the disturbance grows for
@@ -29,18 +29,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from correction import CorrectionConfig  # noqa: E402
-from correction.advantages import group_advantages  # noqa: E402
-from learner.learner_rank import LearnerRank  # noqa: E402
-from rollout.trajectory import Group  # noqa: E402
-from tests.e2e.kept_engines import KeptEngines, RunSettings, recipe  # noqa: E402
+from correction import CorrectionConfig
+from correction.advantages import group_advantages
+from lab.kept_engines import KeptEngines, RunSettings, recipe
+from learner.learner_rank import LearnerRank
+from rollout.trajectory import Group
 
-SERIES = ROOT / "benchmarks" / "series"
+SERIES = Path(__file__).resolve().parents[1] / "benchmarks" / "series"
 STEPS = 100
 RAMP_STEPS = 20
 CORRECTION = CorrectionConfig(preset="decoupled-ppo", kl={"coefficient": 1e-9, "estimator": "k1"})

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.kept_engines import KeptEngines, recipe
+from lab.kept_engines import KeptEngines, recipe
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

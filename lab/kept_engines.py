@@ -37,6 +37,7 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
 from correction.sense import needs_proximal_forward, needs_topk
+from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.step import StepResult
 from rollout.chat import ChatEncoder, load_tokenizer
@@ -46,7 +47,6 @@ from rollout.rewards import RewardPool
 from rollout.sampling import sample_trajectories
 from rollout.tasks import build_task
 from rollout.trajectory import Group, Prompt, Trajectory
-from tests.conftest import BackgroundLoop
 
 RECIPE = Path(__file__).with_name("kept_engines.yaml")
 _DRAWS = 4
