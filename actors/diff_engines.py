@@ -23,10 +23,10 @@ from correction.invariance.capture import ORDER, Capture, Gap, compare_captures
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout import capture
-from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.sampling import sample_seed
+from rollout.sampler import sample_seed
+from rollout.trajectory import Trajectory
 
 LONGEST_PROMPT = 200
 """Tokens: more than three blocks of the attention of fixed order."""
@@ -123,13 +123,13 @@ async def capture_engine(model: Path, config: EngineConfig, *, prompts: int, tok
         return batch, capture.read(Path(folder), sequences)
 
 
-def _batch(prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> PackedBatch:
-    lengths = torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)])
-    sampled = [[0.0] * len(prompt) + list(answer.logprobs) for prompt, answer in zip(prompts, answers, strict=True)]
-    is_sampled = [[False] * len(prompt) + [True] * len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+def _batch(prompts: Sequence[Sequence[int]], answers: Sequence[Trajectory]) -> PackedBatch:
+    lengths = torch.tensor([len(prompt) + len(answer.response_ids) for prompt, answer in zip(prompts, answers, strict=True)])
+    sampled = [[0.0] * len(prompt) + list(answer.behavior_logprobs) for prompt, answer in zip(prompts, answers, strict=True)]
+    is_sampled = [[False] * len(prompt) + [True] * len(answer.response_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     count = int(lengths.sum())
     return PackedBatch(
-        token_ids=torch.tensor([token for p, a in zip(prompts, answers, strict=True) for token in (*p, *a.token_ids)]),
+        token_ids=torch.tensor([token for p, a in zip(prompts, answers, strict=True) for token in (*p, *a.response_ids)]),
         offsets=torch.tensor([0, *lengths.cumsum(0).tolist()]),
         loss_mask=torch.tensor([one for row in is_sampled for one in row]),
         behavior_logprobs=torch.tensor([one for row in sampled for one in row], dtype=torch.float32),

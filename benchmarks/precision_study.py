@@ -71,13 +71,13 @@ async def sample(folder: Path, settings: dict[str, Any], prompts: int, samples: 
     finally:
         await engine.shutdown()
     pairs = [(text, answer) for text, group in zip(texts, answers, strict=True) for answer in group]
-    lengths = torch.tensor([0] + [len(text) + len(answer.token_ids) for text, answer in pairs])
+    lengths = torch.tensor([0] + [len(text) + len(answer.response_ids) for text, answer in pairs])
     n = int(lengths.sum())
     return PackedBatch(
-        token_ids=torch.tensor([token for text, answer in pairs for token in (*text, *answer.token_ids)]),
+        token_ids=torch.tensor([token for text, answer in pairs for token in (*text, *answer.response_ids)]),
         offsets=lengths.cumsum(0),
-        loss_mask=torch.tensor([kind for text, answer in pairs for kind in [False] * len(text) + [True] * len(answer.token_ids)]),
-        behavior_logprobs=torch.tensor([value for text, answer in pairs for value in [0.0] * len(text) + list(answer.logprobs)]),
+        loss_mask=torch.tensor([kind for text, answer in pairs for kind in [False] * len(text) + [True] * len(answer.response_ids)]),
+        behavior_logprobs=torch.tensor([value for text, answer in pairs for value in [0.0] * len(text) + list(answer.behavior_logprobs)]),
         advantages=torch.ones(n),
         weight_versions=torch.zeros(n, dtype=torch.int32),
         group_ids=torch.arange(len(pairs)) // samples,

@@ -36,7 +36,7 @@ from rollout.config import TrainOverlong  # noqa: E402
 from rollout.engine import RolloutEngine  # noqa: E402
 from rollout.engine_config import EngineConfig  # noqa: E402
 from rollout.packing import pack_groups  # noqa: E402
-from rollout.sampling import sample_trajectories  # noqa: E402
+from rollout.sampler import sample_seed  # noqa: E402
 from rollout.trajectory import Group, Prompt  # noqa: E402
 
 SHAPE = NanoModelConfig(
@@ -63,11 +63,6 @@ class Mismatch:
     """Sampled."""
 
 
-class _NoText:
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return ""
-
-
 async def sample(folder: Path, dtype: str, prompts: int, max_tokens: int) -> PackedBatch:
     """2 answers to each prompt of random tokens."""
     config = EngineConfig(device="cpu", dtype=dtype, return_routed_experts=True, max_total_tokens=32_768)  # type: ignore[arg-type]
@@ -77,7 +72,12 @@ async def sample(folder: Path, dtype: str, prompts: int, max_tokens: int) -> Pac
         texts = [tuple(draw.randrange(engine.vocab_size) for _ in range(draw.randint(4, 40))) for _ in range(prompts)]
         asked = [Prompt(f"train/0/{i}", "", text, "") for i, text in enumerate(texts)]
         answers = await asyncio.gather(
-            *(sample_trajectories(engine, _NoText(), one, samples=2, max_tokens=max_tokens, temperature=1.0, seed=0) for one in asked)
+            *(
+                engine.generate(
+                    one.token_ids, max_tokens=max_tokens, samples=2, seeds=[sample_seed(0, one.prompt_id, index) for index in range(2)]
+                )
+                for one in asked
+            )
         )
     finally:
         await engine.shutdown()

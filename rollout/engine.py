@@ -1,6 +1,6 @@
 """One SGLang engine: token ids in, token ids with logprobs and weight versions out, and new weights while requests run.
 
-What it is not: it knows no prompts, rewards or groups (rollout.sampling does), and it decides nothing about staleness.
+What it is not: it knows no prompts, rewards or groups (rollout.sampler does), and it decides nothing about staleness.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from correction.invariance import Processor
 from correction.weight_spec import WeightSpec
 from rollout import weight_transfer
 from rollout.capabilities import EngineCapabilities
-from rollout.completion import Completion, ExpertShape
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
 from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
+from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_bucket import UpdateCheck, UpdateReceipt
 from rollout.weight_transfer import Bucket, UpdateMode
 
@@ -122,17 +122,19 @@ class RolloutEngine:
         prompt_ids: Sequence[int],
         *,
         max_tokens: int,
+        prompt_id: str = "",
         temperature: float = 1.0,
         samples: int = 1,
         seeds: Sequence[int] | None = None,
         topk: int = 0,
         ignore_stop: bool = False,
         deadline_s: float | None = None,
-    ) -> list[Completion]:
+    ) -> list[Trajectory]:
         """Sample from the whole distribution: no top-p, top-k or penalty can be asked for, since they would bias every ratio.
 
         Args:
             prompt_ids: after the chat template.
+            prompt_id: what the trajectories are to be called after.
             temperature: of the behaviour policy; 0 is greedy, and its logprobs are those of temperature 1.
             samples: answers to this prompt. They share its keys and values: the prompt is prefilled once, before them (with 8 samples
                 of 256 prompt tokens on a CPU that halves the time; SGLang's own n > 1 does the same, but can't be aborted).
@@ -140,7 +142,7 @@ class RolloutEngine:
                 logits do (with fixed_order to the last bit). Unset: random ones.
             topk: most likely tokens to report at each position, with their logprobs, beside the sampled one; see check_topk.
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
-        Returns: one Completion for each sample.
+        Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error.
         Raises: DataError for ids or lengths that the engine can't take, EngineDirty, EngineError if it is lost, DeadlineExceeded.
         """
         self._check_request(prompt_ids, max_tokens, temperature)
@@ -152,7 +154,10 @@ class RolloutEngine:
             options["return_routed_experts"] = True
         samplings = [sampling | ({"sampling_seed": seeds[i]} if seeds else {}) for i in range(samples)]
         answers = await self._request(prompt_ids, samplings, deadline_s, "generate", **options)
-        return [Completion.from_sglang(answer, self.name, topk, self._experts) for answer in answers]
+        return [
+            Trajectory.from_sglang(answer, prompt_ids, self.name, prompt_id=prompt_id, topk=topk, experts=self._experts)
+            for answer in answers
+        ]
 
     def check_topk(self, topk: int) -> None:
         """Raises: ConfigError if the model has fewer tokens than are to be reported at each position."""

@@ -133,7 +133,7 @@ class EngineConfig(BaseModel):
             "max_running_requests": self.max_running_requests,
             "context_length": context,
             "disable_radix_cache": not self.prefix_cache,
-            "sampling_backend": "pytorch",                          # rollout.sglang_plugin.sampler answers to this name
+            "sampling_backend": "pytorch",                          # rollout.sglang_plugin.seeded_sampler answers to this name
             "skip_tokenizer_init": True,
             "sleep_on_idle": True,                                  # an idle scheduler would spin, and take a core from the learner
             "weight_version": str(version),

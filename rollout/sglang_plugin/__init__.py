@@ -34,7 +34,7 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
     from correction import matrix_products
-    from rollout.sglang_plugin import attention, fixed_order, host_memory, idle, prefix_cache, process_groups, sampler, weights
+    from rollout.sglang_plugin import attention, fixed_order, host_memory, idle, prefix_cache, process_groups, seeded_sampler, weights
     from rollout.sglang_plugin.settings import PluginSettings
 
     settings = PluginSettings.from_environment()
@@ -44,7 +44,7 @@ def register() -> None:
         matrix_products.use_fastest()
     if settings.fixed_order:
         fixed_order.register(settings.projection_parts)
-    sampler.register()
+    seeded_sampler.register()
     weights.register()
     prefix_cache.register()
     idle.register()

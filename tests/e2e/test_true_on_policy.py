@@ -32,10 +32,9 @@ from correction.invariance import compare
 from learner.config import LearnerConfig
 from learner.inputs import find_families
 from learner.learner_rank import LearnerRank
-from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.trajectory import FinishReason, VersionSpan
+from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model
 from tests.learner.learner_cases import learner_on, run_ranks
@@ -87,15 +86,9 @@ def exact_learner(case: Case, folder: Path) -> Iterator[LearnerRank]:
     learner.close()
 
 
-def scored(token_ids: tuple[int, ...], logprobs: list[float], version: int) -> Completion:
-    return Completion(
-        token_ids=token_ids,
-        logprobs=tuple(logprobs),
-        version_spans=(VersionSpan(version, 0, len(token_ids)),),
-        finish_reason=FinishReason.LENGTH,
-        cached_tokens=0,
-        retractions=0,
-    )
+def scored(prompt: tuple[int, ...], response: tuple[int, ...], logprobs: list[float], version: int) -> Trajectory:
+    spans = (VersionSpan(version, 0, len(response)),)
+    return Trajectory("", prompt, response, tuple(logprobs), spans, finish_reason=FinishReason.LENGTH)
 
 
 def differing(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, temperature: float, *, prompts: int) -> tuple[int, int]:
@@ -128,7 +121,7 @@ def test_turns_that_go_on_from_the_prefix_cache(
         second = []
         for prompt in random_prompts(8, seed=5, longest=200):
             first = (await exact_engine.generate(prompt, max_tokens=70, ignore_stop=True))[0]
-            longer = (*prompt, *first.token_ids, 7, 8, 9)
+            longer = (*prompt, *first.response_ids, 7, 8, 9)
             second.append(Sampled(longer, (await exact_engine.generate(longer, max_tokens=20, ignore_stop=True))[0]))
         return second
 
@@ -144,7 +137,8 @@ def test_scores_of_a_prefill_are_the_same_bits(
     """SGLang's scoring of given tokens, which the probe of each weight sync uses."""
     for ids in random_prompts(6, seed=9)[1:]:
         scores = engine_loop.run(exact_engine.score(ids))
-        batch = as_batch([Sampled(ids[:1], scored(ids[1:], scores, exact_engine.version))], temperature=1.0, version=exact_engine.version)
+        sequence = Sampled(ids[:1], scored(ids[:1], ids[1:], scores, exact_engine.version))
+        batch = as_batch([sequence], temperature=1.0, version=exact_engine.version)
         agreement = compare(batch, exact_learner.logprobs(batch))
         assert (agreement.tokens, agreement.first) == (len(ids) - 1, None)
 
@@ -183,24 +177,24 @@ def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
     asked, dtype = random_prompts(8, seed=11, longest=150), getattr(torch, case.dtype)
     weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
 
-    async def answer(prompt: tuple[int, ...], seed: int, delay_s: float = 0.0) -> list[Completion]:
+    async def answer(prompt: tuple[int, ...], seed: int, delay_s: float = 0.0) -> list[Trajectory]:
         await asyncio.sleep(delay_s)
         return await exact_engine.generate(prompt, max_tokens=120, temperature=1.3, samples=3, seeds=[seed, seed + 1, seed + 2])
 
-    async def alone() -> list[list[Completion]]:
+    async def alone() -> list[list[Trajectory]]:
         return [await answer(prompt, seed=100 * i) for i, prompt in enumerate(asked)]
 
-    async def together(order: random.Random) -> list[list[Completion]]:
+    async def together(order: random.Random) -> list[list[Trajectory]]:
         return await asyncio.gather(*(answer(prompt, 100 * i, delay_s=order.random()) for i, prompt in enumerate(asked)))
 
-    async def across_a_retraction() -> list[list[Completion]]:
+    async def across_a_retraction() -> list[list[Trajectory]]:
         running = [asyncio.ensure_future(answer(prompt, seed=100 * i)) for i, prompt in enumerate(asked)]
         await exact_engine.generate([5], max_tokens=20, ignore_stop=True)
         await exact_engine.update_weights(exact_engine.version + 1, weights, mode="retract")
         return [await request for request in running]
 
-    def contents(groups: list[list[Completion]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        return [(one.token_ids, one.logprobs) for group in groups for one in group]
+    def contents(groups: list[list[Trajectory]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        return [(one.response_ids, one.behavior_logprobs) for group in groups for one in group]
 
     expected = contents(engine_loop.run(alone()))
     retracted = engine_loop.run(across_a_retraction())

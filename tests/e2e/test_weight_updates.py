@@ -64,7 +64,7 @@ def test_three_updates(
         model = hf_model(folder)
         completions = engine_loop.run(engine.generate(prompt, max_tokens=48, samples=4, temperature=1.0, ignore_stop=True))
         for completion in completions:
-            assert largest_difference(completion.logprobs, response_logprobs(model, prompt, completion.token_ids)) < 1e-5
+            assert largest_difference(completion.behavior_logprobs, response_logprobs(model, prompt, completion.response_ids)) < 1e-5
             assert {span.version for span in completion.version_spans} == {receipt.version}
         scored = engine_loop.run(engine.score(prompt))
         assert largest_difference(scored, response_logprobs(model, prompt[:1], prompt[1:])) < 1e-5

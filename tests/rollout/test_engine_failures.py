@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from correction.errors import DataError, DeadlineExceeded, EngineError
-from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
+from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import tiny_weights
 
@@ -87,7 +87,7 @@ def test_stopped_and_killed_scheduler(tiny_model: Path, engine_loop: BackgroundL
         with pytest.raises(DeadlineExceeded, match=r"doomed engine: no answer in 1 s \(phase: generate: 3 tokens, sent at weights v0"):
             engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, deadline_s=1.0))
         os.kill(scheduler, signal.SIGCONT)
-        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].token_ids) == 4
+        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
         engine_loop.run(kill_while_everybody_waits(engine, tiny_model))
         assert not engine.is_healthy
     finally:
@@ -126,7 +126,7 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, e
     config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64})
     engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="engine with small parts"))
 
-    async def sample_across_an_update() -> list[Completion]:
+    async def sample_across_an_update() -> list[Trajectory]:
         group = asyncio.ensure_future(engine.generate(list(range(5, 45)), max_tokens=250, samples=4, ignore_stop=True))
         await engine.generate([5], max_tokens=120, ignore_stop=True)
         await engine.update_weights(1, tiny_weights(tiny_model), mode="retract")
@@ -138,7 +138,7 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, e
         assert all(new == (1, 250) for _, new in spans)
         assert all(old_end > 64 for (_, old_end), _ in spans), "the prefill after the update came in one part"
         time.sleep(3.0)                                             # an idle scheduler looks after its memory
-        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].token_ids) == 4
+        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
     finally:
         engine_loop.run(engine.shutdown())
 
