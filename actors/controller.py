@@ -28,7 +28,6 @@ from actors.ledger import Ledger
 from actors.observer import FinishedStep, Observer
 from actors.pool import RolloutPool
 from actors.resume import TrainingState
-from actors.rollout_worker import SyncReceipt
 from actors.run_folder import Checkpoint, RunFolder
 from actors.step_report import learned_numbers
 from actors.supervision import Stopwatch, wait_for
@@ -38,7 +37,7 @@ from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
 from correction.sense import needs_topk
 from rollout.tasks import Task
-from rollout.trajectory import Prompt
+from rollout.trajectory import Prompt, SyncReceipt
 
 T = TypeVar("T")
 _BATCH_IS_LATE_S = 0.1

@@ -19,7 +19,7 @@ from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint
 from actors.metric_views import MetricViews
 from actors.metrics import StepMetrics
-from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
+from actors.rollout_worker import GroupSummary, WorkerLoad
 from actors.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.scatter import ScatterSample
 from actors.step_report import batch_metrics, diagnostic_metrics, learner_metrics, rollout_metrics, sync_metrics, trajectories_text
@@ -28,7 +28,7 @@ from actors.terminal import TerminalView
 from actors.trajectory_queue import Ticket
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
-from rollout.trajectory import Prompt
+from rollout.trajectory import Prompt, SyncReceipt
 
 if TYPE_CHECKING:
     from actors.learner_group import LearnerGroup

@@ -6,38 +6,19 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from actors.actor_info import ActorInfo, listen_address
 from actors.exporter import MetricsEndpoint
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S, Ticket
-from actors.weight_buckets import unpack
-from correction.invariance import Processor
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
 from rollout.config import RolloutConfig
 from rollout.sampler import Sampler
-from rollout.trajectory import Group, Prompt, Trajectory
-from rollout.weight_bucket import UpdateReceipt
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReceipt:
-    """An engine's word that it holds the weights of a version."""
-
-    worker: str
-    version: int
-    seconds: float
-    pause_s: float
-    bytes: int
-    checksums: dict[str, str]
-    """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
-    processor: Processor | None = None
-    """What the engine computes with, together with the checksums; for true on-policy only."""
+from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +116,9 @@ class RolloutWorker:
         """Take the weights of a version while requests are in flight. Raises SyncError; the engine is dirty then."""
         began = time.monotonic()
 
-        async def arriving() -> AsyncIterator[dict[str, Tensor]]:
+        async def arriving() -> AsyncIterator[WeightBucket]:
             for reference in buckets:
-                yield unpack(await reference)
+                yield await reference
 
         receipt = await self._sampler.engine.update_weights(version, arriving())
         return await self._receipt(receipt, began, with_checksums)
@@ -159,13 +140,12 @@ class RolloutWorker:
         """Logprobs of a fixed prompt at the present weights."""
         return await self._sampler.engine.score(token_ids)
 
-    async def _receipt(self, update: UpdateReceipt, began: float, with_checksums: bool) -> SyncReceipt:
+    async def _receipt(self, receipt: SyncReceipt, began: float, with_checksums: bool) -> SyncReceipt:
         checksums = await self._sampler.engine.weight_checksums() if with_checksums else {}
         processor = await self._sampler.engine.processor() if with_checksums and self._config.engine.fixed_order else None
-        self._endpoint.set("rollout/weight_version", update.version)
+        self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
-        seconds = time.monotonic() - began
-        return SyncReceipt(self._name, update.version, seconds, update.paused_s, update.bytes, checksums, processor)
+        return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,9 @@ import ray
 
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup, WeightSnapshot
-from actors.rollout_worker import SyncReceipt
 from actors.supervision import wait_for
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
+from rollout.trajectory import SyncReceipt
 
 log = logging.getLogger("evenkeel.sync")
 _ATTEMPTS = 3

@@ -28,10 +28,10 @@ from correction.invariance.capture import Capture
 from correction.invariance.operators import head_logits
 from correction.loss import loss_metrics, policy_scale
 from correction.sense import fold_obstacle
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
 from learner import balance, capture, checkpoint, convert, export, hf_folder, model, parallel
 from learner.config import LearnerConfig
-from learner.export import WeightBucket
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
@@ -238,14 +238,20 @@ class LearnerRank:
 
     # Weights out
 
-    def weight_buckets(self, bucket_bytes: int = 2**28, device: torch.device | str = "cpu") -> Iterator[WeightBucket]:
-        """Copies of all weights under HF names. Every rank must go through all of them."""
-        return export.weight_buckets(self._weights(), bucket_bytes, device)
+    def weights(self, bucket_bytes: int = 2**28) -> Iterator[dict[str, Tensor]]:
+        """All weights under HF names, in pieces of up to bucket_bytes. Every rank must go through all of them.
+
+        They may share memory with the model's: nobody may train before they are done with.
+        """
+        return export.in_pieces(self._weights(), bucket_bytes)
+
+    def weight_buckets(self, bucket_bytes: int = 2**28) -> Iterator[WeightBucket]:
+        """Copies of the same."""
+        return (WeightBucket.of(piece) for piece in self.weights(bucket_bytes))
 
     def weight_specs(self, bucket_bytes: int = 2**28) -> list[list[WeightSpec]]:
-        """Names, types and shapes of what `weight_buckets` yields, bucket by bucket; no values are copied."""
-        buckets = self.weight_buckets(bucket_bytes, "meta")
-        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.tensors.items()] for bucket in buckets]
+        """Names, types and shapes of what `weights` yields, piece by piece."""
+        return [[WeightSpec.of(name, tensor) for name, tensor in piece.items()] for piece in self.weights(bucket_bytes)]
 
     def weight_checksums(self) -> dict[str, str]:
         """HF name -> checksum, to be compared with an engine's own."""
@@ -281,7 +287,7 @@ class LearnerRank:
         state = self._require()
         write_hf: Callable[[], None] | None = None
         if hf_folder is not None and self.placement.rank == 0:
-            copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors.items()}
+            copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors().items()}
             write_hf = partial(export.write_hf_folder, copies.items(), state.folder, hf_folder)
         elif hf_folder is not None:
             deque(self._weights(), maxlen=0)

@@ -9,21 +9,22 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from correction.errors import ConfigError, DataError, EngineDirty, EngineError, EvenkeelError, SyncError
 from correction.invariance import Processor
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
 from rollout import weight_transfer
 from rollout.capabilities import EngineCapabilities
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
 from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
-from rollout.trajectory import ExpertShape, Trajectory
-from rollout.weight_bucket import UpdateCheck, UpdateReceipt
-from rollout.weight_transfer import Bucket, UpdateMode
+from rollout.trajectory import ExpertShape, SyncReceipt, Trajectory
+from rollout.weight_bucket import UpdateCheck
+from rollout.weight_transfer import UpdateMode
 
 
 class RolloutEngine:
@@ -255,35 +256,33 @@ class RolloutEngine:
     async def update_weights(
         self,
         version: int,
-        buckets: Bucket | Iterable[Bucket] | AsyncIterable[Bucket],
+        buckets: Iterable[WeightBucket] | AsyncIterable[WeightBucket],
         *,
         mode: UpdateMode | None = None,
         deadline_s: float | None = None,
-    ) -> UpdateReceipt:
+    ) -> SyncReceipt:
         """Replace all weights while requests run: pause, begin, buckets, flush (retract), end, continue. No request is aborted.
 
         Cancelling the caller does not stop an update that has begun.
         Args:
             version: of the new weights.
-            buckets: HF name -> CPU tensor; one mapping, or several that together are the whole model. Each is checked before it is sent:
-                a mapping, list or tuple as a whole, before the engine is paused; an iterator bucket by bucket.
+            buckets: together the whole model. Each is checked before it is sent: a list or tuple as a whole, before the engine is paused;
+                an iterator bucket by bucket.
             mode: overrides rollout.engine.weight_update_mode.
         Raises: SyncError, EngineError, DeadlineExceeded. If anything had been sent before, the engine is dirty, or lost.
         """
         self._process.raise_if_lost()
         held = await self.weight_specs()
-        if isinstance(buckets, Mapping):
-            buckets = [buckets]
         if isinstance(buckets, (list, tuple)):
             rehearsal = UpdateCheck(self.name, version, held)
             for bucket in buckets:
-                rehearsal.admit(WeightSpec.of(name, tensor) for name, tensor in bucket.items())
+                rehearsal.admit(bucket.specs)
             rehearsal.finish()
         check = UpdateCheck(self.name, version, held)
 
         async def transfer(flush: bool) -> None:
             async for bucket, is_last in weight_transfer.with_last(buckets):
-                check.admit(WeightSpec.of(name, tensor) for name, tensor in bucket.items())
+                check.admit(bucket.specs)
                 if is_last:
                     check.finish()
                 self._dirty = f"an update to v{version} has begun"
@@ -300,7 +299,7 @@ class RolloutEngine:
         group: str,
         mode: UpdateMode | None = None,
         deadline_s: float | None = None,
-    ) -> UpdateReceipt:
+    ) -> SyncReceipt:
         """As update_weights, but rank 0 of the group broadcasts the tensors, one by one in the order of `buckets`.
 
         Args:
@@ -352,7 +351,7 @@ class RolloutEngine:
         transfer: Callable[[bool], Awaitable[None]],
         mode: UpdateMode | None,
         deadline_s: float | None,
-    ) -> UpdateReceipt:
+    ) -> SyncReceipt:
         """The update as a task of its own: half of one must not be left behind by a caller that is cancelled."""
         mode = mode or self.config.weight_update_mode
         update = self._update_in_turn(version, check, transfer, mode, deadline_s or self.config.deadlines.update_s)
@@ -360,7 +359,7 @@ class RolloutEngine:
 
     async def _update_in_turn(
         self, version: int, check: UpdateCheck, transfer: Callable[[bool], Awaitable[None]], mode: UpdateMode, deadline_s: float
-    ) -> UpdateReceipt:
+    ) -> SyncReceipt:
         async with self._updating:
             self._process.raise_if_lost()
             phase = f"weight update v{self._version} -> v{version}, {mode}"

@@ -1,4 +1,4 @@
-"""Everything that rollouts hand on: prompts, trajectories and their groups. Frozen; nothing is changed after hand-over.
+"""Everything that rollouts hand on: prompts, trajectories, their groups, and receipts for weights. Nothing is changed after hand-over.
 
 A trajectory is made here from SGLang's answer, and checked: what is of another form than in the pinned version is refused.
 """
@@ -11,11 +11,14 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from correction.errors import EngineError
+
+if TYPE_CHECKING:
+    from correction.invariance import Processor
 
 
 class FinishReason(StrEnum):
@@ -213,6 +216,27 @@ class Group:
     def is_uniform(self) -> bool:
         """All valid rewards alike: no gradient."""
         return len({t.reward for t in self.valid}) <= 1
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReceipt:
+    """An engine's word that it holds the weights of a version. The engine fills in the first fields, its worker the others."""
+
+    version: int
+    mode: str
+    """retract or in_place."""
+    buckets: int
+    tensors: int
+    bytes: int
+    pause_s: float
+    """From pause to continue: no token was sampled meanwhile."""
+    worker: str = ""
+    seconds: float = 0.0
+    """From the worker's call to its answer, checksums included."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
+    processor: Processor | None = None
+    """What the engine computes with, together with the checksums; for true on-policy only."""
 
 
 # SGLang's answer

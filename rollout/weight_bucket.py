@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from correction.errors import SyncError
 from correction.weight_spec import WeightSpec
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReceipt:
-    """An engine's answer to a weight update: it serves this version now."""
-
-    version: int
-    mode: str
-    """retract or in_place."""
-    buckets: int
-    tensors: int
-    bytes: int
-    paused_s: float
-    """From pause to continue: no token was sampled meanwhile."""
+from rollout.trajectory import SyncReceipt
 
 
 class UpdateCheck:
@@ -60,8 +46,8 @@ class UpdateCheck:
                 "An update carries the whole model"
             )
 
-    def receipt(self, version: int, mode: str, paused_s: float) -> UpdateReceipt:
-        return UpdateReceipt(version, mode, self._buckets, len(self._seen), self._bytes, paused_s)
+    def receipt(self, version: int, mode: str, pause_s: float) -> SyncReceipt:
+        return SyncReceipt(version, mode, self._buckets, len(self._seen), self._bytes, pause_s)
 
     def _why_unknown(self, name: str) -> str:
         if name == "lm_head.weight":

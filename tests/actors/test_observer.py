@@ -22,12 +22,13 @@ from actors.correction_service import UNIFORM, Observation
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics
 from actors.observer import Observer
-from actors.rollout_worker import GroupSummary, SyncReceipt
+from actors.rollout_worker import GroupSummary
 from actors.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.terminal import TerminalView
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
+from rollout.trajectory import SyncReceipt
 from tests.actors.test_metrics import scalars
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
@@ -120,7 +121,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
         ended = []
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
-            observer.receipt(SyncReceipt("0", step, 0.1 * step, 0.0, 100 * step, {}))
+            observer.receipt(SyncReceipt(step, "retract", 1, 1, bytes=100 * step, pause_s=0.0, worker="0", seconds=0.1 * step))
             observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1))
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]

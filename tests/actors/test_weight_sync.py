@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ import ray.exceptions
 
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerRankActor, WeightSnapshot
-from actors.rollout_worker import SyncReceipt
 from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
+from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 
 SUMS = {"a": "1", "b": "2"}
@@ -52,6 +51,10 @@ class Learner:
         self.broadcasts += 1
 
 
+def receipt(version: int, checksums: dict[str, str] | None = None) -> SyncReceipt:
+    return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1, worker="w", seconds=0.1, checksums=checksums or {})
+
+
 class Engine:
     """Takes weights as the test's script says: None for well, an error to raise, or something (or seconds) to wait for first."""
 
@@ -68,7 +71,7 @@ class Engine:
     async def update_weights(self, version: int, buckets: list[Any], with_checksums: bool) -> SyncReceipt:
         self.taken.append((version, with_checksums))
         await self._play()
-        return SyncReceipt("w", version, 0.1, 0.1, 8, self.checksums if with_checksums else {})
+        return receipt(version, self.checksums if with_checksums else {})
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         if self.probes:
@@ -82,7 +85,7 @@ class Engine:
     async def receive_weights(self, version: int, *_: Any) -> SyncReceipt:
         await self._play()
         self.received.append(version)
-        return SyncReceipt("w", version, 0.1, 0.1, 8, {})
+        return receipt(version)
 
     async def _play(self) -> None:
         part = self.script.pop(0) if self.script else None
@@ -407,10 +410,10 @@ def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
     gathered, sent = [], []
 
     class Rank:
-        def weight_buckets(self, bucket_bytes: int) -> Iterator[Any]:
+        def weights(self, bucket_bytes: int) -> Iterator[int]:
             for i in range(3):
                 gathered.append(i)
-                yield SimpleNamespace(tensors=i)
+                yield i
 
     class Broadcaster:
         def send(self, tensors: int) -> None:

@@ -208,8 +208,7 @@ class KeptEngines:
     def _sync(self, run: _Run) -> float:
         """Send the learner's weights to the engine; returns the seconds that it took."""
         began = time.monotonic()
-        buckets = [bucket.tensors for bucket in run.learner.weight_buckets()]
-        self._loop.run(self.engine.update_weights(run.version, buckets))
+        self._loop.run(self.engine.update_weights(run.version, list(run.learner.weight_buckets())))
         return time.monotonic() - began
 
     async def _sample(self, position: int, run: _Run) -> tuple[list[Group], dict[str, float]]:
@@ -265,7 +264,7 @@ class _Run:
 
     def finish(self) -> RunRecord:
         checksums = sorted(self.learner.weight_checksums().items())
-        weights = (tensor for bucket in self.learner.weight_buckets() for tensor in bucket.tensors.values())
+        weights = (tensor for bucket in self.learner.weight_buckets() for tensor in bucket.tensors().values())
         self.record.weights = torch.cat([tensor.flatten().float() for tensor in weights])
         self.record.checksum = hashlib.blake2b(repr(checksums).encode(), digest_size=16).hexdigest()
         return self.record

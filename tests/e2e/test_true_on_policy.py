@@ -29,6 +29,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
 from correction.invariance import compare
+from correction.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from learner.inputs import find_families
 from learner.learner_rank import LearnerRank
@@ -155,11 +156,11 @@ def test_an_update_in_flight_under_retract(
     async def across() -> list[Sampled]:
         running = [asyncio.ensure_future(exact_engine.generate(p, max_tokens=250, ignore_stop=True)) for p in asked]
         await exact_engine.generate([5], max_tokens=40, ignore_stop=True)
-        await exact_engine.update_weights(version + 1, new, mode="retract")
+        await exact_engine.update_weights(version + 1, [WeightBucket.of(new)], mode="retract")
         return [Sampled(p, (await request)[0]) for p, request in zip(asked, running, strict=True)]
 
     batch = as_batch(engine_loop.run(across()), temperature=1.0)
-    engine_loop.run(exact_engine.update_weights(version + 2, old))
+    engine_loop.run(exact_engine.update_weights(version + 2, [WeightBucket.of(old)]))
     changed = shutil.copytree(folder, tmp_path / "changed")
     save_file(new, changed / "model.safetensors", metadata={"format": "pt"})
     for held, weights in ((version + 1, changed), (version, folder)):
@@ -190,7 +191,7 @@ def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
     async def across_a_retraction() -> list[list[Trajectory]]:
         running = [asyncio.ensure_future(answer(prompt, seed=100 * i)) for i, prompt in enumerate(asked)]
         await exact_engine.generate([5], max_tokens=20, ignore_stop=True)
-        await exact_engine.update_weights(exact_engine.version + 1, weights, mode="retract")
+        await exact_engine.update_weights(exact_engine.version + 1, [WeightBucket.of(weights)], mode="retract")
         return [await request for request in running]
 
     def contents(groups: list[list[Trajectory]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -216,8 +217,7 @@ def train(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, ste
         agreement = compare(batch, result.target_logprobs)
         assert agreement.tokens == result.trained_tokens
         found.append(agreement.differing)
-        weights = {name: tensor for bucket in learner.weight_buckets() for name, tensor in bucket.tensors.items()}
-        loop.run(engine.update_weights(engine.version + 1, weights))
+        loop.run(engine.update_weights(engine.version + 1, list(learner.weight_buckets())))
     return found
 
 

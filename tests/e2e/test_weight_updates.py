@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from actors.config import WeightSyncConfig
-from actors.weight_buckets import pack, unpack
 from actors.weight_sync import compare_checksums
+from correction.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine
@@ -43,10 +42,10 @@ def train(learner: LearnerRank, seed: int) -> None:
     learner.supervised_step(ids, offsets, mask)
 
 
-async def on_the_wire(learner: LearnerRank) -> AsyncIterator[dict[str, Tensor]]:
-    """Several small buckets, through the sync's own packing."""
+async def on_the_wire(learner: LearnerRank) -> AsyncIterator[WeightBucket]:
+    """Several small buckets, one after the other, as the sync sends them."""
     for bucket in learner.weight_buckets(64 << 10):
-        yield unpack(pack(list(bucket.tensors.items())))
+        yield bucket
 
 
 def test_three_updates(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from correction.checksum import tensor_checksum
 from correction.errors import ConfigError, DataError, EngineDirty, SyncError
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
 from learner.broadcast import WeightBroadcaster
 from rollout.engine import RolloutEngine
@@ -43,9 +44,9 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(FIRST_TEXT_TOKEN, 512) for _ in range(length)] for _ in range(count)]
 
 
-def buckets_of(weights: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+def buckets_of(weights: dict[str, Tensor], count: int) -> list[WeightBucket]:
     names = list(weights)
-    return [{name: weights[name] for name in names[start::count]} for start in range(count)]
+    return [WeightBucket.of({name: weights[name] for name in names[start::count]}) for start in range(count)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
@@ -241,7 +242,7 @@ def test_no_request_sees_a_prefix_of_older_weights(engine: RolloutEngine, engine
         waiting = asyncio.ensure_future(engine.generate(prompt, max_tokens=40, samples=16, ignore_stop=True))
         while engine.requests_in_flight < 63 + 16:
             await asyncio.sleep(0.01)
-        await engine.update_weights(version + 1, new, mode="in_place")
+        await engine.update_weights(version + 1, [WeightBucket.of(new)], mode="in_place")
         later = await engine.generate(prompt, max_tokens=10, ignore_stop=True)
         return await running, await waiting, later[0]
 
@@ -258,7 +259,7 @@ def test_three_updates_in_a_row(engine: RolloutEngine, engine_loop: BackgroundLo
     ids = prompts(1, 40, seed=9)[0]
     for seed in (11, 12, 13):
         weights = perturbed(tiny_weights(tiny_model), seed)
-        receipt = engine_loop.run(engine.update_weights(engine.version + 1, weights))
+        receipt = engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(weights)]))
         assert (receipt.version, receipt.tensors, receipt.mode) == (engine.version, len(weights), "retract")
         assert receipt.bytes == sum(tensor.nbytes for tensor in weights.values())
         scores = engine_loop.run(engine.score(ids))
@@ -269,12 +270,12 @@ def test_checksums_are_of_the_tensors_that_the_scheduler_holds(
     engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
 ) -> None:
     weights = perturbed(tiny_weights(tiny_model), seed=4)
-    engine_loop.run(engine.update_weights(engine.version + 1, weights))
+    engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(weights)]))
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"):
         changed = {**weights, name: weights[name].clone()}
         changed[name][-1, -1] += 1e-6 + abs(float(weights[name][-1, -1])) * 1e-6
-        engine_loop.run(engine.update_weights(engine.version + 1, changed))
+        engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(changed)]))
         held = engine_loop.run(engine.weight_checksums())
         assert [key for key in weights if held[key] != tensor_checksum(weights[key])] == [name]
 
@@ -284,17 +285,17 @@ def test_specs_are_the_folders_tensors(engine: RolloutEngine, engine_loop: Backg
     assert engine_loop.run(engine.weight_specs()) == {name: WeightSpec(name, "float32", tuple(t.shape)) for name, t in folder.items()}
 
 
-def wrong_weights(weights: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
-    """What is wrong -> (buckets, what the message says)."""
+def wrong_weights(weights: dict[str, Tensor]) -> dict[str, tuple[list[dict[str, Tensor]], str]]:
+    """What is wrong -> (tensors of each bucket, what the message says)."""
     query = "model.layers.0.self_attn.q_proj.weight"
     without = {name: tensor for name, tensor in weights.items() if name != query}
     return {
-        "unknown name": ({**weights, "model.layers.9.self_attn.q_proj.weight": weights[query]}, "holds no tensor of this name"),
-        "fused name": ({**without, "model.layers.0.self_attn.qkv_proj.weight": weights[query]}, "holds no tensor of this name"),
-        "tied head": ({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, "ties its head"),
-        "wrong shape": ({**weights, query: weights[query][:-1]}, r"is float32 \[63, 64\], the engine holds float32 \[64, 64\]"),
-        "wrong dtype": ({**weights, query: weights[query].bfloat16()}, "is bfloat16"),
-        "missing tensor": (without, f"1 of {len(weights)} tensors were not sent, the first is {query}"),
+        "unknown name": ([{**weights, "model.layers.9.self_attn.q_proj.weight": weights[query]}], "holds no tensor of this name"),
+        "fused name": ([{**without, "model.layers.0.self_attn.qkv_proj.weight": weights[query]}], "holds no tensor of this name"),
+        "tied head": ([{**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}], "ties its head"),
+        "wrong shape": ([{**weights, query: weights[query][:-1]}], r"is float32 \[63, 64\], the engine holds float32 \[64, 64\]"),
+        "wrong dtype": ([{**weights, query: weights[query].bfloat16()}], "is bfloat16"),
+        "missing tensor": ([without], f"1 of {len(weights)} tensors were not sent, the first is {query}"),
         "sent twice": ([weights, {query: weights[query]}], "comes twice"),
         "nothing": ([], "were not sent"),
     }
@@ -309,7 +310,7 @@ def test_wrong_weights_are_refused_before_sending(
     version, weights = engine.version, tiny_weights(tiny_model)
     buckets, message = wrong_weights(weights)[case]
     with pytest.raises(SyncError, match=message):
-        engine_loop.run(engine.update_weights(version + 1, buckets))
+        engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(one) for one in buckets]))
     assert engine.is_healthy and engine.version == version
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
     assert len(engine_loop.run(engine.generate([7, 8], max_tokens=3, ignore_stop=True))[0].response_ids) == 3
@@ -346,7 +347,7 @@ def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
 ) -> None:
     version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=5)
 
-    async def breaks_off() -> AsyncIterator[dict[str, Tensor]]:
+    async def breaks_off() -> AsyncIterator[WeightBucket]:
         for index, bucket in enumerate(buckets_of(weights, 4)):
             if index == 3:
                 raise OSError("the learner went away")
@@ -364,7 +365,7 @@ def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
     outcomes = engine_loop.run(run())
     assert all(isinstance(outcome, EngineDirty) and "update failed" in str(outcome) for outcome in outcomes)
     assert not engine.is_healthy and engine.version == version
-    engine_loop.run(engine.update_weights(version + 1, weights))
+    engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))
     assert engine.is_healthy and engine.version == version + 1
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
 
@@ -374,9 +375,9 @@ def test_update_that_fails_before_its_first_bucket_changes_nothing(
 ) -> None:
     version, weights = engine.version, tiny_weights(tiny_model)
 
-    async def never_starts() -> AsyncIterator[dict[str, Tensor]]:
+    async def never_starts() -> AsyncIterator[WeightBucket]:
         raise OSError("no weights yet")
-        yield {}
+        yield WeightBucket.of({})
 
     async def run() -> Trajectory:
         running = asyncio.ensure_future(engine.generate([5, 6, 7], max_tokens=400, ignore_stop=True))
@@ -394,7 +395,7 @@ def test_update_that_fails_before_its_first_bucket_changes_nothing(
 def test_weights_by_broadcast_while_requests_run(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
     version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=6)
     buckets = buckets_of(weights, 3)
-    specs = [[WeightSpec.of(name, tensor) for name, tensor in bucket.items()] for bucket in buckets]
+    specs = [bucket.specs for bucket in buckets]
 
     async def run() -> Trajectory:
         port = free_port()
@@ -405,7 +406,7 @@ def test_weights_by_broadcast_while_requests_run(engine: RolloutEngine, engine_l
         await some_tokens(engine)
         receiving = asyncio.ensure_future(engine.receive_weights(version + 1, specs, group="weights-1"))
         for bucket in buckets:
-            await asyncio.to_thread(learner.send, bucket)
+            await asyncio.to_thread(learner.send, bucket.tensors())
         receipt = await receiving
         assert (receipt.version, receipt.buckets, receipt.tensors) == (version + 1, 3, len(weights))
         await engine.leave_weight_group("weights-1")
@@ -436,7 +437,7 @@ def test_broadcast_that_never_comes_ends_and_the_engine_recovers(
 
     engine_loop.run(run())
     assert not engine.is_healthy
-    engine_loop.run(engine.update_weights(version + 1, weights))
+    engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))
     assert engine.is_healthy
 
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from correction.errors import DataError, DeadlineExceeded, EngineError
+from correction.weight_bucket import WeightBucket
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import Trajectory
@@ -105,14 +106,14 @@ async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> Non
     request = asyncio.ensure_future(engine.generate([5, 6, 7], max_tokens=900, ignore_stop=True))
     await asyncio.sleep(0.2)
     os.kill(scheduler, signal.SIGSTOP)
-    update = asyncio.ensure_future(engine.update_weights(1, tiny_weights(folder)))
+    update = asyncio.ensure_future(engine.update_weights(1, [WeightBucket.of(tiny_weights(folder))]))
     await asyncio.sleep(0.2)
     killed = time.monotonic()
     os.kill(scheduler, signal.SIGKILL)
     for waiting in (request, update):
         with pytest.raises(EngineError, match=r"scheduler process .* ended"):
             await waiting
-    for call in (engine.generate([5], max_tokens=1), engine.score([5, 6]), engine.weight_checksums(), engine.update_weights(1, {})):
+    for call in (engine.generate([5], max_tokens=1), engine.score([5, 6]), engine.weight_checksums(), engine.update_weights(1, [])):
         with pytest.raises(EngineError):
             await call
     assert time.monotonic() - killed < 5.0
@@ -129,7 +130,7 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, e
     async def sample_across_an_update() -> list[Trajectory]:
         group = asyncio.ensure_future(engine.generate(list(range(5, 45)), max_tokens=250, samples=4, ignore_stop=True))
         await engine.generate([5], max_tokens=120, ignore_stop=True)
-        await engine.update_weights(1, tiny_weights(tiny_model), mode="retract")
+        await engine.update_weights(1, [WeightBucket.of(tiny_weights(tiny_model))], mode="retract")
         return await group
 
     try:

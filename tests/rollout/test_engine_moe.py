@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from correction.checksum import tensor_checksum
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
@@ -81,7 +82,7 @@ def test_routes_of_a_request_that_an_update_found_under_way(
     async def run() -> Trajectory:
         running = asyncio.ensure_future(moe_engine.generate(prompt, max_tokens=200, ignore_stop=True))
         await moe_engine.generate([5], max_tokens=20, ignore_stop=True)
-        await moe_engine.update_weights(moe_engine.version + 1, new)
+        await moe_engine.update_weights(moe_engine.version + 1, [WeightBucket.of(new)])
         return (await running)[0]
 
     completion = engine_loop.run(run())
@@ -94,11 +95,11 @@ def test_experts_under_their_own_names(
     moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path, tmp_path: Path
 ) -> None:
     weights = tiny_weights(moe_folder)
-    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, weights))
+    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, [WeightBucket.of(weights)]))
     assert engine_loop.run(moe_engine.weight_specs()) == {name: WeightSpec.of(name, tensor) for name, tensor in weights.items()}
     assert engine_loop.run(moe_engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
     new = perturbed(weights, seed=1, scale=0.02)
-    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, new))
+    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, [WeightBucket.of(new)]))
     assert engine_loop.run(moe_engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in new.items()}
     completion = engine_loop.run(moe_engine.generate([5, 6, 7, 8], max_tokens=40, ignore_stop=True))[0]
     reference = response_logprobs(updated_model(moe_folder, new, tmp_path / "new"), [5, 6, 7, 8], completion.response_ids)
