@@ -17,7 +17,7 @@ from correction.weight_spec import WeightSpec
 from rollout.capabilities import EngineCapabilities
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import ExpertShape, FinishReason, Trajectory, VersionSpan
-from rollout.weight_bucket import UpdateCheck
+from rollout.weight_update import UpdateCheck
 
 
 def test_checksum_is_sha256_of_dtype_shape_and_bytes() -> None:
