@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import ConfigError, DataError, EngineDirty, EngineError, EvenkeelError
-from rollout.capabilities import EngineCapabilities
 from rollout.engine_config import EngineConfig
-from rollout.engine_process import EngineProcess
+from rollout.engine_process import EngineCapabilities, EngineProcess
 from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine
 

@@ -18,7 +18,7 @@ from correction.weight_spec import WeightSpec
 from rollout import weight_transfer
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
-from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
+from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
 from rollout.trajectory import SyncReceipt
 from rollout.weight_transfer import UpdateMode
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 from array import array
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from pydantic import ValidationError
 from correction.checksum import tensor_checksum
 from correction.errors import ConfigError, EngineError, SyncError
 from correction.weight_spec import WeightSpec
-from rollout.capabilities import EngineCapabilities
 from rollout.engine_config import EngineConfig
+from rollout.engine_process import EngineCapabilities
 from rollout.trajectory import ExpertShape, FinishReason, Trajectory, VersionSpan
 from rollout.weight_update import UpdateCheck
 
@@ -136,8 +138,18 @@ def test_trajectory_reads_routes_of_all_tokens_but_the_last() -> None:
     assert unread.routed_experts is None and unread.error == "the engine aborted the request"
 
 
-def test_capabilities_name_what_is_missing() -> None:
-    complete = dict.fromkeys(EngineCapabilities.__dataclass_fields__, True) | {"sglang": "0.5.21", "torch": "2", "transformers": "5"}
-    EngineCapabilities(**{**complete, "device": "cpu", "has_gpu_kernels": False}).require()
-    with pytest.raises(ConfigError, match=r"sglang 0\.5\.21 on cuda lacks has_plugin, has_gpu_kernels"):
-        EngineCapabilities(**{**complete, "device": "cuda", "has_plugin": False, "has_gpu_kernels": False}).require()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"sglang": "0.5.21+cu129"}, None),
+        ({"device": "cuda"}, "Install sgl-kernel"),
+        ({"sglang": "0.5.22"}, r"0\.5\.22 is installed.*Install that version"),
+        ({"sglang": ""}, "none is installed"),
+        ({"has_plugin": False}, "does not find evenkeel's plugin"),
+    ],
+)
+def test_what_is_missing_is_named(changes: dict[str, Any], message: str | None) -> None:
+    fits = EngineCapabilities(device="cpu", sglang="0.5.21", torch="2", transformers="5", has_plugin=True, has_gpu_kernels=False)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        replace(fits, **changes).require()
