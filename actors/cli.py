@@ -153,7 +153,7 @@ def precision(
 @app.command("diff-engines")
 def diff_engines(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder, such as one of `evenkeel init-model`.")],
-    true_on_policy: Annotated[bool, typer.Option("--true-on-policy/--no-true-on-policy", help="Operators of fixed order?")] = True,
+    true_on_policy: Annotated[bool, typer.Option("--true-on-policy/--no-true-on-policy", help="Batch-invariant operators?")] = True,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of both engines.")] = "float32",
     prompts: Annotated[int, typer.Option(min=1, help="Random prompts, in flight together.")] = 6,
     tokens: Annotated[int, typer.Option(min=2, help="Sampled for each.")] = 16,

@@ -22,14 +22,14 @@ from correction.invariance import Agreement, compare
 from correction.invariance.capture import ORDER, Capture, Gap, compare_captures
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout import capture
+from rollout import engine_capture
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.sampler import sample_seed
 from rollout.trajectory import Trajectory
 
 LONGEST_PROMPT = 200
-"""Tokens: more than three blocks of the attention of fixed order."""
+"""Tokens: more than three blocks of the batch-invariant attention."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ async def capture_engine(model: Path, config: EngineConfig, *, prompts: int, tok
     longest = max(1, min(LONGEST_PROMPT, shape["max_position_embeddings"] - tokens - 8))
     asked = [[draw.randrange(shape["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(prompts)]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = config.engine_args | capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
+        arguments = config.engine_args | engine_capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
         engine = await RolloutEngine.start(model, config.model_copy(update={"engine_args": arguments}))
         try:
             answers = await asyncio.gather(
@@ -120,7 +120,7 @@ async def capture_engine(model: Path, config: EngineConfig, *, prompts: int, tok
             await engine.shutdown()
         batch = _batch(asked, [answer[0] for answer in answers])
         sequences = [batch.token_ids[start:end].tolist() for start, end in pairwise(batch.offsets.tolist())]
-        return batch, capture.read(Path(folder), sequences)
+        return batch, engine_capture.read(Path(folder), sequences)
 
 
 def _batch(prompts: Sequence[Sequence[int]], answers: Sequence[Trajectory]) -> PackedBatch:

@@ -1,10 +1,10 @@
-"""What true on-policy costs on a CPU: decode speed and learner steps with operators of fixed order, as ratios measured in one run.
+"""What true on-policy costs on a CPU: decode speed and learner steps with batch-invariant operators, as ratios measured in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/true_on_policy.py [--model recipe] [--lengths 100 1000] [--dtype float32] [--turns 3] [--check]
 
-Decode: three engines on one random nano Qwen3, alike but for their operators: of fixed order, evenkeel's batched attention, SGLang's own.
+Decode: three engines on one random nano Qwen3, alike but for their operators: batch-invariant, evenkeel's batched attention, SGLang's own.
 Prompt and answer together have the given length, the prompt a third of it. Learner: a step on groups of 8 such sequences, forward and
-backward, in fixed order and in the usual one, with the prompt of a group computed once on both sides, and for each sequence on both. The
+backward, batch-invariant and usual, with the prompt of a group computed once on both sides, and for each sequence on both. The
 type is that of all engines and learners. What is compared is processor time, of the scheduler process and of this one, with one
 thread each; turns alternate, and the fastest of each counts, since other work on the machine can only slow a turn down. The last number of
 a row is the slowest over the fastest turn of the mode: far from 1, more turns are needed.
@@ -68,7 +68,7 @@ async def fastest_in_turns(turns: int, measures: dict[str, Callable[[], Awaitabl
 async def measure_decode(folder: str, arguments: argparse.Namespace) -> list[str]:
     """Print a row for each length; return what misses its target."""
     lengths, requests, stock = arguments.lengths, arguments.requests, {} if arguments.skip_stock else {"attention_backend": "stock"}
-    kinds = {"fixed order": {"fixed_order": True}, "batched": {}} | ({"stock": stock} if stock else {})
+    kinds = {"batch-invariant": {"fixed_order": True}, "batched": {}} | ({"stock": stock} if stock else {})
     missed = []
     engines = {}
     for name, settings in kinds.items():
@@ -82,7 +82,7 @@ async def measure_decode(folder: str, arguments: argparse.Namespace) -> list[str
             return lambda: decode_seconds(engine, requests, length)
 
         best, spread = await fastest_in_turns(arguments.turns, {name: measure(engine) for name, engine in engines.items()})
-        ratios = {name: seconds / best["fixed order"] for name, seconds in best.items()}
+        ratios = {name: seconds / best["batch-invariant"] for name, seconds in best.items()}
         of_stock = ratios.get("stock", float("nan"))
         print(f"tokens/s ratio  {length:>4}  {requests:>8}  {ratios['batched']:>10.2f}  {of_stock:>8.2f}  {spread:>6.2f}", flush=True)
         if ratios["batched"] < LEAST_OF_BATCHED or of_stock < LEAST_OF_STOCK:
@@ -116,7 +116,9 @@ def learner_batch(length: int) -> PackedBatch:
 async def measure_learner(folder: str, lengths: list[int], turns: int, dtype: str) -> list[str]:
     """Print a row for each length; return what misses its target."""
     config = CorrectionConfig(preset="grpo")
-    settings = {name: LearnerConfig(device="cpu", dtype=dtype, fixed_order=name == "fixed order") for name in ("fixed order", "usual")}
+    settings = {
+        name: LearnerConfig(device="cpu", dtype=dtype, fixed_order=name == "batch-invariant") for name in ("batch-invariant", "usual")
+    }
     learners = {name: LearnerRank(its) for name, its in settings.items()}
     for learner in learners.values():
         learner.load(folder)
@@ -136,7 +138,7 @@ async def measure_learner(folder: str, lengths: list[int], turns: int, dtype: st
         for learner in learners.values():
             learner.config = learner.config.model_copy(update={"shared_prompts": shares})
         best, spread = await fastest_in_turns(turns + 1, {name: measure(learner) for name, learner in learners.items()})
-        ratio, kind = best["fixed order"] / best["usual"], "shared" if shares else "repeated"
+        ratio, kind = best["batch-invariant"] / best["usual"], "shared" if shares else "repeated"
         print(f"step time ratio {length:>4}  {kind:<8}  {ratio:>18.2f}  {spread:>6.2f}", flush=True)
         if ratio > MOST_OF_LEARNER:
             missed.append(f"learner step on {length} tokens, prompts {kind}")

@@ -30,13 +30,13 @@ from correction.loss import loss_metrics, policy_scale
 from correction.sense import fold_obstacle
 from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
-from learner import balance, capture, checkpoint, convert, export, hf_folder, model, parallel
+from learner import balance, checkpoint, convert, export, hf_folder, model, model_capture, parallel
 from learner.config import LearnerConfig
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
 from learner.optimizer import GuardedOptimizer, Update
-from learner.step import Pass, StepResult, Stopwatch, attach_schedule, run_microbatches, train_step
+from learner.step import Pass, PhaseTimer, StepResult, attach_schedule, run_microbatches, train_step
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class LearnerRank:
 
         self.config = settings.model_copy(update={"shared_prompts": False})
         try:
-            return capture.capture(policy, convert.HeadShape.of(self._require().hf_config), batch, lambda: self.logprobs(batch), head)
+            return model_capture.capture(policy, convert.HeadShape.of(self._require().hf_config), batch, lambda: self.logprobs(batch), head)
         finally:
             self.config = settings
 
@@ -167,7 +167,7 @@ class LearnerRank:
             DataError if nothing is in the batch.
         """
         started = time.perf_counter()
-        watch = Stopwatch(self.placement.device)
+        watch = PhaseTimer(self.placement.device)
         with watch.phase("prepare"):
             self._check_routes(corrected.batch, is_training=True)
             shares = self._shares(corrected, correction_config, step)
@@ -232,7 +232,7 @@ class LearnerRank:
             loss_of=lambda sums: float(sums[0]),
             config=self.config,
             placement=self.placement,
-            watch=Stopwatch(self.placement.device),
+            watch=PhaseTimer(self.placement.device),
         )
         return loss
 
@@ -358,7 +358,7 @@ class LearnerRank:
             None,
             config=self.config,
             placement=self.placement,
-            watch=Stopwatch(self.placement.device),
+            watch=PhaseTimer(self.placement.device),
             keep_routes=keep_routes,
         )
 

@@ -66,7 +66,7 @@ class EngineConfig(BaseModel):
     attention_backend: str | None = None
     """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's own on a CPU ("stock" is SGLang's)."""
     fixed_order: bool = False
-    """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the learner's."""
+    """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the learner's."""
     projection_parts: int = Field(default=1, ge=1)
     """With fixed_order: parts in which attention and MLP are projected back and then added, as the learner's tensor-parallel ranks do."""
     return_routed_experts: bool = False

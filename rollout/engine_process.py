@@ -201,7 +201,7 @@ class EngineProcess:
         settings = PluginSettings(
             engine_id=self._engine_id,
             attention="stock" if self._config.attention_backend == "stock" else "batched",
-            fixed_order=self._config.fixed_order,
+            batch_invariant=self._config.fixed_order,
             projection_parts=self._config.projection_parts,
             group_timeout_s=self._config.weight_group_timeout_s,
         )

@@ -18,7 +18,7 @@ FileReader = Callable[[Path], Iterator[tuple[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ReadRows:
     """What a source held."""
 
     questions: tuple[Question, ...]
@@ -89,7 +89,7 @@ class RowSource:
             self._order = (epoch, order)
         return self._order[1]
 
-    def _read(self, *, held_out: bool) -> Rows:
+    def _read(self, *, held_out: bool) -> ReadRows:
         config = self._config
         if isinstance(config, FileTask):
             path = config.held_out_path if held_out else config.path
@@ -110,7 +110,7 @@ def _smallest_hashes(questions: Sequence[Question], size: int, fraction: float) 
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -> Rows:
+def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -> ReadRows:
     """Questions of a file.
 
     Args:
@@ -125,7 +125,7 @@ def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -
     return _collect(readers[path.suffix](path), str(path), task, excess)
 
 
-def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str | None]) -> Rows:
+def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str | None]) -> ReadRows:
     """Questions of one split of a Hugging Face data set.
 
     Raises: DataError if it can't be loaded or has no usable row.
@@ -186,7 +186,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"rollout.task.path = {path}: no readable Parquet file ({error})") from error
 
 
-def _collect(rows: Iterator[tuple[str, Any]], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> Rows:
+def _collect(rows: Iterator[tuple[str, Any]], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> ReadRows:
     questions: list[Question] = []
     skipped: list[SkippedRow] = []
     for place, row in rows:
@@ -204,7 +204,7 @@ def _collect(rows: Iterator[tuple[str, Any]], name: str, task: FileTask | Huggin
             f"{name}: none of its {len(skipped)} rows can be used{first}. A row needs the text fields "
             f'"{task.prompt_field}" (rollout.task.prompt_field) and "{task.answer_field}" (rollout.task.answer_field)'
         )
-    return Rows(tuple(questions), tuple(skipped))
+    return ReadRows(tuple(questions), tuple(skipped))
 
 
 def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:

@@ -35,10 +35,10 @@ class PluginSettings(BaseModel):
     """Marks the processes of one engine: they carry it in their environment."""
     attention: Literal["batched", "stock"] = "batched"
     """On a CPU: our kernel for all sequences at once, or SGLang's loop over them."""
-    fixed_order: bool = False
-    """Operators of fixed order, attention included, in place of SGLang's."""
+    batch_invariant: bool = False
+    """Batch-invariant operators, attention included, in place of SGLang's."""
     projection_parts: int = 1
-    """Of fixed order: products of which a projection back to the residual is the sum."""
+    """If batch-invariant: products of which a projection back to the residual is the sum."""
     group_timeout_s: float = 60.0
     """A collective of the weight-update group fails after this; torch's own default would block the scheduler for 30 minutes."""
 

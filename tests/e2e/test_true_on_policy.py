@@ -31,7 +31,7 @@ from correction.correct import defer
 from correction.invariance import compare
 from correction.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
-from learner.inputs import find_families
+from learner.inputs import find_shared_prefixes
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
@@ -97,7 +97,7 @@ def differing(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop,
     asked = random_prompts(prompts, seed=int(temperature * 10))
     sampled = loop.run(sample_in_random_batches(engine, asked, temperature=temperature, seed=int(temperature * 10)))
     batch = as_batch(sampled, temperature=temperature, version=engine.version)
-    assert len(find_families(batch, share_prompts=True)) < batch.num_sequences, "two of the packings share prompts"
+    assert len(find_shared_prefixes(batch, share_prompts=True)) < batch.num_sequences, "two of the packings share prompts"
     found = 0
     for seed in range(4):
         agreement = compare(batch, random_packing(learner, batch, seed=seed, threads=1 + seed % 2))
