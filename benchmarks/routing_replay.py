@@ -85,8 +85,7 @@ async def sample(folder: Path, dtype: str, prompts: int, max_tokens: int) -> Pac
         Group(i, prompt, tuple(replace(one, reward=0.0) for one in pair), 0)
         for i, (prompt, pair) in enumerate(zip(asked, answers, strict=True))
     ]
-    batch, _ = pack_groups(groups, learner_version=0, advantage=lambda rewards, _: rewards, overlong=TrainOverlong(), max_tokens=max_tokens)
-    return batch
+    return pack_groups(groups, learner_version=0, advantage=lambda rewards, _: rewards, overlong=TrainOverlong(), max_tokens=max_tokens)
 
 
 def compare(folder: Path, batch: PackedBatch, dtype: str) -> list[Mismatch]:

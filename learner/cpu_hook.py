@@ -5,7 +5,7 @@ megatron-core writes its device as `torch.cuda.current_device()`, `device="cuda"
 `megatron.core.*` is being imported. No file is written, line numbers stay, `torch.cuda` itself is untouched, and nothing outside
 megatron.core is affected. Where torch sees a GPU only one upstream omission is mended, and the package runs as shipped.
 
-Tested against megatron-core 0.16; `tests/learner/test_cpu_hook.py` fails when a new version needs other rules.
+Tested against megatron-core 0.16; `tests/learner/test_learner_cpu_hook.py` fails when a new version needs other rules.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from correction.errors import DataError
 from learner.balance import SharedPrefix
 
 LEAST_SAVED = 0.1
-"""Share of the rows that a shared prefix must save, or its sequences stay alone: with long answers, attention takes about that much more."""
+"""Share of the rows that a shared prefix must save, or its sequences stay alone: attention to it takes about that much more."""
 
 
 @dataclass(frozen=True, slots=True)

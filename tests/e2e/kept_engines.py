@@ -272,7 +272,7 @@ class _Run:
     def packed(self, groups: list[Group]) -> PackedBatch:
         """The groups as a batch for the learner at its present version."""
         part, sampling = self.record.correction.advantage, self._config.rollout.sampling
-        batch, _ = pack_groups(
+        batch = pack_groups(
             groups,
             learner_version=self.version,
             advantage=partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon),
