@@ -276,7 +276,7 @@ class LearnerRank:
         self.placement.barrier()
 
     def begin_save(self, folder: str | os.PathLike[str], hf_folder: str | os.PathLike[str] | None = None) -> None:
-        """The same from a copy, beside what comes next; all ranks call. An earlier save is waited for.
+        """The same from a copy, written while the ranks go on; all ranks call. An earlier save is waited for.
 
         Args:
             hf_folder: also write a Hugging Face folder, on rank 0, whose memory holds a copy of all weights meanwhile.

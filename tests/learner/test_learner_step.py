@@ -26,8 +26,8 @@ from correction.errors import ConfigError, DataError
 from learner import balance, loss
 from learner.learner_rank import LearnerRank
 from learner.logprobs import head_logprobs
-from tests.learner.learner_cases import (
 from learner.optimizer_steps import optimizer_steps
+from tests.learner.learner_cases import (
     TIS,
     gradients,
     hf_model,
