@@ -196,7 +196,6 @@ RewardConfig = Annotated[ReasoningGymReward | MathVerifyReward | ExactMatchRewar
 
 # --- sampling and packing -------------------------------------------------------------------------------------------
 
-
 _OF_A_PART = "tokens would come from a part of the vocabulary, but their logprobs from the whole of it"
 _PENALISED = "tokens would be drawn from penalised logits, but the learner knows no penalty"
 _BIASING = {
@@ -212,7 +211,8 @@ _BIASING = {
 
 
 class SamplingConfig(_Section):
-    """How the engines sample while training; from the whole distribution, see _BIASING."""
+    """How the engines sample while training: from the whole distribution. What would bias every ratio (top_p, top_k, min_p, penalties,
+    min_tokens) is refused."""
 
     temperature: PositiveFloat = 1.0
     """Logits are divided by it, in the engine and in the learner alike."""
@@ -220,6 +220,7 @@ class SamplingConfig(_Section):
     """Longest answer; what is cut there is counted, and treated as rollout.overlong says."""
     samples_per_group: int = Field(default=8, ge=2)
     """Answers to each prompt: a group, which is its own baseline, and so needs two."""
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_would_bias_the_ratios(cls, settings: Any) -> Any:
