@@ -1,6 +1,6 @@
 """SGLang's protocol for new weights, step by step: pause, begin, buckets, end, continue.
 
-Functions of SGLang's tokenizer manager (`manager`), the owner's half of the engine. Order, deadlines and failures are rollout.weight_update's.
+Functions of SGLang's tokenizer manager (`manager`), the owner's half of the engine. Order, deadlines, failures: rollout.weight_update.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray.exceptions
+import torch
 
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerRankActor, WeightSnapshot
@@ -432,6 +433,24 @@ def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
     else:
         actor.broadcast(1)
     assert gathered == [0, 1, 2] and sent == ([0, 1] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered, stored = [], []
+
+    class Rank:
+        def weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+            for i in range(3):
+                gathered.append(i)
+                yield {f"w{i}": torch.full((2,), float(i))}
+
+    monkeypatch.setattr(ray, "put", stored.append)
+    actor = LearnerRankActor(LearnerConfig(), rank, bind="")
+    actor._learner = Rank()  # type: ignore[assignment]
+    snapshot = actor.weights(1, [], with_checksums=False)
+    assert gathered == [0, 1, 2] and (snapshot is None) == (rank == 1)
+    assert [list(bucket.tensors()) for bucket in stored] == ([["w0"], ["w1"], ["w2"]] if rank == 0 else [])
 
 
 def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_works() -> None:

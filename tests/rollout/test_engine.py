@@ -26,6 +26,7 @@ from correction.errors import ConfigError, DataError, EngineDirty, SyncError
 from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
 from learner.broadcast import WeightBroadcaster
+from rollout import weight_transfer
 from rollout.engine import RolloutEngine
 from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
@@ -278,6 +279,19 @@ def test_checksums_are_of_the_tensors_that_the_scheduler_holds(
         engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(changed)]))
         held = engine_loop.run(engine.weight_checksums())
         assert [key for key in weights if held[key] != tensor_checksum(weights[key])] == [name]
+
+
+def test_sglang_reads_a_bucket_of_many_types(engine: RolloutEngine) -> None:
+    """By SGLang's own reader: tensors begin at multiples of 16 bytes, and there are gaps between them that it has to leave out."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    types = (torch.bfloat16, torch.float32, torch.uint8, torch.float16)
+    tensors = {str(dtype): torch.arange(6, dtype=dtype).reshape(2, 3).T for dtype in types}
+    payload = MultiprocessingSerializer.deserialize(weight_transfer._serialize(WeightBucket.of(tensors)))
+    read = FlattenedTensorBucket(flattened_tensor=payload["flattened_tensor"], metadata=payload["metadata"]).reconstruct_tensors()
+    assert [name for name, _ in read] == list(tensors)
+    assert all(torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype for name, tensor in read)
 
 
 def test_specs_are_the_folders_tensors(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
