@@ -158,7 +158,7 @@ class RunConfig(Settings):
     dynamic_sampling: bool = False
     """Replace groups whose valid rewards are all alike (they carry no gradient) by new ones before the step."""
     true_on_policy: bool = False
-    """Sampled and trained logprobs of equal weights are the same bits: operators of fixed order in engines and learner, and a check of
+    """Sampled and trained logprobs of equal weights are the same bits: batch-invariant operators in engines and learner, and a check of
     every batch. Dense models in float32 or bfloat16 on CPUs of one kind; docs/true_on_policy.md."""
     true_on_policy_on_difference: Literal["stop", "correct"] = "stop"
     """At the first token whose bits differ, stop ends the run and names the token; correct warns and goes on with the correction."""

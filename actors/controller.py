@@ -38,7 +38,7 @@ from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
 from correction.sense import needs_topk
 from rollout.tasks import Task
-from rollout.trajectory import Prompt
+from rollout.trajectory import Prompt, SyncReceipt
 
 T = TypeVar("T")
 _BATCH_IS_LATE_S = 0.1

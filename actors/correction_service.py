@@ -31,7 +31,7 @@ from correction.diagnostics import diagnose
 from correction.monitor import Event, Monitor, MonitorConfig, State
 from correction.sense import needs_proximal_forward, needs_topk
 from rollout.config import OverlongConfig
-from rollout.packing import PackingCounts, pack_groups
+from rollout.packing import pack_groups
 from rollout.trajectory import Group
 
 log = logging.getLogger("evenkeel.correction")
@@ -75,7 +75,6 @@ class PreparedBatch:
     """What it is corrected by, and has to be trained with."""
     corrected: CorrectedBatch
     groups: tuple[Group, ...]
-    counts: PackingCounts
     proximal_s: float
     """Learner time spent on proximal (and reference) logprobs."""
     correct_s: float
@@ -204,14 +203,14 @@ class CorrectionService:
             if self._wants_forwards and (len(pending) * 2 >= self._config.groups_per_step or len(groups) == self._config.groups_per_step):
                 forwards.append((pending, asyncio.create_task(self._forward(version, pending))))
         groups.sort(key=lambda group: group.group_id)
-        batch, counts = self._pack(groups, version)
+        batch = self._pack(groups, version)
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
         began = time.monotonic()
         is_deferred = not self._needs_forward and self._config.optimizer_steps_per_batch == 1
         corrected = (defer if is_deferred else correct)(batch, self._correction)
-        return PreparedBatch(version, self._correction, corrected, tuple(groups), counts, proximal_s, time.monotonic() - began)
+        return PreparedBatch(version, self._correction, corrected, tuple(groups), proximal_s, time.monotonic() - began)
 
     @property
     def _needs_forward(self) -> bool:
@@ -242,7 +241,7 @@ class CorrectionService:
             if kept:
                 return kept
 
-    def _pack(self, groups: list[Group], version: int) -> tuple[PackedBatch, PackingCounts]:
+    def _pack(self, groups: list[Group], version: int) -> PackedBatch:
         return pack_groups(
             groups,
             learner_version=version,
@@ -260,7 +259,7 @@ class CorrectionService:
     async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Tensor], float]:
         """What the learner says of the groups' tokens, by its field of PackedBatch, and how long that took."""
         await wait_for(self._learner_is_at(version), f"forward at version {version} <- learner", deadline_s=self._config.ahead_s)
-        batch, _ = self._pack(groups, version)
+        batch = self._pack(groups, version)
         began = time.monotonic()
         found: dict[str, Tensor] = {}
         if self._needs_forward:

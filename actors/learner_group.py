@@ -17,9 +17,9 @@ import ray
 from actors.actor_info import ActorInfo, listen_address, node_address
 from actors.exporter import MetricsEndpoint
 from actors.supervision import USUAL_START, wait_for
-from actors.weight_buckets import pack
 from correction.config import CorrectionConfig
 from correction.errors import DeadlineExceeded, SyncError
+from correction.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
@@ -43,7 +43,7 @@ class WeightSnapshot:
 
     version: int
     buckets: list[Any]
-    """References to WireBuckets."""
+    """References to WeightBuckets."""
     probe_logprobs: list[float]
     """The learner's own logprobs of the probe prompt at these weights; empty when none was asked for."""
     checksums: dict[str, str]
@@ -106,9 +106,9 @@ class LearnerRankActor:
         """Copy the weights into the object store. Every rank takes part in gathering; rank 0 answers."""
         began = time.monotonic()
         references = []
-        for bucket in self._learner.weight_buckets(bucket_bytes):
+        for piece in self._learner.weights(bucket_bytes):
             if self._rank == 0:
-                references.append(ray.put(pack(list(bucket.tensors.items()))))
+                references.append(ray.put(WeightBucket.of(piece)))
         probe = self._score(probe_ids) if probe_ids else []
         checksums = self._learner.weight_checksums() if with_checksums else {}
         if self._rank != 0:
@@ -157,10 +157,10 @@ class LearnerRankActor:
         if self._broadcaster is None and self._rank == 0:
             raise SyncError("the learner is in no weight group; open_broadcast comes first")
         failure: SyncError | None = None
-        for bucket in self._learner.weight_buckets(bucket_bytes):
+        for piece in self._learner.weights(bucket_bytes):
             if self._broadcaster is not None and failure is None:
                 try:
-                    self._broadcaster.send(bucket.tensors)
+                    self._broadcaster.send(piece)
                 except SyncError as error:
                     failure = error  # the other ranks gather to the end
         if failure is not None:

@@ -17,7 +17,7 @@ from actors.trajectory_queue import QueueSnapshot
 from correction.errors import DataError
 
 _FILE = "controller.pickle"
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,41 +6,19 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from actors.actor_info import ActorInfo, listen_address
 from actors.exporter import MetricsEndpoint
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S, Ticket
-from actors.weight_buckets import unpack
-from correction.invariance import Processor
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
-from rollout.chat import load_tokenizer
 from rollout.config import RolloutConfig
-from rollout.engine import RolloutEngine
-from rollout.rewards import RewardPool
-from rollout.sampling import sample_trajectories
-from rollout.trajectory import Group, Prompt, Trajectory
-from rollout.weight_bucket import UpdateReceipt
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReceipt:
-    """An engine's word that it holds the weights of a version."""
-
-    worker: str
-    version: int
-    seconds: float
-    pause_s: float
-    bytes: int
-    checksums: dict[str, str]
-    """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
-    processor: Processor | None = None
-    """What the engine computes with, together with the checksums; for true on-policy only."""
+from rollout.sampler import Sampler
+from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +63,15 @@ class RolloutWorker:
             topk: most likely tokens to keep with each sampled one, for corrections that look at them.
         """
         self._name, self._config, self._queue, self._bind, self._seed, self._topk = name, config, queue, bind, seed, topk
-        self._tokens = 0
         self._finished: list[Group] = []
         self._handing_over = asyncio.Lock()
 
     async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
         """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now."""
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(self._bind))
-        self._tokenizer = load_tokenizer(model)
-        self._rewards = RewardPool(self._config.reward, self._config.task)
-        await self._rewards.check(sample)
-        self._engine = await RolloutEngine.start(
-            model, self._config.engine, version=version, name=f"rollout worker {self._name}"
+        self._sampler = await Sampler.start(
+            model, self._config, sample=sample, version=version, name=f"rollout worker {self._name}", seed=self._seed, topk=self._topk
         )
-        self._engine.check_topk(self._topk)
-        self._busy = _BusyClock()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
 
     async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary]:
@@ -108,19 +80,10 @@ class RolloutWorker:
 
     async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         """Sample the G trajectories of a prompt, score them, put the group into the queue."""
-        trajectories, generate_s = await self._sample(
-            ticket.prompt, self._config.sampling.samples_per_group, self._config.sampling.temperature, topk=self._topk
+        group = await self._sampler.group(
+            ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._topk
         )
-        began = time.monotonic()
-        scored = await self._rewards.score(trajectories, ticket.prompt)
-        group = Group(
-            group_id=ticket.group_id,
-            prompt=ticket.prompt,
-            trajectories=tuple(scored),
-            admitted_version=ticket.admitted_version,
-            generate_s=generate_s,
-            reward_s=time.monotonic() - began,
-        )
+        self._count(group.trajectories)
         self._finished.append(group)
         await self._hand_over(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
@@ -141,32 +104,13 @@ class RolloutWorker:
 
     async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
         """One scored answer to each prompt (evaluation); not put into the queue."""
-        async def one(prompt: Prompt) -> Trajectory:
-            trajectories, _ = await self._sample(prompt, 1, temperature)
-            return (await self._rewards.score(trajectories, prompt))[0]
+        answers = await asyncio.gather(*(self._sampler.answer(prompt, temperature) for prompt in prompts))
+        self._count(answers)
+        return list(answers)
 
-        return list(await asyncio.gather(*(one(p) for p in prompts)))
-
-    async def _sample(
-        self, prompt: Prompt, samples: int, temperature: float, topk: int = 0
-    ) -> tuple[tuple[Trajectory, ...], float]:
-        began = time.monotonic()
-        with self._busy:
-            trajectories = await sample_trajectories(
-                self._engine,
-                self._tokenizer,
-                prompt,
-                samples=samples,
-                max_tokens=self._config.sampling.max_tokens,
-                temperature=temperature,
-                seed=self._seed,
-                topk=topk,
-            )
-        tokens = sum(len(t.response_ids) for t in trajectories)
-        self._tokens += tokens
-        self._endpoint.add("rollout/generated_tokens_total", tokens)
-        self._endpoint.set("rollout/requests_in_flight", self._engine.requests_in_flight)
-        return trajectories, time.monotonic() - began
+    def _count(self, trajectories: Sequence[Trajectory]) -> None:
+        self._endpoint.add("rollout/generated_tokens_total", sum(len(t.response_ids) for t in trajectories))
+        self._endpoint.set("rollout/requests_in_flight", self._sampler.engine.requests_in_flight)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -174,75 +118,45 @@ class RolloutWorker:
         """Take the weights of a version while requests are in flight. Raises SyncError; the engine is dirty then."""
         began = time.monotonic()
 
-        async def arriving() -> AsyncIterator[dict[str, Tensor]]:
+        async def arriving() -> AsyncIterator[WeightBucket]:
             for reference in buckets:
-                yield unpack(await reference)
+                yield await reference
 
-        receipt = await self._engine.update_weights(version, arriving())
+        receipt = await self._sampler.engine.update_weights(version, arriving())
         return await self._receipt(receipt, began, with_checksums)
 
     async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
         """Join the learner's broadcast group."""
-        await self._engine.join_weight_group(host, port, rank, world_size, name)
+        await self._sampler.engine.join_weight_group(host, port, rank, world_size, name)
 
     async def leave_weight_group(self, name: str) -> None:
-        await self._engine.leave_weight_group(name)
+        await self._sampler.engine.leave_weight_group(name)
 
     async def receive_weights(self, version: int, buckets: list[list[WeightSpec]], group: str) -> SyncReceipt:
         """Take the weights that the learner broadcasts."""
         began = time.monotonic()
-        receipt = await self._engine.receive_weights(version, buckets, group=group)
+        receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
         return await self._receipt(receipt, began, with_checksums=False)
 
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a fixed prompt at the present weights."""
-        return await self._engine.score(token_ids)
+        return await self._sampler.engine.score(token_ids)
 
-    async def _receipt(self, update: UpdateReceipt, began: float, with_checksums: bool) -> SyncReceipt:
-        checksums = await self._engine.weight_checksums() if with_checksums else {}
-        processor = await self._engine.processor() if with_checksums and self._config.engine.fixed_order else None
-        self._endpoint.set("rollout/weight_version", update.version)
+    async def _receipt(self, receipt: SyncReceipt, began: float, with_checksums: bool) -> SyncReceipt:
+        checksums = await self._sampler.engine.weight_checksums() if with_checksums else {}
+        processor = await self._sampler.engine.processor() if with_checksums and self._config.engine.fixed_order else None
+        self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
-        seconds = time.monotonic() - began
-        return SyncReceipt(self._name, update.version, seconds, update.paused_s, update.bytes, checksums, processor)
+        return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def load(self) -> WorkerLoad:
-        return WorkerLoad(self._busy.busy_s, self._busy.up_s, self._tokens, self._engine.requests_in_flight)
+        return WorkerLoad(self._sampler.busy_s, self._sampler.up_s, self._sampler.generated_tokens, self._sampler.engine.requests_in_flight)
 
     async def stop(self) -> None:
-        await self._engine.shutdown()
-        await self._rewards.close()
+        await self._sampler.close()
         self._endpoint.close()
-
-
-class _BusyClock:
-    """Counts the time in which at least one request is under way."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self._busy_s, self._since = 0.0, 0.0
-        self._born = time.monotonic()
-
-    def __enter__(self) -> _BusyClock:
-        if self.depth == 0:
-            self._since = time.monotonic()
-        self.depth += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self._busy_s += time.monotonic() - self._since
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s + (time.monotonic() - self._since if self.depth else 0.0)
-
-    @property
-    def up_s(self) -> float:
-        return time.monotonic() - self._born
 
 
 def _summary(group: Group, worker: str) -> GroupSummary:

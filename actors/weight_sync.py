@@ -1,7 +1,7 @@
 """Weight sync: the learner's weights, by version, to every engine, with a receipt from each.
 
 `publish` hands a version over and returns; receipts come later. An engine that is still busy with an older version skips to the newest.
-No work goes to an engine without a receipt for the published version (actors.pool looks at `WorkerHandle.version`). The first sync of an
+No work goes to an engine without a receipt for the published version (actors.pool looks at `SyncTarget.version`). The first sync of an
 engine, and the first after a failure, compares checksums of every tensor, taken in the engine's own process, and for true on-policy also
 what the two processes compute with. After each sync the logprobs of a fixed prompt are compared, beside the engine's work, because a full
 engine may take long to come to them; newer weights end the wait.
@@ -23,9 +23,9 @@ import ray
 
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup, WeightSnapshot
-from actors.rollout_worker import SyncReceipt
 from actors.supervision import wait_for
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
+from rollout.trajectory import SyncReceipt
 
 log = logging.getLogger("evenkeel.sync")
 _ATTEMPTS = 3

@@ -1,10 +1,10 @@
-"""What true on-policy costs on a CPU: decode speed and learner steps with operators of fixed order, as ratios measured in one run.
+"""What true on-policy costs on a CPU: decode speed and learner steps with batch-invariant operators, as ratios measured in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/true_on_policy.py [--model recipe] [--lengths 100 1000] [--dtype float32] [--turns 3] [--check]
 
-Decode: three engines on one random nano Qwen3, alike but for their operators: of fixed order, evenkeel's batched attention, SGLang's own.
+Decode: three engines on one random nano Qwen3, alike but for their operators: batch-invariant, evenkeel's batched attention, SGLang's own.
 Prompt and answer together have the given length, the prompt a third of it. Learner: a step on groups of 8 such sequences, forward and
-backward, in fixed order and in the usual one, with the prompt of a group computed once on both sides, and for each sequence on both. The
+backward, batch-invariant and usual, with the prompt of a group computed once on both sides, and for each sequence on both. The
 type is that of all engines and learners. What is compared is processor time, of the scheduler process and of this one, with one
 thread each; turns alternate, and the fastest of each counts, since other work on the machine can only slow a turn down. The last number of
 a row is the slowest over the fastest turn of the mode: far from 1, more turns are needed.
@@ -42,12 +42,12 @@ LEAST_OF_BATCHED, LEAST_OF_STOCK, MOST_OF_LEARNER = 0.6, 1.0, 1.15
 
 def fastest(seconds: Mapping[str, list[float]]) -> tuple[dict[str, float], float]:
     """The fastest turn of each side, and the slowest over the fastest in fixed order."""
-    return {name: min(values) for name, values in seconds.items()}, max(seconds["fixed order"]) / min(seconds["fixed order"])
+    return {name: min(values) for name, values in seconds.items()}, max(seconds["batch-invariant"]) / min(seconds["batch-invariant"])
 
 
 def measure_decode(folder: Path, arguments: argparse.Namespace) -> list[str]:
     """Print a row for each length; return what misses its target."""
-    kinds: dict[str, dict[str, Any]] = {"fixed order": {"fixed_order": True}, "batched": {}, "stock": {"attention_backend": "stock"}}
+    kinds: dict[str, dict[str, Any]] = {"batch-invariant": {"fixed_order": True}, "batched": {}, "stock": {"attention_backend": "stock"}}
     if arguments.skip_stock:
         del kinds["stock"]
     requests, lengths = arguments.requests, arguments.lengths
@@ -60,7 +60,7 @@ def measure_decode(folder: Path, arguments: argparse.Namespace) -> list[str]:
             sizes = (requests, length // 3, length - length // 3)
             sides = {name: lambda _, decode=decode, sizes=sizes: decode(*sizes).by_processor for name, decode in engines.items()}
             best, spread = fastest(in_turns(sides, arguments.turns))
-            ratios = {name: seconds / best["fixed order"] for name, seconds in best.items()}
+            ratios = {name: seconds / best["batch-invariant"] for name, seconds in best.items()}
             of_stock = ratios.get("stock", float("nan"))
             print(f"tokens/s ratio  {length:>4}  {requests:>8}  {ratios['batched']:>10.2f}  {of_stock:>8.2f}  {spread:>6.2f}", flush=True)
             if ratios["batched"] < LEAST_OF_BATCHED or of_stock < LEAST_OF_STOCK:
@@ -71,7 +71,9 @@ def measure_decode(folder: Path, arguments: argparse.Namespace) -> list[str]:
 def measure_learner(folder: Path, lengths: list[int], turns: int, dtype: Any) -> list[str]:
     """Print a row for each length; return what misses its target."""
     config = CorrectionConfig(preset="grpo")
-    settings = {name: LearnerConfig(device="cpu", dtype=dtype, fixed_order=name == "fixed order") for name in ("fixed order", "usual")}
+    settings = {
+        name: LearnerConfig(device="cpu", dtype=dtype, fixed_order=name == "batch-invariant") for name in ("batch-invariant", "usual")
+    }
     learners = {name: LearnerRank(its) for name, its in settings.items()}
     for learner in learners.values():
         learner.load(folder)
@@ -92,7 +94,7 @@ def measure_learner(folder: Path, lengths: list[int], turns: int, dtype: Any) ->
             learner.config = learner.config.model_copy(update={"shared_prompts": shares})
         sides = {name: lambda _, learner=learner, step=step: step(learner) for name, learner in learners.items()}
         best, spread = fastest(in_turns(sides, turns + 1))
-        ratio, kind = best["fixed order"] / best["usual"], "shared" if shares else "repeated"
+        ratio, kind = best["batch-invariant"] / best["usual"], "shared" if shares else "repeated"
         print(f"step time ratio {length:>4}  {kind:<8}  {ratio:>18.2f}  {spread:>6.2f}", flush=True)
         if ratio > MOST_OF_LEARNER:
             missed.append(f"learner step on {length} tokens, prompts {kind}")

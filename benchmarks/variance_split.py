@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/variance_split.py [--steps 20] [--model FOLDER]
 
 Three runs with max_staleness 1 on the small recipe lab/kept_engines.yaml, real SGLang and real Megatron: both in
-bfloat16, both in float32, and both in float32 and fixed order. Each run's batches are then scored again by the learner, at the
+bfloat16, both in float32, and both in float32 and batch-invariant. Each run's batches are then scored again by the learner, at the
 weights that sampled them and at those that trained on them; tokens of staleness 1 count. In the mode the mismatch is 0, and so is the
 covariance: the ratio is pure staleness. The program fails if it isn't.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from rollout.config import TrainOverlong
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.packing import pack_groups
-from rollout.sampling import sample_trajectories
-from rollout.trajectory import Group, Prompt
+from rollout.sampler import sample_seed
+from rollout.trajectory import Group, Prompt, Trajectory
 
 SHAPES: dict[str, dict[str, int]] = {
     "recipe": {"hidden_size": 384, "intermediate_size": 1408, "num_hidden_layers": 3},
@@ -80,28 +80,26 @@ def random_batch(lengths: Sequence[tuple[int, int]], samples: int, vocabulary: i
     ).validate()
 
 
-class _NoText:
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return ""
-
-
 def sampled_batch(model: Path, config: EngineConfig, prompts: Sequence[tuple[int, ...]], *, samples: int, max_tokens: int) -> PackedBatch:
     """What a fresh engine answers to prompts of these tokens; all rewards are 1. Raises: EngineError if it doesn't serve the model here."""
 
     async def sample() -> list[Group]:
         engine = await RolloutEngine.start(model, config, name=f"{config.dtype} engine")
         asked = [Prompt(f"train/0/{number}", "", tokens, "") for number, tokens in enumerate(prompts)]
-        settings: dict[str, Any] = {"samples": samples, "max_tokens": max_tokens, "temperature": 1.0, "seed": 0}
+
+        def answers_to(prompt: Prompt) -> Awaitable[list[Trajectory]]:
+            seeds = [sample_seed(0, prompt.prompt_id, index) for index in range(samples)]
+            return engine.generate(prompt.token_ids, max_tokens=max_tokens, samples=samples, seeds=seeds)
+
         try:
-            answers = await asyncio.gather(*(sample_trajectories(engine, _NoText(), prompt, **settings) for prompt in asked))
+            answers = await asyncio.gather(*(answers_to(prompt) for prompt in asked))
         finally:
             await engine.shutdown()
         scored = (tuple(replace(one, reward=1.0) for one in group) for group in answers)
         return [Group(number, prompt, group, 0) for number, (prompt, group) in enumerate(zip(asked, scored, strict=True))]
 
     groups = asyncio.run(sample())
-    batch, _ = pack_groups(groups, learner_version=0, advantage=lambda rewards, _: rewards, overlong=TrainOverlong(), max_tokens=max_tokens)
-    return batch
+    return pack_groups(groups, learner_version=0, advantage=lambda rewards, _: rewards, overlong=TrainOverlong(), max_tokens=max_tokens)
 
 
 # -- decoding ------------------------------------------------------------------------------------------------------------

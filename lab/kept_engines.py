@@ -18,7 +18,6 @@ import hashlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,12 +40,10 @@ from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.step import StepResult
 from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.engine import RolloutEngine
 from rollout.packing import pack_groups
-from rollout.rewards import RewardPool
-from rollout.sampling import sample_trajectories
+from rollout.sampler import Sampler
 from rollout.tasks import build_task
-from rollout.trajectory import Group, Prompt, Trajectory
+from rollout.trajectory import Group, Prompt
 
 RECIPE = Path(__file__).with_name("kept_engines.yaml")
 _DRAWS = 4
@@ -105,11 +102,10 @@ class RunRecord:
 class KeptEngines:
     """Use `start`, and as a context manager. One run at a time."""
 
-    def __init__(self, config: RunConfig, loop: BackgroundLoop, engine: RolloutEngine, rewards: RewardPool) -> None:
-        self.config, self.engine = config, engine
-        self._loop, self._rewards = loop, rewards
-        self._tokenizer = load_tokenizer(config.model)
-        self._task = build_task(config.rollout.task, ChatEncoder.for_task(self._tokenizer, config.rollout.task))
+    def __init__(self, config: RunConfig, loop: BackgroundLoop, sampler: Sampler) -> None:
+        self.config, self.engine = config, sampler.engine
+        self._loop, self._sampler = loop, sampler
+        self._task = build_task(config.rollout.task, ChatEncoder.for_task(load_tokenizer(config.model), config.rollout.task))
         self._learner: LearnerRank | None = None
         self._next_group = 0
 
@@ -117,23 +113,13 @@ class KeptEngines:
     def start(cls, config: RunConfig) -> KeptEngines:
         """Start the engine and the reward processes (20 to 90 s); the learner of a run starts with the run."""
         loop = BackgroundLoop()
-
-        async def begin() -> tuple[RolloutEngine, RewardPool]:
-            rewards = RewardPool(config.rollout.reward, config.rollout.task)
-            await rewards.check()
-            return await RolloutEngine.start(config.model, config.rollout.engine, name="kept engine"), rewards
-
-        return cls(config, loop, *loop.run(begin()))
+        return cls(config, loop, loop.run(Sampler.start(config.model, config.rollout, name="kept engine")))
 
     def __enter__(self) -> KeptEngines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        async def end() -> None:
-            await self.engine.shutdown()
-            await self._rewards.close()
-
-        self._loop.run(end())
+        self._loop.run(self._sampler.close())
         self._loop.stop()
         if self._learner is not None:
             self._learner.close()
@@ -222,8 +208,7 @@ class KeptEngines:
     def _sync(self, run: _Run) -> float:
         """Send the learner's weights to the engine; returns the seconds that it took."""
         began = time.monotonic()
-        buckets = [bucket.tensors for bucket in run.learner.weight_buckets()]
-        self._loop.run(self.engine.update_weights(run.version, buckets))
+        self._loop.run(self.engine.update_weights(run.version, list(run.learner.weight_buckets())))
         return time.monotonic() - began
 
     async def _sample(self, position: int, run: _Run) -> tuple[list[Group], dict[str, float]]:
@@ -248,21 +233,8 @@ class KeptEngines:
         return kept, {"reward_mean": statistics.fmean(rewards), "sampled_groups": len(sampled), "generate_s": time.monotonic() - began}
 
     async def _group(self, prompt: Prompt, version: int, topk: int) -> Group:
-        sampling = self.config.rollout.sampling
-        trajectories = await sample_trajectories(
-            self.engine,
-            self._tokenizer,
-            prompt,
-            samples=sampling.samples_per_group,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            seed=0,
-            topk=topk,
-        )
         self._next_group += 1
-        group_id = self._next_group
-        scored: Sequence[Trajectory] = await self._rewards.score(trajectories, prompt)
-        return Group(group_id=group_id, prompt=prompt, trajectories=tuple(scored), admitted_version=version)
+        return await self._sampler.group(prompt, group_id=self._next_group, admitted_version=version, topk=topk)
 
 
 class _Run:
@@ -292,7 +264,7 @@ class _Run:
 
     def finish(self) -> RunRecord:
         checksums = sorted(self.learner.weight_checksums().items())
-        weights = (tensor for bucket in self.learner.weight_buckets() for tensor in bucket.tensors.values())
+        weights = (tensor for bucket in self.learner.weight_buckets() for tensor in bucket.tensors().values())
         self.record.weights = torch.cat([tensor.flatten().float() for tensor in weights])
         self.record.checksum = hashlib.blake2b(repr(checksums).encode(), digest_size=16).hexdigest()
         return self.record
@@ -300,7 +272,7 @@ class _Run:
     def packed(self, groups: list[Group]) -> PackedBatch:
         """The groups as a batch for the learner at its present version."""
         part, sampling = self.record.correction.advantage, self._config.rollout.sampling
-        batch, _ = pack_groups(
+        batch = pack_groups(
             groups,
             learner_version=self.version,
             advantage=partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon),

@@ -8,7 +8,7 @@ Every other operator of the model works on the packed rows as they are. Attentio
   a long one is cut into tiles that meet no keys beyond their own end, because a mask saves no work. Tiles of about equal size are one
   padded call. Keys and values are copied for each tile, not for each answer.
 
-In fixed order every text is tiles of its own, sequences too, so that the blocks of keys begin where they begin in the text.
+Where attention is batch-invariant every text is tiles of its own, sequences too, so that blocks of keys begin where they begin in the text.
 
 Which rows there are, and how they hang together, is decided in inputs.py; a kernel for this slot needs what PackedSequences holds. On a GPU
 in half precision torch's variable-length kernel takes all sequences at once; it has no continuations, so that prompts aren't shared there.
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from correction.invariance.operators import whole_blocks
-from learner.inputs import Layout
+from learner.inputs import RowLayout
 from learner.megatron import PackedSeqParams
 from learner.routing import Routes
 
@@ -41,12 +41,12 @@ MOST_PADDING = 1.25
 MOST_KEYS_WIDENED = 80
 """Keys up to which a call in float32 on a CPU is computed in float64."""
 MOST_SCORES = 2**16
-"""Of a call in fixed order, for each head: it has them all at the same time, and they should stay in the cache."""
+"""Of a batch-invariant call, for each head: it has them all at the same time, and they should stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbouring sequences of equal length."""
+class EqualLengths:
+    """Neighbouring sequences of equal length: one call on a view of the packed rows."""
 
     count: int
     length: int
@@ -63,8 +63,8 @@ class TileCall:
     query_rows: Tensor
     """[n, Q] int64: rows of the continuations; row 0 where a tile has fewer."""
     key_rows: Tensor
-    """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; row 0 where a tile has fewer. In fixed
-    order K is a multiple of operators.BLOCK, and the key of position p in the text stands in column p."""
+    """[n, K] int64: rows of the sequence that they go on from, then of the continuations themselves; row 0 where a tile has fewer.
+    If batch-invariant, K is a multiple of operators.BLOCK, and the key of position p in the text stands in column p."""
     mask: Tensor
     """[n, 1, Q, K] bool: which keys a query meets. Torch keeps it for the backward pass as a bias in the type of the queries."""
 
@@ -79,21 +79,21 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no
 
     bounds: Tensor | None = None
     """[T + 1] int32: the sequences' bounds among the packed rows."""
-    runs: tuple[Run, ...] = ()
-    """In packed order; together they hold every row of the sequences once. None in fixed order."""
+    equal_lengths: tuple[EqualLengths, ...] = ()
+    """In packed order; together they hold every row of the sequences once. None if batch-invariant."""
     tile_calls: tuple[TileCall, ...] = ()
-    """Together they hold every other row once: those of the continuations, and in fixed order all."""
+    """Together they hold every other row once: those of the continuations, and if batch-invariant all."""
     row_in_tiles: Tensor | None = None
     """[these rows] int64: where each is found in the outputs of the tile calls, laid end to end."""
     routes: Routes | None = None
     """Of the routers that read these rows, where that is watched or given."""
 
 
-def pack(layout: Layout, device: torch.device, *, fixed_order: bool = False) -> tuple[Tensor, PackedSequences]:
+def pack(layout: RowLayout, device: torch.device, *, batch_invariant: bool = False) -> tuple[Tensor, PackedSequences]:
     """Positions and attention of a layout.
 
     Args:
-        fixed_order: make tiles that FixedOrderAttention can take.
+        batch_invariant: make tiles that BatchInvariantAttention can take.
     Returns: [1, R] int64 position of each row in its text, and what the attention needs to know.
     """
     lengths = layout.sequences + layout.continuations
@@ -101,8 +101,8 @@ def pack(layout: Layout, device: torch.device, *, fixed_order: bool = False) -> 
     positions = torch.tensor([place for begin, length in zip(begins, lengths, strict=True) for place in range(begin, begin + length)])
     longest = max(begin + length for begin, length in zip(begins, lengths, strict=True))
     whole = torch.tensor([0, len(positions)], dtype=torch.int32, device=device)
-    runs = () if fixed_order else tuple(Run(len(list(same)), length) for length, same in groupby(layout.sequences))
-    calls, row_in_tiles = _tile_calls(layout, positions, device, fixed_order)
+    equal_lengths = () if batch_invariant else tuple(EqualLengths(len(list(same)), length) for length, same in groupby(layout.sequences))
+    calls, row_in_tiles = _tile_calls(layout, positions, device, batch_invariant)
     return positions[None].to(device), PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=whole,
@@ -110,7 +110,7 @@ def pack(layout: Layout, device: torch.device, *, fixed_order: bool = False) -> 
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         bounds=torch.tensor([0, *accumulate(layout.sequences)], dtype=torch.int32, device=device),
-        runs=runs,
+        equal_lengths=equal_lengths,
         tile_calls=calls,
         row_in_tiles=row_in_tiles,
     )
@@ -128,21 +128,23 @@ class _Tile:
     queries: range
     """The last of these: all of them unless a continuation is cut."""
     keys: int
-    """Rows of both, padded to a multiple of a block in fixed order."""
+    """Rows of both; if batch-invariant padded to a multiple of a block."""
 
     @property
     def scores(self) -> int:
         return len(self.queries) * self.keys
 
 
-def _tile_calls(layout: Layout, positions: Tensor, device: torch.device, fixed_order: bool) -> tuple[tuple[TileCall, ...], Tensor | None]:
+def _tile_calls(
+    layout: RowLayout, positions: Tensor, device: torch.device, batch_invariant: bool
+) -> tuple[tuple[TileCall, ...], Tensor | None]:
     """The calls, and where their outputs have each row that they hold."""
-    if not (layout.continuations or fixed_order):
+    if not (layout.continuations or batch_invariant):
         return (), None
     owners = torch.tensor([-1] * len(layout.sequences) + list(range(len(layout.continuations))))
     owner = torch.repeat_interleave(owners, torch.tensor(layout.sequences + layout.continuations))  # -1: a row of a sequence
     calls, outputs = [], []
-    found = _of_similar_size(_single_tiles(layout), MOST_SCORES) if fixed_order else _of_similar_size(_tiles(layout))
+    found = _of_similar_size(_single_tiles(layout), MOST_SCORES) if batch_invariant else _of_similar_size(_tiles(layout))
     for tiles in found:
         queries = pad_sequence([torch.tensor(tile.queries) for tile in tiles], batch_first=True, padding_value=-1)
         keys = pad_sequence([torch.tensor([*tile.before, *tile.own]) for tile in tiles], batch_first=True, padding_value=-1)
@@ -150,8 +152,8 @@ def _tile_calls(layout: Layout, positions: Tensor, device: torch.device, fixed_o
         outputs.append(queries.flatten())
         queries = queries.clamp(min=0)  # row 0 stands at position 0 and so meets the first key of any tile: no row of scores is all masked
         query, key = queries[:, :, None], keys[:, None, :]
-        is_kin = (owner[key] < 0) | (owner[key] == owner[query])
-        mask = (key >= 0) & is_kin & (positions[key] <= positions[query])
+        is_same_text = (owner[key] < 0) | (owner[key] == owner[query])
+        mask = (key >= 0) & is_same_text & (positions[key] <= positions[query])
         calls.append(TileCall(queries.to(device), keys.clamp(min=0).to(device), mask[:, None].to(device)))
     rows = torch.cat(outputs)
     is_real = rows >= 0
@@ -160,7 +162,7 @@ def _tile_calls(layout: Layout, positions: Tensor, device: torch.device, fixed_o
     return tuple(calls), row_in_tiles.to(device)
 
 
-def _tiles(layout: Layout) -> Iterator[_Tile]:
+def _tiles(layout: RowLayout) -> Iterator[_Tile]:
     """Each sequence's short continuations in about equal tiles of about TILE_ROWS, and equal parts of each long one."""
     rows = _rows_of_texts(layout)
     own = zip(layout.continued, rows[len(layout.sequences) :], strict=True)
@@ -181,7 +183,7 @@ def _tiles(layout: Layout) -> Iterator[_Tile]:
                 begin = end
 
 
-def _single_tiles(layout: Layout) -> Iterator[_Tile]:
+def _single_tiles(layout: RowLayout) -> Iterator[_Tile]:
     """Equal parts of each sequence and of each continuation."""
     rows = _rows_of_texts(layout)
     befores = [range(0)] * len(layout.sequences) + [rows[t] for t in layout.continued]
@@ -190,7 +192,7 @@ def _single_tiles(layout: Layout) -> Iterator[_Tile]:
             yield _Tile(before, own[: part.stop], own[part.start : part.stop], whole_blocks(len(before) + part.stop))
 
 
-def _rows_of_texts(layout: Layout) -> list[range]:
+def _rows_of_texts(layout: RowLayout) -> list[range]:
     """Of each sequence, then of each continuation."""
     return [range(a, b) for a, b in pairwise(accumulate(layout.sequences + layout.continuations, initial=0))]
 
@@ -224,19 +226,19 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSe
         query: [R, heads, width]; key, value: [R, groups, width].
     Returns: [R, heads, width].
     """
-    sizes = [run.tokens for run in packed.runs]
+    sizes = [one.tokens for one in packed.equal_lengths]
     rows = sum(sizes)
-    pieces = zip(packed.runs, *(torch.split(x[:rows], sizes) for x in (query, key, value)), strict=True)
-    outputs = [_attend_run(run, q, k, v, scale) for run, q, k, v in pieces]
+    pieces = zip(packed.equal_lengths, *(torch.split(x[:rows], sizes) for x in (query, key, value)), strict=True)
+    outputs = [_attend_equal_lengths(one, q, k, v, scale) for one, q, k, v in pieces]
     if packed.row_in_tiles is not None:
         tiles = [_attend_tiles(call, query, key, value, scale) for call in packed.tile_calls]
         outputs.append(torch.cat(tiles).index_select(0, packed.row_in_tiles))
     return torch.cat(outputs)
 
 
-def _attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """One run's rows, [count * length, heads, width]."""
-    q, k, v = (_widened(x, run.length).view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+def _attend_equal_lengths(one: EqualLengths, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Their rows, [count * length, heads, width]."""
+    q, k, v = (_widened(x, one.length).view(one.count, one.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return output.transpose(1, 2).flatten(0, 1).to(query.dtype)
 

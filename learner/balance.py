@@ -1,4 +1,4 @@
-"""Which rank trains which sequences, in which micro-batches: whole sequences, equal cost, a token budget, families together."""
+"""Which rank trains which sequences, in which micro-batches: whole sequences, equal cost, a token budget, a shared prefix once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class SharedPrefix:
     """Sequences that begin with the same tokens, which are computed once. A sequence on its own shares with nobody but itself."""
 
     members: tuple[int, ...]
@@ -23,7 +23,7 @@ class Family:
     """Tokens computed for each of them beyond those."""
 
     @classmethod
-    def alone(cls, member: int, length: int) -> Family:
+    def alone(cls, member: int, length: int) -> SharedPrefix:
         return cls((member,), length, (0,))
 
     @property
@@ -36,11 +36,11 @@ class Family:
         beginning = sequence_cost(self.shared, hidden_size)
         return beginning + sum(sequence_cost(self.shared + rows, hidden_size) - beginning for rows in self.rows)
 
-    def split(self, count: int) -> tuple[Family, Family]:
+    def split(self, count: int) -> tuple[SharedPrefix, SharedPrefix]:
         """The first `count` members and the others; the beginning is then computed for both."""
         return (
-            Family(self.members[:count], self.shared, self.rows[:count]),
-            Family(self.members[count:], self.shared, self.rows[count:]),
+            SharedPrefix(self.members[:count], self.shared, self.rows[:count]),
+            SharedPrefix(self.members[count:], self.shared, self.rows[count:]),
         )
 
 
@@ -49,7 +49,7 @@ class Plan:
     """For each rank its micro-batches, each a tuple of sequence indices."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[rank][micro-batch]; every rank has the same number, some may be empty. Members of a family that meet in one are neighbours."""
+    """[rank][micro-batch]; every rank has the same number, some may be empty. Sequences of one prefix that meet in one are neighbours."""
 
 
 def sequence_cost(length: int, hidden_size: int) -> float:
@@ -60,16 +60,16 @@ def sequence_cost(length: int, hidden_size: int) -> float:
     return length * (1 + length / (12 * hidden_size))
 
 
-def plan(families: Iterable[Family], ranks: int, tokens_per_microbatch: int, hidden_size: int, *, multiple: int = 1) -> Plan:
-    """Spread families over ranks by cost and pack each rank's into micro-batches.
+def plan(prefixes: Iterable[SharedPrefix], ranks: int, tokens_per_microbatch: int, hidden_size: int, *, multiple: int = 1) -> Plan:
+    """Spread sequences over ranks by cost, those that share a prefix together, and pack each rank's into micro-batches.
 
-    A family is split where it is too large for a micro-batch, or where ranks would otherwise be unequal.
+    Those of a prefix are split where they are too many for a micro-batch, or where ranks would otherwise be unequal.
     Args:
         ranks: data-parallel ranks.
         tokens_per_microbatch: budget of computed positions; a longer sequence is a micro-batch of its own.
         multiple: every rank's number of micro-batches is rounded up to a multiple of this, by empty ones.
     """
-    pieces = [piece for family in families for piece in _cut(family, tokens_per_microbatch)]
+    pieces = [piece for prefix in prefixes for piece in _cut(prefix, tokens_per_microbatch)]
     shares = _level(_spread(pieces, ranks, hidden_size), hidden_size)
     packed = [_pack(share, tokens_per_microbatch) for share in shares]
     count = math.ceil(max(map(len, packed), default=0) / multiple) * multiple
@@ -97,34 +97,34 @@ def minibatches(group_ids: Tensor, count: int, *, seed: int) -> list[list[int]]:
     return [(part == i).nonzero()[:, 0].tolist() for i in range(count)]
 
 
-def _cut(family: Family, budget: int) -> list[Family]:
+def _cut(prefix: SharedPrefix, budget: int) -> list[SharedPrefix]:
     """Halves of halves, until each fits into the budget or has one member."""
-    if family.tokens <= budget or len(family.members) == 1:
-        return [family]
-    return [piece for half in family.split(len(family.members) // 2) for piece in _cut(half, budget)]
+    if prefix.tokens <= budget or len(prefix.members) == 1:
+        return [prefix]
+    return [piece for half in prefix.split(len(prefix.members) // 2) for piece in _cut(half, budget)]
 
 
-def _spread(families: Sequence[Family], ranks: int, hidden_size: int) -> list[list[Family]]:
+def _spread(prefixes: Sequence[SharedPrefix], ranks: int, hidden_size: int) -> list[list[SharedPrefix]]:
     """Costliest first, each to the rank with the least work so far."""
     heap = [(0.0, rank) for rank in range(ranks)]
-    shares: list[list[Family]] = [[] for _ in range(ranks)]
-    for family in sorted(families, key=lambda family: (-family.cost(hidden_size), family.members)):
+    shares: list[list[SharedPrefix]] = [[] for _ in range(ranks)]
+    for prefix in sorted(prefixes, key=lambda prefix: (-prefix.cost(hidden_size), prefix.members)):
         work, rank = heapq.heappop(heap)
-        shares[rank].append(family)
-        heapq.heappush(heap, (work + family.cost(hidden_size), rank))
+        shares[rank].append(prefix)
+        heapq.heappush(heap, (work + prefix.cost(hidden_size), rank))
     return shares
 
 
-def _level(shares: list[list[Family]], hidden_size: int) -> list[list[Family]]:
-    """Move members of a family from the busiest rank to the idlest where that lessens the work of the busier of the two."""
-    work = [sum(family.cost(hidden_size) for family in share) for share in shares]
+def _level(shares: list[list[SharedPrefix]], hidden_size: int) -> list[list[SharedPrefix]]:
+    """Move some sequences of a prefix from the busiest rank to the idlest where that lessens the work of the busier of the two."""
+    work = [sum(prefix.cost(hidden_size) for prefix in share) for share in shares]
     for _ in shares:
         busy, idle = work.index(max(work)), work.index(min(work))
         options = []
-        for i, family in enumerate(shares[busy]):
-            for count in range(1, len(family.members)):
-                kept, moved = family.split(count)
-                after = work[busy] - family.cost(hidden_size) + kept.cost(hidden_size), work[idle] + moved.cost(hidden_size)
+        for i, prefix in enumerate(shares[busy]):
+            for count in range(1, len(prefix.members)):
+                kept, moved = prefix.split(count)
+                after = work[busy] - prefix.cost(hidden_size) + kept.cost(hidden_size), work[idle] + moved.cost(hidden_size)
                 options.append((max(after), i, kept, moved, after))
         best = min(options, key=lambda option: option[:2], default=None)
         if best is None or best[0] >= work[busy]:
@@ -135,19 +135,19 @@ def _level(shares: list[list[Family]], hidden_size: int) -> list[list[Family]]:
     return shares
 
 
-def _pack(share: Sequence[Family], budget: int) -> list[tuple[int, ...]]:
+def _pack(share: Sequence[SharedPrefix], budget: int) -> list[tuple[int, ...]]:
     """In the order of length (attention takes equal lengths in one call), in about equally full micro-batches within the budget."""
-    total = sum(family.tokens for family in share)
+    total = sum(prefix.tokens for prefix in share)
     equal_part = total / max(1, math.ceil(total / budget))
     parts: list[tuple[int, ...]] = []
     current: list[int] = []
     tokens = packed = 0
-    for family in sorted(share, key=lambda family: (-family.shared, family.members)):
-        is_full = tokens + family.tokens > budget or packed >= equal_part * (len(parts) + 1)
+    for prefix in sorted(share, key=lambda prefix: (-prefix.shared, prefix.members)):
+        is_full = tokens + prefix.tokens > budget or packed >= equal_part * (len(parts) + 1)
         if current and is_full:
             parts.append(tuple(current))
             current, tokens = [], 0
-        current += family.members
-        tokens += family.tokens
-        packed += family.tokens
+        current += prefix.members
+        tokens += prefix.tokens
+        packed += prefix.tokens
     return [*parts, tuple(current)] if current else parts

@@ -38,7 +38,7 @@ class WeightBroadcaster:
         self._run(broadcast, "broadcast failed")
 
     def close(self) -> None:
-        """Leave the group; what a broken one says at that point is of no interest."""
+        """Leave the group. Errors of a broken one are not raised: that is why it is closed."""
         if self._group is None:
             return
         group, self._group = self._group, None

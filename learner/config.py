@@ -45,7 +45,7 @@ class LearnerConfig(Settings):
     float32_head: bool = False
     """Multiply with the vocabulary's matrix in float32 though weights are bfloat16; holds a float32 copy of that matrix during a pass."""
     fixed_order: bool = False
-    """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the engines'."""
+    """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the engines'."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each rank. One is the safe choice where ranks and engines share cores."""
     seed: int = 1234
@@ -158,7 +158,7 @@ class LearnerConfig(Settings):
     def needs_local_layers(self) -> str | None:
         """Which setting TransformerEngine's layers can't honour, with the reason; None: they can all."""
         if self.fixed_order:
-            return "fixed_order = true (true_on_policy): its products and norms keep no fixed order"
+            return "fixed_order = true (true_on_policy): its products and norms are not batch-invariant"
         if self.dtype == "float32":
             return "dtype = float32: it multiplies float32 matrices in TF32, with 10 bits of mantissa. Set dtype: bfloat16"
         return None

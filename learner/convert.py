@@ -1,6 +1,6 @@
 """Weights between Hugging Face and Megatron: for each model family a table of rules, and the layouts that the rules name.
 
-A new family is a new table; a new way in which Megatron stores a matrix is a new `Layout`.
+A new family is a new table; a new way in which Megatron stores a matrix is a new `TensorLayout`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from correction.errors import DataError
 from learner.parallel import Placement
 
 
-class Layout(Enum):
+class TensorLayout(Enum):
     """How Megatron holds one or more HF tensors, and how tensor parallelism splits that."""
 
     REPLICATED = "replicated"
@@ -44,7 +44,7 @@ class Rule:
 
     megatron: str
     hf: tuple[str, ...]
-    layout: Layout
+    layout: TensorLayout
 
     @property
     def is_expert(self) -> bool:
@@ -54,11 +54,11 @@ class Rule:
     @property
     def is_split(self) -> bool:
         """Whether tensor-parallel ranks have parts of it."""
-        return self.layout is not Layout.REPLICATED and not self.is_expert
+        return self.layout is not TensorLayout.REPLICATED and not self.is_expert
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """A model family: its rules, and what they can't say."""
 
     rules: tuple[Rule, ...]
@@ -73,49 +73,55 @@ class Family:
 _MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
-def _layer_rule(megatron: str, layout: Layout, *hf: str) -> Rule:
+def _layer_rule(megatron: str, layout: TensorLayout, *hf: str) -> Rule:
     return Rule(_MEGATRON_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), layout)
 
 
 _TRUNK = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Layout.VOCAB),
-    _layer_rule("input_layernorm.weight", Layout.REPLICATED, "input_layernorm.weight"),
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), TensorLayout.VOCAB),
+    _layer_rule("input_layernorm.weight", TensorLayout.REPLICATED, "input_layernorm.weight"),
     _layer_rule(
-        "self_attention.linear_qkv.weight", Layout.QKV, "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+        "self_attention.linear_qkv.weight",
+        TensorLayout.QKV,
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
     ),
-    _layer_rule("self_attention.linear_proj.weight", Layout.ROW, "self_attn.o_proj.weight"),
-    _layer_rule("pre_mlp_layernorm.weight", Layout.REPLICATED, "post_attention_layernorm.weight"),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED),
-    Rule("output_layer.weight", ("lm_head.weight",), Layout.VOCAB),
+    _layer_rule("self_attention.linear_proj.weight", TensorLayout.ROW, "self_attn.o_proj.weight"),
+    _layer_rule("pre_mlp_layernorm.weight", TensorLayout.REPLICATED, "post_attention_layernorm.weight"),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), TensorLayout.REPLICATED),
+    Rule("output_layer.weight", ("lm_head.weight",), TensorLayout.VOCAB),
 )
 _FEED_FORWARD = (
-    _layer_rule("mlp.linear_fc1.weight", Layout.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _layer_rule("mlp.linear_fc2.weight", Layout.ROW, "mlp.down_proj.weight"),
+    _layer_rule("mlp.linear_fc1.weight", TensorLayout.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer_rule("mlp.linear_fc2.weight", TensorLayout.ROW, "mlp.down_proj.weight"),
 )
 _EXPERT, _HF_EXPERT = "mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."
 _EXPERTS = (
-    _layer_rule("mlp.router.weight", Layout.REPLICATED, "mlp.gate.weight"),
-    _layer_rule(_EXPERT + "linear_fc1.weight", Layout.GATE_UP, _HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"),
-    _layer_rule(_EXPERT + "linear_fc2.weight", Layout.ROW, _HF_EXPERT + "down_proj.weight"),
+    _layer_rule("mlp.router.weight", TensorLayout.REPLICATED, "mlp.gate.weight"),
+    _layer_rule(_EXPERT + "linear_fc1.weight", TensorLayout.GATE_UP, _HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"),
+    _layer_rule(_EXPERT + "linear_fc2.weight", TensorLayout.ROW, _HF_EXPERT + "down_proj.weight"),
 )
 _QK_NORM = (
-    _layer_rule("self_attention.q_layernorm.weight", Layout.REPLICATED, "self_attn.q_norm.weight"),
-    _layer_rule("self_attention.k_layernorm.weight", Layout.REPLICATED, "self_attn.k_norm.weight"),
+    _layer_rule("self_attention.q_layernorm.weight", TensorLayout.REPLICATED, "self_attn.q_norm.weight"),
+    _layer_rule("self_attention.k_layernorm.weight", TensorLayout.REPLICATED, "self_attn.k_norm.weight"),
 )
 _QKV_BIAS = (
-    _layer_rule("self_attention.linear_qkv.bias", Layout.QKV, "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    _layer_rule(
+        "self_attention.linear_qkv.bias", TensorLayout.QKV, "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    ),
 )
 
-FAMILIES: dict[str, Family] = {
-    "qwen3": Family(_TRUNK + _FEED_FORWARD + _QK_NORM, has_qk_norm=True),
-    "qwen3_moe": Family(_TRUNK + _EXPERTS + _QK_NORM, has_qk_norm=True, has_experts=True),
-    "qwen2": Family(_TRUNK + _FEED_FORWARD + _QKV_BIAS, has_qkv_bias=True),
-    "llama": Family(_TRUNK + _FEED_FORWARD),
+FAMILIES: dict[str, ModelFamily] = {
+    "qwen3": ModelFamily(_TRUNK + _FEED_FORWARD + _QK_NORM, has_qk_norm=True),
+    "qwen3_moe": ModelFamily(_TRUNK + _EXPERTS + _QK_NORM, has_qk_norm=True, has_experts=True),
+    "qwen2": ModelFamily(_TRUNK + _FEED_FORWARD + _QKV_BIAS, has_qkv_bias=True),
+    "llama": ModelFamily(_TRUNK + _FEED_FORWARD),
 }
 """By transformers' model_type."""
 
 
-def family_of(hf_config: Any) -> Family:
+def family_of(hf_config: Any) -> ModelFamily:
     """The family of a model.
 
     Raises: DataError naming the architecture, or the option of it that has no counterpart here.
@@ -177,36 +183,36 @@ def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: i
     """
     parts, part = (placement.tensor_parallel, placement.tensor_rank) if rule.is_split else (1, 0)
     match rule.layout:
-        case Layout.REPLICATED:
+        case TensorLayout.REPLICATED:
             return tensors[0]
-        case Layout.VOCAB:
+        case TensorLayout.VOCAB:
             padded = F.pad(tensors[0], (0, 0, 0, rows * parts - tensors[0].shape[0]))
             return padded.chunk(parts)[part]
-        case Layout.ROW:
+        case TensorLayout.ROW:
             return tensors[0].chunk(parts, dim=1)[part]
-        case Layout.QKV:
+        case TensorLayout.QKV:
             q, k, v = tensors
             return merge_qkv(q, k, v, heads).chunk(parts)[part]
-        case Layout.GATE_UP:
+        case TensorLayout.GATE_UP:
             return torch.cat([tensor.chunk(parts)[part] for tensor in tensors])
 
 
 def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int) -> tuple[Tensor, ...]:
     """The HF tensors that all ranks' parts of a Megatron parameter make up, in the rule's order."""
     match rule.layout:
-        case Layout.REPLICATED:
+        case TensorLayout.REPLICATED:
             return (parts[0],)
-        case Layout.VOCAB:
+        case TensorLayout.VOCAB:
             return (torch.cat(list(parts))[:vocab_size],)
-        case Layout.ROW:
+        case TensorLayout.ROW:
             return (torch.cat(list(parts), dim=1),)
-        case Layout.QKV:
+        case TensorLayout.QKV:
             return split_qkv(torch.cat(list(parts)), heads)
-        case Layout.GATE_UP:
+        case TensorLayout.GATE_UP:
             return tuple(torch.cat(list(halves)) for halves in zip(*(part.chunk(2) for part in parts), strict=True))
 
 
-def bind(model: torch.nn.Module, family: Family, expert_rank: int = 0) -> list[tuple[Rule, torch.nn.Parameter]]:
+def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> list[tuple[Rule, torch.nn.Parameter]]:
     """Each of this rank's parameters with its rule, the layer's and the expert's index filled in.
 
     Args:

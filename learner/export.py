@@ -1,11 +1,10 @@
-"""Weights on their way out: buckets under Hugging Face names for the engines, and folders that transformers loads."""
+"""Weights on their way out: under Hugging Face names and in pieces for the engines, and as folders that transformers loads."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,20 +17,6 @@ from learner.parallel import Placement
 
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightBucket:
-    """Some of a version's weights, as they were when the bucket was made."""
-
-    index: int
-    """Place among the version's buckets, from 0."""
-    tensors: dict[str, Tensor]
-    """HF name -> contiguous copy."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
@@ -52,22 +37,21 @@ def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -
                 yield name, tensor
 
 
-def weight_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device | str = "cpu") -> Iterator[WeightBucket]:
-    """Copies of the weights, together up to bucket_bytes; a larger tensor is a bucket of its own.
+def in_pieces(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The weights themselves, HF name -> tensor, together up to most_bytes; a larger one is a piece of its own.
 
-    Args:
-        device: where the copies go.
+    All of a piece exist at the same time, on the device where they are: of weights that are gathered from ranks that takes most_bytes.
     """
-    index, size = 0, 0
-    tensors: dict[str, Tensor] = {}
+    piece: dict[str, Tensor] = {}
+    size = 0
     for name, weight in weights:
-        if tensors and size + weight.nbytes > bucket_bytes:
-            yield WeightBucket(index, tensors)
-            index, size, tensors = index + 1, 0, {}
-        tensors[name] = weight.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        if piece and size + weight.nbytes > most_bytes:
+            yield piece
+            piece, size = {}, 0
+        piece[name] = weight
         size += weight.nbytes
-    if tensors:
-        yield WeightBucket(index, tensors)
+    if piece:
+        yield piece
 
 
 def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -85,7 +69,8 @@ def write_hf_folder(weights: Iterable[tuple[str, Tensor]], source: str | os.Path
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
     hf_folder.copy_side_files(source, partial)
-    hf_folder.write_shards(partial, (bucket.tensors for bucket in weight_buckets(weights, SHARD_BYTES)))
+    on_cpu = ((name, weight.detach().cpu().contiguous()) for name, weight in weights)
+    hf_folder.write_shards(partial, in_pieces(on_cpu, SHARD_BYTES))
     if not target.exists():
         partial.rename(target)
         return

@@ -1,7 +1,7 @@
 """What the model has to read so that the trained tokens of a batch are predicted: not more, and a group's prompt only once.
 
 A sequence is read up to the token before its last trained one; what comes after predicts nothing that is wanted. Sequences of one group
-that begin with the same tokens are a family: what they have in common is read once, and each of them goes on from there.
+that begin with the same tokens share a prefix: it is read once, and each of them goes on from there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from correction.batch import PackedBatch
 from correction.errors import DataError
-from learner.balance import Family
+from learner.balance import SharedPrefix
 
 LEAST_SAVED = 0.1
-"""Share of its rows that a family must save, or its sequences stay alone: with long answers, attention takes about that much more."""
+"""Share of the rows that a shared prefix must save, or its sequences stay alone: attention to it takes about that much more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """How the R rows that the model reads hang together: T sequences, then C continuations of some of them, all end to end."""
 
     sequences: tuple[int, ...]
@@ -39,7 +39,7 @@ class ModelInputs:
 
     token_ids: Tensor
     """[R] int64."""
-    layout: Layout
+    layout: RowLayout
     """Which rows attend to which."""
     predicted: Tensor
     """[M] int64: indices in the batch of the tokens in the loss mask, ascending."""
@@ -59,26 +59,26 @@ class ModelInputs:
         Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts.
         """
         # Longest first, so that beginnings of equal length are neighbours: attention takes them in one call.
-        families = sorted((f for f in find_families(batch, share_prompts=share_prompts) if f.tokens > 0), key=lambda f: -f.shared)
+        prefixes = sorted((p for p in find_shared_prefixes(batch, share_prompts=share_prompts) if p.tokens > 0), key=lambda p: -p.shared)
         continuing = [
-            (t, i, rows) for t, family in enumerate(families) for i, rows in zip(family.members, family.rows, strict=True) if rows
+            (t, i, rows) for t, prefix in enumerate(prefixes) for i, rows in zip(prefix.members, prefix.rows, strict=True) if rows
         ]
-        filling = -sum(family.tokens for family in families) % row_multiple
-        layout = Layout(
-            tuple(family.shared for family in families) + (filling,) * (filling > 0),
+        filling = -sum(prefix.tokens for prefix in prefixes) % row_multiple
+        layout = RowLayout(
+            tuple(prefix.shared for prefix in prefixes) + (filling,) * (filling > 0),
             tuple(rows for _, _, rows in continuing),
             tuple(t for t, _, _ in continuing),
         )
         starts = batch.offsets.tolist()
         row_of = [-1] * batch.num_tokens
         row = 0
-        for family in families:
-            for i in family.members:
-                row_of[starts[i] : starts[i] + family.shared] = range(row, row + family.shared)
-            row += family.shared
+        for prefix in prefixes:
+            for i in prefix.members:
+                row_of[starts[i] : starts[i] + prefix.shared] = range(row, row + prefix.shared)
+            row += prefix.shared
         row += filling
         for t, i, rows in continuing:
-            start = starts[i] + families[t].shared
+            start = starts[i] + prefixes[t].shared
             row_of[start : start + rows] = range(row, row + rows)
             row += rows
         rows_of_tokens = torch.tensor(row_of, dtype=torch.int64)
@@ -105,8 +105,8 @@ class ModelInputs:
         return replace(self, **moved)
 
 
-def find_families(batch: PackedBatch, *, share_prompts: bool) -> list[Family]:
-    """Every sequence of a batch in one family, with the rows that it takes to read them.
+def find_shared_prefixes(batch: PackedBatch, *, share_prompts: bool) -> list[SharedPrefix]:
+    """The prefixes that a batch's sequences share, each sequence in exactly one, with the rows that it takes to read them.
 
     Only what comes before the first trained token is shared, and only if the tokens are equal, and the experts where they are given (a
     prompt that was prefilled at two weight versions was routed twice): group ids say where to look.
@@ -114,24 +114,24 @@ def find_families(batch: PackedBatch, *, share_prompts: bool) -> list[Family]:
     """
     lengths, prompts = _extents(batch)
     if not share_prompts:
-        return [Family.alone(i, length) for i, length in enumerate(lengths)]
+        return [SharedPrefix.alone(i, length) for i, length in enumerate(lengths)]
     token_ids, starts = batch.token_ids.tolist(), batch.offsets.tolist()
-    families, groups = [], defaultdict(list)
+    prefixes, groups = [], defaultdict(list)
     for i, group in enumerate(batch.group_ids.tolist()):
         if prompts[i]:
             groups[group].append(i)
         else:  # nothing is trained in it
-            families.append(Family.alone(i, lengths[i]))
+            prefixes.append(SharedPrefix.alone(i, lengths[i]))
     for members in groups.values():
         texts = [token_ids[starts[i] : starts[i] + prompts[i]] for i in members]
         if batch.routed_experts is not None:
             texts = [_with_routes(text, batch.routed_experts[starts[i] :]) for i, text in zip(members, texts, strict=True)]
         shared = _common_length(texts)
         if (len(members) - 1) * shared > LEAST_SAVED * sum(lengths[i] for i in members):
-            families.append(Family(tuple(members), shared, tuple(lengths[i] - shared for i in members)))
+            prefixes.append(SharedPrefix(tuple(members), shared, tuple(lengths[i] - shared for i in members)))
         else:
-            families += [Family.alone(i, lengths[i]) for i in members]
-    return families
+            prefixes += [SharedPrefix.alone(i, lengths[i]) for i in members]
+    return prefixes
 
 
 def _extents(batch: PackedBatch) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Which layers the learner's model is made of: Megatron's local ones, those of fixed order, or TransformerEngine's.
+"""Which layers the learner's model is made of: Megatron's local ones, the batch-invariant ones, or TransformerEngine's.
 
 All three are the same tree of modules with the same parameters under the same names, so that convert.py, checkpoints and export know one
 model. That is why TransformerEngine's fused norm-and-product stays out: it would own the norm's weight, under another name.
@@ -23,8 +23,8 @@ import torch
 from correction.errors import ConfigError
 from learner import megatron
 from learner.attention import PackedAttention
+from learner.batch_invariant import BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear
 from learner.config import LearnerConfig
-from learner.fixed_order import FixedOrderAttention, FixedOrderColumnLinear, FixedOrderRowLinear
 from learner.megatron import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -35,7 +35,7 @@ from learner.megatron import (
 )
 from learner.norm import HFRMSNorm
 
-Layers = Literal["local", "fixed_order", "transformer_engine"]
+Layers = Literal["local", "batch_invariant", "transformer_engine"]
 
 
 def choose(config: LearnerConfig, device: torch.device) -> Layers:
@@ -47,7 +47,7 @@ def choose(config: LearnerConfig, device: torch.device) -> Layers:
     if config.layers == "transformer_engine" and obstacle is not None:
         raise ConfigError(f"learner.layers = transformer_engine: {obstacle}. Or set learner.layers: auto")
     if config.fixed_order:
-        return "fixed_order"
+        return "batch_invariant"
     return "local" if config.layers == "local" or obstacle is not None else "transformer_engine"
 
 
@@ -69,7 +69,7 @@ def block_spec(transformer: TransformerConfig, layers: Layers, vp_stage: int | N
     norm, attention, column, row = {
         # Hugging Face's order of operations: normalised, rounded, multiplied by the weight.
         "local": (HFRMSNorm, PackedAttention, ColumnParallelLinear, RowParallelLinear),
-        "fixed_order": (HFRMSNorm, FixedOrderAttention, FixedOrderColumnLinear, FixedOrderRowLinear),
+        "batch_invariant": (HFRMSNorm, BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear),
         # Rounds once, at the end.
         "transformer_engine": (megatron.TENorm, PackedAttention, megatron.TEColumnParallelLinear, megatron.TERowParallelLinear),
     }[layers]

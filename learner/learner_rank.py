@@ -21,22 +21,21 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
-from correction.correct import for_step
 from correction.errors import ConfigError, DataError
 from correction.invariance import Processor
 from correction.invariance.capture import Capture
 from correction.invariance.operators import head_logits
 from correction.loss import loss_metrics, policy_scale
-from correction.sense import fold_obstacle
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
-from learner import balance, capture, checkpoint, convert, export, hf_folder, model, parallel
+from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
 from learner.config import LearnerConfig
-from learner.export import WeightBucket
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
 from learner.optimizer import GuardedOptimizer, Update
-from learner.step import Pass, StepResult, Stopwatch, attach_schedule, run_microbatches, train_step
+from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, uncorrected
+from learner.step import Pass, PhaseTimer, StepResult, attach_schedule, run_microbatches, train_step
 
 
 @dataclass(slots=True)
@@ -143,7 +142,7 @@ class LearnerRank:
 
         self.config = settings.model_copy(update={"shared_prompts": False})
         try:
-            return capture.capture(policy, convert.HeadShape.of(self._require().hf_config), batch, lambda: self.logprobs(batch), head)
+            return model_capture.capture(policy, convert.HeadShape.of(self._require().hf_config), batch, lambda: self.logprobs(batch), head)
         finally:
             self.config = settings
 
@@ -167,10 +166,10 @@ class LearnerRank:
             DataError if nothing is in the batch.
         """
         started = time.perf_counter()
-        watch = Stopwatch(self.placement.device)
+        watch = PhaseTimer(self.placement.device)
         with watch.phase("prepare"):
             self._check_routes(corrected.batch, is_training=True)
-            shares = self._shares(corrected, correction_config, step)
+            shares = optimizer_steps(corrected, correction_config, self.config, step=step)
         objective = correction_objective(correction_config)
         state = self._require()
         if self.config.reset_optimizer_on_switch:
@@ -191,7 +190,7 @@ class LearnerRank:
                 )
             )
         first_epoch = len(shares) // self.config.epochs_per_batch
-        logprobs, entropy = _first_values(corrected, shares[:first_epoch], [one[0] for one in done])
+        logprobs, entropy = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics = loss_metrics(sums, correction_config)
         losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
@@ -221,7 +220,7 @@ class LearnerRank:
             token_ids: [N] int64; offsets: [S + 1] int64; loss_mask: [N] bool, False at first tokens.
         Returns: the loss before the step, nats per token.
         """
-        corrected = _plain_batch(token_ids, offsets, loss_mask)
+        corrected = demonstration_batch(token_ids, offsets, loss_mask)
         state = self._require()
         _, loss, _ = train_step(
             state.chunks,
@@ -232,20 +231,26 @@ class LearnerRank:
             loss_of=lambda sums: float(sums[0]),
             config=self.config,
             placement=self.placement,
-            watch=Stopwatch(self.placement.device),
+            watch=PhaseTimer(self.placement.device),
         )
         return loss
 
     # Weights out
 
-    def weight_buckets(self, bucket_bytes: int = 2**28, device: torch.device | str = "cpu") -> Iterator[WeightBucket]:
-        """Copies of all weights under HF names. Every rank must go through all of them."""
-        return export.weight_buckets(self._weights(), bucket_bytes, device)
+    def weights(self, bucket_bytes: int = 2**28) -> Iterator[dict[str, Tensor]]:
+        """All weights under HF names, in pieces of up to bucket_bytes. Every rank must go through all of them.
+
+        They may share memory with the model's: nobody may train before they are done with.
+        """
+        return export.in_pieces(self._weights(), bucket_bytes)
+
+    def weight_buckets(self, bucket_bytes: int = 2**28) -> Iterator[WeightBucket]:
+        """Copies of the same."""
+        return (WeightBucket.of(piece) for piece in self.weights(bucket_bytes))
 
     def weight_specs(self, bucket_bytes: int = 2**28) -> list[list[WeightSpec]]:
-        """Names, types and shapes of what `weight_buckets` yields, bucket by bucket; no values are copied."""
-        buckets = self.weight_buckets(bucket_bytes, "meta")
-        return [[WeightSpec.of(name, tensor) for name, tensor in bucket.tensors.items()] for bucket in buckets]
+        """Names, types and shapes of what `weights` yields, piece by piece."""
+        return [[WeightSpec.of(name, tensor) for name, tensor in piece.items()] for piece in self.weights(bucket_bytes)]
 
     def weight_checksums(self) -> dict[str, str]:
         """HF name -> checksum, to be compared with an engine's own."""
@@ -271,7 +276,7 @@ class LearnerRank:
         self.placement.barrier()
 
     def begin_save(self, folder: str | os.PathLike[str], hf_folder: str | os.PathLike[str] | None = None) -> None:
-        """The same from a copy, beside what comes next; all ranks call. An earlier save is waited for.
+        """The same from a copy, written while the ranks go on; all ranks call. An earlier save is waited for.
 
         Args:
             hf_folder: also write a Hugging Face folder, on rank 0, whose memory holds a copy of all weights meanwhile.
@@ -281,7 +286,7 @@ class LearnerRank:
         state = self._require()
         write_hf: Callable[[], None] | None = None
         if hf_folder is not None and self.placement.rank == 0:
-            copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors.items()}
+            copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors().items()}
             write_hf = partial(export.write_hf_folder, copies.items(), state.folder, hf_folder)
         elif hf_folder is not None:
             deque(self._weights(), maxlen=0)
@@ -348,38 +353,13 @@ class LearnerRank:
     def _forward(self, batch: PackedBatch, *, keep_routes: bool = False) -> Pass:
         return run_microbatches(
             self._require().chunks,
-            _uncorrected(replace(batch, topk_ids=None, topk_logprobs=None)),  # nobody asks for them here
+            uncorrected(replace(batch, topk_ids=None, topk_logprobs=None)),  # nobody asks for them here
             None,
             config=self.config,
             placement=self.placement,
-            watch=Stopwatch(self.placement.device),
+            watch=PhaseTimer(self.placement.device),
             keep_routes=keep_routes,
         )
-
-    def _shares(self, corrected: CorrectedBatch, correction_config: CorrectionConfig, step: int) -> list[tuple[list[int], CorrectedBatch]]:
-        """The batch's optimizer steps: which sequences, and what is trained on them."""
-        count, epochs = self.config.optimizer_steps_per_batch, self.config.epochs_per_batch
-        if corrected.batch.num_tokens == 0:
-            raise DataError(f"learner: batch of step {step} has no tokens; a step needs at least one sequence")
-        obstacle = fold_obstacle(correction_config, is_deferred=corrected.is_deferred, has_auxiliary_loss=True)
-        if self.config.moe_aux_loss_coefficient > 0 and obstacle is not None:
-            raise ConfigError(
-                f"learner.moe_aux_loss_coefficient = {self.config.moe_aux_loss_coefficient} with this correction: {obstacle}. Compute "
-                "proximal logprobs first (correct() instead of defer()), or turn batch normalisation and kept counts off"
-            )
-        if count * epochs == 1:
-            return [(list(range(corrected.batch.num_sequences)), corrected)]
-        if corrected.is_deferred:
-            raise ConfigError(
-                f"learner: optimizer_steps_per_batch {count} x epochs_per_batch {epochs} with a deferred batch: after the first optimizer "
-                "step the current policy is not the proximal one. Compute proximal logprobs and call correct() instead of defer()."
-            )
-        shares = []
-        for epoch in range(epochs):
-            seed = hash((self.config.seed, step, epoch)) % 2**63  # of integers: the same in every process
-            for sequences in balance.minibatches(corrected.batch.group_ids, count, seed=seed):
-                shares.append((sequences, for_step(corrected, sequences, correction_config)))
-        return shares
 
     @contextmanager
     def _swapped(self, weights: list[Tensor]) -> Iterator[None]:
@@ -399,46 +379,7 @@ def _parameters(policies: list[model.PolicyModel]) -> list[torch.nn.Parameter]:
     return [parameter for policy in policies for parameter in policy.parameters()]
 
 
-def _first_values(
-    corrected: CorrectedBatch, shares: list[tuple[list[int], CorrectedBatch]], passes: list[Pass]
-) -> tuple[Tensor, float | None]:
-    """Logprobs [N] and mean entropy of the trained tokens, each from the first pass that it was in."""
-    batch = corrected.batch
-    logprobs, entropies = torch.zeros(2, batch.num_tokens, dtype=torch.float32)
-    for (sequences, _), done in zip(shares, passes, strict=False):
-        index = batch.token_index(sequences)
-        logprobs[index], entropies[index] = done.logprobs, done.entropies
-    trained = entropies[batch.loss_mask]
-    return logprobs, float(trained.double().mean()) if len(trained) else None
-
-
 def _mean(values: list[float | None]) -> float | None:
     """Of those that there are."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None
-
-
-def _uncorrected(batch: PackedBatch) -> CorrectedBatch:
-    ones = torch.ones(batch.num_tokens)
-    return CorrectedBatch(batch, importance_weights=ones, keep_mask=batch.loss_mask, token_scale=ones)
-
-
-def _plain_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> CorrectedBatch:
-    """Demonstrations as a batch whose token_scale makes a sum the mean over masked tokens.
-
-    Raises: DataError if no token is masked.
-    """
-    count = int(loss_mask.sum())
-    if count == 0:
-        raise DataError("supervised_step: loss_mask is False everywhere; there is nothing to learn from these sequences")
-    zeros = torch.zeros(len(token_ids))
-    batch = PackedBatch(
-        token_ids=token_ids,
-        offsets=offsets,
-        loss_mask=loss_mask,
-        behavior_logprobs=zeros,
-        advantages=zeros,
-        weight_versions=torch.full((len(token_ids),), -1, dtype=torch.int32),
-        group_ids=torch.arange(len(offsets) - 1),
-    ).validate()
-    return replace(_uncorrected(batch), token_scale=torch.full((len(token_ids),), 1.0 / count))

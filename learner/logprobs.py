@@ -11,7 +11,7 @@ Peak memory. With c = chunk_tokens, M predictions of C targets each, hidden size
 both plus O(c C). In bfloat16 backward has 2 M H, and max(8 c V + 4 V H, 2 c V + 6 V H): a chunk's part of the head's gradient is a tensor
 of its own, added up in float32. Padding rows of the vocabulary add a copy of the head's gradient. Where correction/matrix_products.py
 multiplies, a c up to 512 that is no multiple of 16 counts as the next one. Only M C and M H grow with the batch; the plain way, log_softmax
-of all logits, takes 8 M V and more. (fixed_order keeps more tables of c V in forward.)
+of all logits, takes 8 M V and more. (batch_invariant keeps more tables of c V in forward.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def head_logprobs(
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 1024,
-    fixed_order: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that distribution; both differentiable.
 
@@ -47,7 +47,7 @@ def head_logprobs(
         targets: [M] or [M, C] int64, ids in the whole vocabulary: one or several looked up at each position.
         vocab_size: real tokens; rows of the head beyond it are padding and take no part.
         group: ranks that hold the other rows; None: this rank holds all.
-        fixed_order: compute the logprobs as a sampler of fixed order does; the logits of all ranks are then on each.
+        batch_invariant: compute the logprobs as a batch-invariant sampler does; the logits of all ranks are then on each.
     Returns: float32 logprobs in the shape of targets, and [M] float32 entropies, in nats.
     """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
@@ -58,7 +58,7 @@ def head_logprobs(
     if real_rows < weight.shape[0]:  # a slice of everything would copy the gradient
         weight = weight[:real_rows]
     results: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own lack of types
-        hidden, weight, columns, temperature, start, group if ranks > 1 else None, chunk_tokens, fixed_order
+        hidden, weight, columns, temperature, start, group if ranks > 1 else None, chunk_tokens, batch_invariant
     )
     logprobs, entropies = results
     return logprobs.view(targets.shape), entropies
@@ -80,7 +80,7 @@ class _HeadLogprobs(torch.autograd.Function):
         start: int,
         group: Any,
         chunk_tokens: int,
-        fixed_order: bool,
+        batch_invariant: bool,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         entropies, normalizers = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(2))
@@ -88,26 +88,26 @@ class _HeadLogprobs(torch.autograd.Function):
         log_p = None
         for chunk in _chunks(count, chunk_tokens):
             del log_p  # before the next chunk's logits come
-            if fixed_order:
-                values, log_p = _fixed_order_values(hidden[chunk], weight, targets[chunk], temperature, group), None
+            if batch_invariant:
+                values, log_p = _batch_invariant_values(hidden[chunk], weight, targets[chunk], temperature, group), None
             else:
                 values, log_p = _values(hidden[chunk], weight, targets[chunk], temperature, start, group)
             logprobs[chunk], entropies[chunk], normalizers[chunk] = values
         ctx.last_log_p = log_p  # backward begins with this chunk, so that it needn't be computed again
         ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
-        ctx.settings = temperature, start, group, chunk_tokens, fixed_order
+        ctx.settings = temperature, start, group, chunk_tokens, batch_invariant
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
-        temperature, start, group, chunk_tokens, fixed_order = ctx.settings
+        temperature, start, group, chunk_tokens, batch_invariant = ctx.settings
         logprob_grad, entropy_grad = grads
         hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in reversed(_chunks(hidden.shape[0], chunk_tokens)):
             log_p, ctx.last_log_p = ctx.last_log_p, None
-            if log_p is None and fixed_order and hidden.dtype != torch.float32:
+            if log_p is None and batch_invariant and hidden.dtype != torch.float32:
                 # Its logits were not rounded, so the normalizers belong to no others.
                 log_p = head_logits(hidden[chunk], weight).div(temperature).sub_(normalizers[chunk, None])
             elif log_p is None:
@@ -175,8 +175,10 @@ def _logits_grad(
     return grad
 
 
-def _fixed_order_values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None) -> _Values:
-    """[m, C] logprobs, bit for bit those of a sampler of fixed order; [m] entropies, and [m] log sum exp of the logits over temperature."""
+def _batch_invariant_values(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
+) -> _Values:
+    """[m, C] logprobs, bit for bit a batch-invariant sampler's; [m] entropies, and [m] log sum exp of the logits over temperature."""
     logits = head_logits(hidden, weight)
     if group is not None:
         logits = _all_gather_columns(logits, group)

@@ -13,7 +13,7 @@ from correction.config import CorrectionConfig
 from correction.loss import policy_loss
 from learner.attention import pack
 from learner.config import LearnerConfig
-from learner.inputs import Layout, ModelInputs
+from learner.inputs import ModelInputs, RowLayout
 from learner.logprobs import head_logprobs
 from learner.model import unwrap
 from learner.parallel import Placement
@@ -33,7 +33,7 @@ class TokenValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class MicrobatchLoss:
     """Loss of a micro-batch: scalar with gradient, and sums that add up over micro-batches and ranks."""
 
     loss: Tensor
@@ -42,10 +42,10 @@ class Objective:
 
 
 def forward_hidden(
-    model: torch.nn.Module, token_ids: Tensor, layout: Layout, routes: Routes | None = None, *, fixed_order: bool = False
+    model: torch.nn.Module, token_ids: Tensor, layout: RowLayout, routes: Routes | None = None, *, batch_invariant: bool = False
 ) -> Tensor:
     """[1, R, hidden] of packed rows; the layout says which of them attend to which."""
-    positions, packed = pack(layout, token_ids.device, fixed_order=fixed_order)
+    positions, packed = pack(layout, token_ids.device, batch_invariant=batch_invariant)
     packed.routes = routes
     hidden: Tensor = model(token_ids[None], positions, None, packed_seq_params=packed)
     return hidden
@@ -72,7 +72,7 @@ def token_values(
         vocab_size=policy.real_vocab_size,
         group=placement.tensor_group,
         chunk_tokens=config.logprob_chunk_tokens,
-        fixed_order=config.fixed_order,
+        batch_invariant=config.fixed_order,
     )
     blank = logprobs.new_zeros(batch.num_tokens)
     values = TokenValues(blank.index_copy(0, inputs.predicted, logprobs[:, 0]), blank.index_copy(0, inputs.predicted, entropies))
@@ -82,20 +82,20 @@ def token_values(
     return replace(values, topk_logprobs=listed)
 
 
-def correction_objective(config: CorrectionConfig) -> Callable[[CorrectedBatch, TokenValues], Objective]:
+def correction_objective(config: CorrectionConfig) -> Callable[[CorrectedBatch, TokenValues], MicrobatchLoss]:
     """The objective of reinforcement learning, as the correction settings describe it."""
 
-    def objective(corrected: CorrectedBatch, values: TokenValues) -> Objective:
+    def objective(corrected: CorrectedBatch, values: TokenValues) -> MicrobatchLoss:
         result = policy_loss(corrected, values.logprobs, config, values.entropies, target_topk_logprobs=values.topk_logprobs)
-        return Objective(result.loss, result.partials)
+        return MicrobatchLoss(result.loss, result.partials)
 
     return objective
 
 
-def supervised_objective(corrected: CorrectedBatch, values: TokenValues) -> Objective:
+def supervised_objective(corrected: CorrectedBatch, values: TokenValues) -> MicrobatchLoss:
     """Cross-entropy of the tokens in the loss mask, scaled by token_scale. Sums: the loss."""
     loss = -(values.logprobs * corrected.token_scale).sum()
-    return Objective(loss, loss.detach().double()[None])
+    return MicrobatchLoss(loss, loss.detach().double()[None])
 
 
 def without_loss(corrected: CorrectedBatch) -> CorrectedBatch:

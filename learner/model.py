@@ -184,7 +184,7 @@ def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
             raise DataError(
                 f"{setting}: {hf_config.model_type} with {hf_config.num_experts} experts can't be trained with it. Without "
                 "sequence_parallel: true tensor-parallel ranks would all send the same rows to the experts, whose gradients would count "
-                "them several times; the rows of an expert have no fixed order; and ranks share experts equally, so that "
+                "them several times; the rows of an expert are not batch-invariant; and ranks share experts equally, so that "
                 "expert_parallel has to divide their number"
             )
     return {

@@ -13,7 +13,7 @@ from correction.invariance.operators import rms_norm
 class HFRMSNorm(torch.nn.Module):
     """y = weight * (x / sqrt(mean(x^2) + eps)), the mean over the last dimension.
 
-    In float32 the order makes no difference; in bfloat16 the product of two roundings is what the other engine computes.
+    x / sqrt(...) is rounded to the weights' type before it is multiplied, as the other engine does: in bfloat16 that shows.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):

@@ -17,14 +17,14 @@ from correction.batch import CorrectedBatch
 from learner import balance
 from learner.attention import can_share_prompts
 from learner.config import LearnerConfig
-from learner.inputs import ModelInputs, find_families
-from learner.loss import Objective, TokenValues, forward_hidden, token_values, without_loss
+from learner.inputs import ModelInputs, find_shared_prefixes
+from learner.loss import MicrobatchLoss, TokenValues, forward_hidden, token_values, without_loss
 from learner.megatron import DistributedDataParallel, TransformerConfig, finalize_model_grads, get_forward_backward_func
 from learner.optimizer import GuardedOptimizer, Update
 from learner.parallel import Placement
 from learner.routing import Routes, gather_taken, mean_agreement
 
-ObjectiveFunction = Callable[[CorrectedBatch, TokenValues], Objective]
+ObjectiveFunction = Callable[[CorrectedBatch, TokenValues], MicrobatchLoss]
 Microbatch = tuple[CorrectedBatch, ModelInputs]
 
 
@@ -72,7 +72,7 @@ class StepResult:
 
 
 @dataclass(slots=True)
-class Stopwatch:
+class PhaseTimer:
     """Seconds by phase."""
 
     device: torch.device
@@ -92,7 +92,7 @@ class Pass:
     """What the micro-batches of one optimizer step, or of one forward, came to."""
 
     sums: Tensor | None
-    """Objective sums over micro-batches and ranks."""
+    """The objective's, over micro-batches and ranks."""
     logprobs: Tensor
     """[N] float32, CPU, of the whole batch: complete on every rank."""
     entropies: Tensor
@@ -111,7 +111,7 @@ def run_microbatches(
     *,
     config: LearnerConfig,
     placement: Placement,
-    watch: Stopwatch,
+    watch: PhaseTimer,
     keep_routes: bool = False,
 ) -> Pass:
     """Forward passes of this rank's share through Megatron's schedule, and backward passes if there is an objective.
@@ -133,7 +133,7 @@ def run_microbatches(
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         (microbatch, inputs), its_routes = next(data)
-        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes, fixed_order=config.fixed_order)
+        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes, batch_invariant=config.fixed_order)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
@@ -176,9 +176,9 @@ def _share_of_this_rank(
     """
     batch = corrected.batch
     shares = config.shared_prompts and can_share_prompts(placement.device.type, config.torch_dtype)
-    families = find_families(batch, share_prompts=shares)
+    prefixes = find_shared_prefixes(batch, share_prompts=shares)
     multiple = placement.pipeline_parallel if config.virtual_pipeline > 1 else 1
-    plan = balance.plan(families, placement.data_parallel, config.tokens_per_microbatch, transformer.hidden_size, multiple=multiple)
+    plan = balance.plan(prefixes, placement.data_parallel, config.tokens_per_microbatch, transformer.hidden_size, multiple=multiple)
     parts = plan.microbatches[placement.data_rank]
     lengths = batch.lengths.tolist()
     blank = [i for i, length in enumerate(lengths) if length > 0][:1]
@@ -223,7 +223,7 @@ def train_step(
     loss_of: Callable[[Tensor], float],
     config: LearnerConfig,
     placement: Placement,
-    watch: Stopwatch,
+    watch: PhaseTimer,
 ) -> tuple[Pass, float, Update]:
     """One optimizer step on a corrected batch.
 

@@ -29,7 +29,7 @@ class WarmupConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class Demonstration:
+class EncodedDemonstration:
     """A prompt with the answer that is to be imitated."""
 
     prompt_ids: tuple[int, ...]
@@ -38,7 +38,7 @@ class Demonstration:
     """With the end-of-sequence token."""
 
 
-def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> tuple[Tensor, Tensor, Tensor]:
+def pack_demonstrations(demonstrations: Sequence[EncodedDemonstration]) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids [N], offsets [S + 1] and loss mask [N], True on the answers.
 
     Raises: DataError if a demonstration has no prompt or no answer.
@@ -58,7 +58,7 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> tuple[Tensor
 
 def warm_up(
     learner: LearnerRank,
-    demonstrations: Sequence[Demonstration],
+    demonstrations: Sequence[EncodedDemonstration],
     config: WarmupConfig,
     on_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:

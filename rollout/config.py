@@ -205,9 +205,23 @@ RewardConfig = Annotated[ReasoningGymReward | MathVerifyReward | ExactMatchRewar
 
 # --- sampling and packing -------------------------------------------------------------------------------------------
 
+_OF_A_PART = "tokens would come from a part of the vocabulary, but their logprobs from the whole of it"
+_PENALISED = "tokens would be drawn from penalised logits, but the learner knows no penalty"
+_BIASING = {
+    "top_p": (1.0, _OF_A_PART),
+    "top_k": (-1, _OF_A_PART),
+    "min_p": (0.0, _OF_A_PART),
+    "repetition_penalty": (1.0, _PENALISED),
+    "frequency_penalty": (0.0, _PENALISED),
+    "presence_penalty": (0.0, _PENALISED),
+    "min_tokens": (0, "the end of the answer would be forbidden in the engine, but not in the learner"),
+}
+"""What SGLang can sample with and evenkeel does not: the one value that is allowed, and why no other is."""
+
 
 class SamplingConfig(Settings):
-    """How the engines sample while training."""
+    """How the engines sample while training: from the whole distribution. What would bias every ratio (top_p, top_k, min_p, penalties,
+    min_tokens) is refused."""
 
     temperature: PositiveFloat = Field(default=1.0, le=100.0)
     """Logits are divided by it, in the engine and in the learner alike."""
@@ -215,34 +229,17 @@ class SamplingConfig(Settings):
     """Longest answer; what is cut there is counted, and treated as rollout.overlong says."""
     samples_per_group: int = Field(default=8, ge=2, le=10**5)
     """Answers to each prompt: a group, which is its own baseline, and so needs two."""
-    top_p: float = 1.0
-    """Only 1.0 is allowed: anything else would bias every importance ratio."""
-    top_k: int = -1
-    """Only -1, the whole vocabulary, is allowed: anything else would bias every importance ratio."""
-    min_p: float = 0.0
-    """Only 0.0 is allowed: anything else would bias every importance ratio."""
-    repetition_penalty: float = 1.0
-    """Only 1.0 is allowed: anything else would bias every importance ratio."""
-    frequency_penalty: float = 0.0
-    """Only 0.0 is allowed: anything else would bias every importance ratio."""
-    presence_penalty: float = 0.0
-    """Only 0.0 is allowed: anything else would bias every importance ratio."""
-    min_tokens: int = 0
-    """Only 0 is allowed: anything else would bias every importance ratio."""
 
-    @model_validator(mode="after")
-    def _refuse_what_would_bias_the_ratios(self) -> SamplingConfig:
-        for name in ("top_p", "top_k", "min_p"):
-            self._refuse_unless_default(name, "tokens would come from a part of the vocabulary, but their logprobs from the whole of it")
-        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
-            self._refuse_unless_default(name, "tokens would be drawn from penalised logits, but the learner knows no penalty")
-        self._refuse_unless_default("min_tokens", "the end of the answer would be forbidden in the engine, but not in the learner")
-        return self
-
-    def _refuse_unless_default(self, name: str, reason: str) -> None:
-        value, neutral = getattr(self, name), type(self).model_fields[name].default
-        if value != neutral:
-            raise ValueError(f"{name} = {value}: {reason}, and every importance ratio would be biased. Set {name}: {neutral}")
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_would_bias_the_ratios(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        for name, (neutral, reason) in _BIASING.items():
+            value = settings.get(name, neutral)
+            if value != neutral:
+                raise ValueError(f"{name} = {value}: {reason}, and every importance ratio would be biased. Set {name}: {neutral}")
+        return {name: value for name, value in settings.items() if name not in _BIASING}
 
 
 class TrainOverlong(Settings):

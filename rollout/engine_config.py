@@ -64,7 +64,7 @@ class EngineConfig(Settings):
     attention_backend: str | None = None
     """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's own on a CPU ("stock" is SGLang's)."""
     fixed_order: bool = False
-    """Operators of fixed order, for true on-policy training; set by the run's true_on_policy together with the learner's."""
+    """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the learner's."""
     projection_parts: int = Field(default=1, ge=1, le=10**4)
     """With fixed_order: parts in which attention and MLP are projected back and then added, as the learner's tensor-parallel ranks do."""
     return_routed_experts: bool = False
@@ -131,7 +131,7 @@ class EngineConfig(Settings):
             "max_running_requests": self.max_running_requests,
             "context_length": context,
             "disable_radix_cache": not self.prefix_cache,
-            "sampling_backend": "pytorch",                          # rollout.sglang_plugin.sampler answers to this name
+            "sampling_backend": "pytorch",                          # rollout.sglang_plugin.seeded_sampler answers to this name
             "skip_tokenizer_init": True,
             "sleep_on_idle": True,                                  # an idle scheduler would spin, and take a core from the learner
             "weight_version": str(version),

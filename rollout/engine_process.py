@@ -23,18 +23,65 @@ import time
 import uuid
 import warnings
 from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points
+from importlib.metadata import version as installed_version
 from typing import Any, TypeVar
 
 import psutil
 
-from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
+from correction.errors import ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
-from rollout.capabilities import EngineCapabilities, probe
 from rollout.engine_config import EngineConfig
 from rollout.sglang_plugin.attention_kernel import check_compiler
-from rollout.sglang_plugin.settings import VARIABLE, PluginSettings
+from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
 
 T = TypeVar("T")
+
+TESTED_SGLANG = "0.5.21"
+"""The version whose protocol, answers and functions this package was written against."""
+PLUGIN_GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """What is installed where an engine is to run."""
+
+    device: str
+    """cpu or cuda."""
+    sglang: str
+    torch: str
+    transformers: str
+    has_plugin: bool
+    """SGLang finds evenkeel's entry points: checksums, logprobs and, on a CPU, the stand-ins depend on them."""
+    has_gpu_kernels: bool
+    """The real sgl_kernel package; where it is absent, CPU engines use a stand-in."""
+
+    @classmethod
+    def of_this_machine(cls, device: str) -> EngineCapabilities:
+        return cls(
+            device=device,
+            sglang=_version("sglang"),
+            torch=_version("torch"),
+            transformers=_version("transformers"),
+            has_plugin=all(_has_our_entry_point(group) for group in PLUGIN_GROUPS),
+            has_gpu_kernels=_version("sgl-kernel") != "" or _version("sglang-kernel") != "",
+        )
+
+    def require(self) -> None:
+        """Raises: ConfigError that names what is missing, and what to install."""
+        if self.sglang.partition("+")[0] != TESTED_SGLANG:
+            found = self.sglang or "none"
+            raise ConfigError(
+                f"sglang: {found} is installed: evenkeel hooks functions of sglang {TESTED_SGLANG} by name. Install that version"
+            )
+        if not self.has_plugin:
+            raise ConfigError(
+                "sglang does not find evenkeel's plugin: without it there are no checksums and no seeds. Install evenkeel itself as a "
+                "package (pip install -e .) in the same environment"
+            )
+        if self.device == "cuda" and not self.has_gpu_kernels:
+            raise ConfigError("rollout.engine.device = cuda without sgl_kernel: SGLang has no kernels for the GPU. Install sgl-kernel")
 
 
 class EngineProcess:
@@ -154,7 +201,7 @@ class EngineProcess:
         settings = PluginSettings(
             engine_id=self._engine_id,
             attention="stock" if self._config.attention_backend == "stock" else "batched",
-            fixed_order=self._config.fixed_order,
+            batch_invariant=self._config.fixed_order,
             projection_parts=self._config.projection_parts,
             group_timeout_s=self._config.weight_group_timeout_s,
         )
@@ -211,6 +258,18 @@ class EngineProcess:
         multiprocessing.active_children()                           # its side effect: ended children are reaped
 
 
+def _has_our_entry_point(group: str) -> bool:
+    return any(point.value.startswith("rollout.sglang_plugin") for point in entry_points(group=group))
+
+
+def _version(distribution: str) -> str:
+    """Empty if it isn't installed."""
+    try:
+        return installed_version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
 def _command(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
 
@@ -223,7 +282,7 @@ def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     policy = asyncio.get_event_loop_policy()
     import sglang
 
-    capabilities = probe(arguments["device"])
+    capabilities = EngineCapabilities.of_this_machine(arguments["device"])
     capabilities.require()
     engine = sglang.Engine(**arguments)
     asyncio.set_event_loop_policy(policy)                           # SGLang's import makes uvloop the policy of the whole process

@@ -1,4 +1,4 @@
-"""Groups of scored trajectories become one packed batch, with advantages; what was left out is counted.
+"""Groups of scored trajectories become one packed batch, with advantages.
 
 What trains: the valid trajectories (scored, complete) of groups that have at least two of them. A failed trajectory is in neither
 baseline nor loss. Versions, logprobs and rewards are taken as they come; nothing is corrected here.
@@ -7,7 +7,6 @@ baseline nor loss. Versions, logprobs and rewards are taken as they come; nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,38 +23,6 @@ NO_VERSION = -1
 """weight_versions of a token that no weights sampled."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackingCounts:
-    """What went into a batch and what did not."""
-
-    groups: int
-    """Groups handed in."""
-    groups_discarded: int
-    """Groups with fewer than two valid trajectories: not in the batch."""
-    groups_uniform: int
-    """Trainable groups whose raw rewards are all alike: no gradient (unless an overlong penalty sets them apart)."""
-    groups_all_right: int
-    """Trainable groups of which every valid answer is right."""
-    groups_all_wrong: int
-    """Trainable groups of which no valid answer is right."""
-    trajectories: int
-    """Trajectories handed in."""
-    trajectories_failed: int
-    """Without reward: the scorer raised or timed out, or the engine gave up."""
-    trajectories_overlong: int
-    """Valid ones cut at max_tokens or at the context's end, in trainable groups."""
-    trajectories_penalised: int
-    """Those whose reward an overlong penalty lowered."""
-    trajectories_mixed: int
-    """Sequences of the batch with tokens of more than one weight version."""
-    sequences: int
-    """Trajectories in the batch: those of trainable groups, less overlong ones that are masked."""
-    prompt_tokens: int
-    """Prompt tokens in the batch, those of shared prompts counted each time."""
-    response_tokens: int
-    """Trained tokens in the batch."""
-
-
 def is_trainable(group: Group) -> bool:
     """Whether a group can be its own baseline: at least two valid trajectories."""
     return len(group.valid) >= 2
@@ -69,8 +36,7 @@ def pack_groups(
     overlong: OverlongConfig,
     max_tokens: int,
     temperature: float = 1.0,
-    right_reward: float = 1.0,
-) -> tuple[PackedBatch, PackingCounts]:
+) -> PackedBatch:
     """One batch of all trainable groups, in the order given.
 
     Rewards for the advantages are the raw ones, less an overlong penalty. A masked overlong trajectory is in the baseline and not in
@@ -80,8 +46,7 @@ def pack_groups(
         advantage: (rewards [S], group_ids [S]) -> [S].
         overlong: train, mask or penalise what was cut.
         max_tokens: of the sampling; the end of a penalty's ramp.
-        right_reward: raw reward from which an answer counts as right.
-    Returns: the batch (possibly of no sequence at all) and the counts.
+    Returns: the batch, possibly of no sequence at all.
     Raises: DataError for a trajectory whose logprobs or versions don't fit its tokens, or an unsuitable advantage.
     """
     trainable = [group for group in groups if is_trainable(group)]
@@ -90,8 +55,7 @@ def pack_groups(
     advantages = _advantages(scored, penalties, advantage)
     is_kept = [not (isinstance(overlong, MaskOverlong) and _is_overlong(trajectory)) for _, trajectory in scored]
     kept = [pair for pair, keep in zip(scored, is_kept, strict=True) if keep]
-    batch = _pack(kept, advantages[torch.tensor(is_kept, dtype=torch.bool)], learner_version, temperature)
-    return batch, _count(groups, trainable, kept, penalties, batch, right_reward)
+    return _pack(kept, advantages[torch.tensor(is_kept, dtype=torch.bool)], learner_version, temperature)
 
 
 def overlong_penalty(trajectory: Trajectory, overlong: OverlongConfig, max_tokens: int) -> float:
@@ -221,30 +185,3 @@ def _token_versions(trajectory: Trajectory) -> list[int]:
             f"don't cover its {len(trajectory.response_ids)} response tokens in order"
         )
     return versions
-
-
-def _count(
-    groups: Sequence[Group],
-    trainable: Sequence[Group],
-    kept: Sequence[tuple[Group, Trajectory]],
-    penalties: Sequence[float],
-    batch: PackedBatch,
-    right_reward: float,
-) -> PackingCounts:
-    right_of_groups = [[(t.reward or 0.0) >= right_reward for t in group.valid] for group in trainable]
-    trained = int(batch.loss_mask.sum())
-    return PackingCounts(
-        groups=len(groups),
-        groups_discarded=len(groups) - len(trainable),
-        groups_uniform=sum(group.is_uniform for group in trainable),
-        groups_all_right=sum(all(right) for right in right_of_groups),
-        groups_all_wrong=sum(not any(right) for right in right_of_groups),
-        trajectories=sum(len(group.trajectories) for group in groups),
-        trajectories_failed=sum(not t.is_valid for group in groups for t in group.trajectories),
-        trajectories_overlong=sum(_is_overlong(t) for group in trainable for t in group.valid),
-        trajectories_penalised=sum(penalty > 0 for penalty in penalties),
-        trajectories_mixed=sum(trajectory.is_mixed for _, trajectory in kept),
-        sequences=len(kept),
-        prompt_tokens=batch.num_tokens - trained,
-        response_tokens=trained,
-    )

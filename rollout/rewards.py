@@ -16,9 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from correction.errors import ConfigError
@@ -27,28 +26,8 @@ from rollout.reward_process import LENGTH, SINGLE, pack_message
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
 
-@dataclass(frozen=True, slots=True)
-class RewardCounts:
-    """What a pool has done since it was made; sums, so that those of several pools add up."""
-
-    calls: int = 0
-    """Completions sent to a scorer."""
-    errors: int = 0
-    """Calls that raised, returned no finite number, or whose process died."""
-    timeouts: int = 0
-    """Calls that passed the deadline."""
-    restarts: int = 0
-    """Scoring processes started in place of killed or dead ones."""
-    busy_s: float = 0.0
-    """Time in scorers, added up over processes, seconds."""
-
-
 class RewardCallError(Exception):
     """A call that gave no reward; the message says why."""
-
-
-class RewardTimeout(RewardCallError):
-    """A call that passed its deadline."""
 
 
 class RewardPool:
@@ -70,13 +49,6 @@ class RewardPool:
         self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()      # first in, first out: a fresh process gets time to import
         for process in self._processes:
             self._idle.put_nowait(process)
-        self._calls = self._errors = self._timeouts = 0
-        self._busy_s = 0.0
-
-    @property
-    def counts(self) -> RewardCounts:
-        restarts = sum(max(process.starts - 1, 0) for process in self._processes)
-        return RewardCounts(self._calls, self._errors, self._timeouts, restarts, self._busy_s)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -114,11 +86,11 @@ class RewardPool:
         """
         results = [_given_up(trajectory) for trajectory in trajectories]
         places = [place for place, trajectory in enumerate(results) if trajectory.error is None]
-        hands = [places[first :: len(self._processes)] for first in range(min(len(self._processes), len(places)))]
+        shares = [places[first :: len(self._processes)] for first in range(min(len(self._processes), len(places)))]
         request = _request(prompt)
-        outcomes = await asyncio.gather(*(self._call(request, [results[place].text for place in hand]) for hand in hands))
-        for hand, found in zip(hands, outcomes, strict=True):
-            for place, outcome in zip(hand, found, strict=True):
+        outcomes = await asyncio.gather(*(self._call(request, [results[place].text for place in share]) for share in shares))
+        for share, found in zip(shares, outcomes, strict=True):
+            for place, outcome in zip(share, found, strict=True):
                 results[place] = _scored(results[place], outcome)
         return tuple(results)
 
@@ -134,26 +106,18 @@ class RewardPool:
         takes along the completion that it was at, and goes on with the next one when it is up again.
         """
         process = await self._idle.get()
-        self._calls += len(completions)
         outcomes: list[dict[str, float] | RewardCallError] = []
         try:
             while len(outcomes) < len(completions):
                 try:
                     await process.ready()
-                    began = time.monotonic()
                     rest = {**request, "completions": completions[len(outcomes) :]}
-                    try:
-                        async for reply in process.replies(rest, self._config.deadline_s):
-                            outcomes.append(RewardCallError(reply["error"]) if "error" in reply else reply["components"])
-                    finally:
-                        self._busy_s += time.monotonic() - began
+                    async for reply in process.replies(rest, self._config.deadline_s):
+                        outcomes.append(RewardCallError(reply["error"]) if "error" in reply else reply["components"])
                 except RewardCallError as error:
                     outcomes.append(error)
         finally:
             self._idle.put_nowait(process)
-            timeouts = sum(isinstance(outcome, RewardTimeout) for outcome in outcomes)
-            self._timeouts += timeouts
-            self._errors += sum(isinstance(outcome, RewardCallError) for outcome in outcomes) - timeouts
         return outcomes
 
 
@@ -199,7 +163,6 @@ class _ScoringProcess:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         """On that socket, while somebody waits for the child to be ready and from then on."""
         self._is_ready = False
-        self.starts = 0
 
     @property
     def pid(self) -> int | None:
@@ -226,7 +189,6 @@ class _ScoringProcess:
         theirs.close()
         ours.sendall(pack_message(self._spec))
         self._socket = ours
-        self.starts += 1
 
     async def ready(self) -> None:
         """Wait until the child has imported what it needs.
@@ -252,7 +214,7 @@ class _ScoringProcess:
 
         Args:
             deadline_s: for each of them.
-        Raises: RewardCallError, RewardTimeout.
+        Raises: RewardCallError.
         """
         assert self._streams is not None
         self._streams[1].write(pack_message(request))
@@ -281,7 +243,7 @@ class _ScoringProcess:
                 return pickle.loads(await reader.readexactly(size))  # type: ignore[no-any-return]
         except TimeoutError:
             self._restart()
-            raise RewardTimeout(f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed") from None
+            raise RewardCallError(f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed") from None
         except (ConnectionError, EOFError):
             if self._child is None:
                 raise RewardCallError("the scoring processes were closed") from None

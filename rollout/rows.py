@@ -15,7 +15,7 @@ from rollout.row_reading import SURROGATE, PlacedRow, UnreadableFile, dataset_ro
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ReadRows:
     """What a source held."""
 
     questions: tuple[Question, ...]
@@ -86,7 +86,7 @@ class RowSource:
             self._order = (epoch, order)
         return self._order[1]
 
-    def _read(self, *, held_out: bool) -> Rows:
+    def _read(self, *, held_out: bool) -> ReadRows:
         config = self._config
         if isinstance(config, FileTask):
             path = config.held_out_path if held_out else config.path
@@ -107,7 +107,7 @@ def _smallest_hashes(questions: Sequence[Question], size: int, fraction: float) 
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -> Rows:
+def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -> ReadRows:
     """Questions of a file.
 
     Args:
@@ -123,7 +123,7 @@ def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -
         raise DataError(f"{key} = {path}: {error}") from error
 
 
-def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str | None]) -> Rows:
+def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str | None]) -> ReadRows:
     """Questions of one split of a Hugging Face data set.
 
     Raises: DataError if it can't be loaded or has no usable row.
@@ -131,7 +131,7 @@ def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str 
     return _collect(dataset_rows(task, split), f"{task.path} [{split}]", task, excess)
 
 
-def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> Rows:
+def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> ReadRows:
     questions: list[Question] = []
     skipped: list[SkippedRow] = []
     too_long = 0
@@ -152,7 +152,7 @@ def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceT
             fields += f' and "{task.answer_field}" (rollout.task.answer_field)'
         remedy = "Take shorter questions, or a longer context" if too_long == len(skipped) > 0 else f"A row needs the text fields {fields}"
         raise DataError(f"{name}: none of its {len(skipped)} rows can be used{first}. {remedy}")
-    return Rows(tuple(questions), tuple(skipped))
+    return ReadRows(tuple(questions), tuple(skipped))
 
 
 def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:

@@ -1,12 +1,24 @@
-"""Everything that rollouts hand on: prompts, trajectories and their groups. Frozen; nothing is changed after hand-over."""
+"""Everything that rollouts hand on: prompts, trajectories, their groups, and receipts for weights. Nothing is changed after hand-over.
+
+A trajectory is made here from SGLang's answer, and checked: what is of another form than in the pinned version is refused.
+"""
 
 from __future__ import annotations
 
+import base64
+import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from correction.errors import EngineError
+
+if TYPE_CHECKING:
+    from correction.invariance import Processor
 
 
 class FinishReason(StrEnum):
@@ -83,18 +95,33 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A model's mixture of experts."""
+
+    layers: int
+    experts: int
+    k: int
+    """Experts that a token is sent to."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One sampled answer."""
 
     prompt_id: str
+    """Of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     """Sampled tokens, the end-of-sequence token included when there is one."""
     behavior_logprobs: tuple[float, ...]
-    """Natural log of mu for each response token, under the sampling temperature."""
+    """Natural log of mu for each response token: its log_softmax(logits / temperature), float32."""
     version_spans: tuple[VersionSpan, ...]
     """In order, without gaps, over all response tokens."""
     finish_reason: FinishReason
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were already there."""
+    retractions: int = 0
+    """Times that its KV cache was dropped and computed again: by weight updates, or for want of memory."""
     top_logprobs: TopLogprobs | None = None
     """The behaviour policy's most likely tokens at each response token, where the correction needs them."""
     routed_experts: RoutedExperts | None = None
@@ -108,6 +135,49 @@ class Trajectory:
     """Named parts of the reward, if the function returns them; their sum trains."""
     error: str | None = None
     """Why the trajectory failed (reward raised or timed out, engine aborted); None when it is valid."""
+
+    @classmethod
+    def from_sglang(
+        cls,
+        answer: dict[str, Any],
+        prompt_ids: Sequence[int],
+        engine_name: str,
+        *,
+        prompt_id: str = "",
+        topk: int = 0,
+        experts: ExpertShape | None = None,
+    ) -> Trajectory:
+        """The engine's answer to one request: without text and reward, and with an error if it was aborted.
+
+        Args:
+            topk: most likely tokens that were asked for at each position.
+            experts: of the model, if routes were asked for.
+        Raises: EngineError if logprobs, version spans or routes do not cover the tokens one to one, or a logprob is not finite.
+        """
+        meta = answer["meta_info"]
+        response_ids = tuple(answer["output_ids"])
+        logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+        if len(logprobs) != len(response_ids) or not all(math.isfinite(value) for value in logprobs):
+            raise EngineError(
+                f"{engine_name}: {len(response_ids)} tokens came with {len(logprobs)} logprobs, or one is not finite: the weights hold a "
+                "NaN, or SGLang's answer has another form than in 0.5.21"
+            )
+        reason = FinishReason((meta.get("finish_reason") or {"type": "abort"})["type"])
+        is_aborted = reason is FinishReason.ABORT
+        wants_routes = experts is not None and not is_aborted      # an aborted request may not have been read at all
+        return cls(
+            prompt_id=prompt_id,
+            prompt_ids=tuple(prompt_ids),
+            response_ids=response_ids,
+            behavior_logprobs=logprobs,
+            version_spans=_version_spans(meta, len(response_ids), engine_name),
+            finish_reason=reason,
+            cached_tokens=int(meta.get("cached_tokens", 0)),
+            retractions=int(meta.get("num_retractions", 0)),
+            top_logprobs=_top_logprobs(meta, len(response_ids), topk, engine_name) if topk else None,
+            routed_experts=_routed_experts(meta, len(response_ids), experts, engine_name) if experts and wants_routes else None,
+            error="the engine aborted the request" if is_aborted else None,
+        )
 
     @property
     def is_valid(self) -> bool:
@@ -146,3 +216,66 @@ class Group:
     def is_uniform(self) -> bool:
         """All valid rewards alike: no gradient."""
         return len({t.reward for t in self.valid}) <= 1
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReceipt:
+    """An engine's word that it holds the weights of a version. The engine fills in the first fields, its worker the others."""
+
+    version: int
+    mode: str
+    """retract or in_place."""
+    buckets: int
+    tensors: int
+    bytes: int
+    pause_s: float
+    """From pause to continue: no token was sampled meanwhile."""
+    worker: str = ""
+    seconds: float = 0.0
+    """From the worker's call to its answer, checksums included."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
+    processor: Processor | None = None
+    """What the engine computes with, together with the checksums; for true on-policy only."""
+
+
+# SGLang's answer
+
+
+def _version_spans(meta: dict[str, Any], tokens: int, engine_name: str) -> tuple[VersionSpan, ...]:
+    spans = tuple(
+        VersionSpan(int(span["version"]), span["start"], span["end"])
+        for span in meta.get("weight_versions") or ()
+        if span["end"] > span["start"]
+    )
+    bounds = [0, *(span.end for span in spans)]
+    if bounds[-1] != tokens or [span.start for span in spans] != bounds[:-1]:
+        raise EngineError(
+            f"{engine_name}: version spans {spans} do not cover {tokens} tokens: SGLang's answer has another form than in 0.5.21"
+        )
+    return spans
+
+
+def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str) -> TopLogprobs:
+    rows = meta.get("output_top_logprobs") or ()
+    found = TopLogprobs.of(topk, ([(entry[0], entry[1]) for entry in row] for row in rows))
+    if len(rows) != tokens or len(found.ids) != tokens * topk or not all(map(math.isfinite, found.logprobs)):
+        raise EngineError(
+            f"{engine_name}: {tokens} tokens came with {len(rows)} rows and {len(found.ids)} entries of the top {topk} logprobs, or one is "
+            "not finite: the weights hold a NaN, or SGLang's answer has another form than in 0.5.21"
+        )
+    return found
+
+
+def _routed_experts(meta: dict[str, Any], tokens: int, shape: ExpertShape, engine_name: str) -> RoutedExperts:
+    """SGLang sends int32 [prompt + response - 1, layers, k], base64."""
+    wide = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
+    expected = (int(meta["prompt_tokens"]) + tokens - 1) * shape.layers * shape.k
+    if len(wide) != expected or wide.min() < 0 or wide.max() >= shape.experts:
+        raise EngineError(
+            f"{engine_name}: {meta['prompt_tokens']} + {tokens} tokens came with {len(wide)} routed experts instead of {expected}, or one "
+            f"is not below {shape.experts}: the engine was started without rollout.engine.return_routed_experts, or SGLang's answer has "
+            "another form than in 0.5.21"
+        )
+    code, narrow = ("B", np.uint8) if shape.experts <= 256 else ("h", np.int16)
+    return RoutedExperts(shape.layers, shape.k, array(code, wide.astype(narrow).tobytes()))

@@ -1,21 +1,21 @@
 """SGLang's protocol for new weights, step by step: pause, begin, buckets, end, continue.
 
-Functions of SGLang's tokenizer manager (`manager`), the owner's half of the engine. Order, deadlines and failures are rollout.engine's.
+Functions of SGLang's tokenizer manager (`manager`), the owner's half of the engine. Order, deadlines, failures: rollout.weight_update.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
+import torch
 
 from correction.errors import SyncError
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
 
 T = TypeVar("T")
-Bucket = Mapping[str, Tensor]
 UpdateMode = Literal["retract", "in_place"]
 
 
@@ -40,7 +40,7 @@ async def resume(manager: Any) -> None:
     await manager.continue_generation(ContinueGenerationReqInput())
 
 
-async def send(manager: Any, bucket: Bucket, *, version: int | None, flush: bool, copies: int = 1) -> None:
+async def send(manager: Any, bucket: WeightBucket, *, version: int | None, flush: bool, copies: int = 1) -> None:
     """Load one bucket.
 
     Args:
@@ -92,14 +92,18 @@ async def _iterate(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
             yield item
 
 
-def _serialize(bucket: Bucket) -> bytes:
-    """One flat copy of all tensors in shared memory, in SGLang's bucket format; the callers' tensors stay as they are."""
+def _serialize(bucket: WeightBucket) -> bytes:
+    """The bucket as SGLang takes it: its bytes are copied once, into shared memory."""
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    flat = FlattenedTensorBucket(named_tensors=[(name, tensor.detach().contiguous()) for name, tensor in bucket.items()])
-    payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-    return bytes(MultiprocessingSerializer.serialize(payload))
+    metadata = [
+        FlattenedTensorMetadata(
+            spec.name, torch.Size(spec.shape), getattr(torch, spec.dtype), start_idx=place.start, end_idx=place.stop, numel=len(place)
+        )
+        for spec, place in bucket.items()
+    ]
+    return bytes(MultiprocessingSerializer.serialize({"flattened_tensor": bucket.flat(), "metadata": metadata}))
 
 
 def _text(version: int | None) -> str | None:

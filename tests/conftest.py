@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from correction.weight_bucket import WeightBucket
 from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -69,4 +70,5 @@ def engine(shared_engine: Any, engine_loop: BackgroundLoop, tiny_model: Path) ->
     if shared_engine.version != version or not shared_engine.is_healthy:
         from safetensors.torch import load_file
 
-        engine_loop.run(shared_engine.update_weights(shared_engine.version + 1, load_file(tiny_model / "model.safetensors")))
+        weights = WeightBucket.of(load_file(tiny_model / "model.safetensors"))
+        engine_loop.run(shared_engine.update_weights(shared_engine.version + 1, [weights]))

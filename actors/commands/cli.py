@@ -317,10 +317,10 @@ def capabilities() -> None:
     """
     from dataclasses import asdict
 
-    from rollout.capabilities import probe
     from rollout.engine_config import EngineConfig
+    from rollout.engine_process import EngineCapabilities
 
-    typer.echo(json.dumps(asdict(probe(EngineConfig().resolved_device)), indent=2, default=str))
+    typer.echo(json.dumps(asdict(EngineCapabilities.of_this_machine(EngineConfig().resolved_device)), indent=2, default=str))
 
 
 def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:

@@ -22,14 +22,14 @@ from correction.invariance import Agreement, compare
 from correction.invariance.capture import ORDER, Capture, Gap, compare_captures
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from rollout import capture
-from rollout.completion import Completion
+from rollout import engine_capture
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.sampling import sample_seed
+from rollout.sampler import sample_seed
+from rollout.trajectory import Trajectory
 
 LONGEST_PROMPT = 200
-"""Tokens: more than three blocks of the attention of fixed order."""
+"""Tokens: more than three blocks of the batch-invariant attention."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ async def capture_engine(
     longest = max(1, min(LONGEST_PROMPT, shape["max_position_embeddings"] - tokens - 8))
     asked = [[draw.randrange(shape["vocab_size"]) for _ in range(draw.randint(1, longest))] for _ in range(prompts)]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = config.engine_args | capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
+        arguments = config.engine_args | engine_capture.engine_arguments(Path(folder), shape["num_hidden_layers"])
         say("starting SGLang with a hook on every operator (the longest part)")
         engine = await RolloutEngine.start(model, config.model_copy(update={"engine_args": arguments}))
         try:
@@ -136,16 +136,16 @@ async def capture_engine(
         say("reading what SGLang's operators computed")
         batch = _batch(asked, [answer[0] for answer in answers])
         sequences = [batch.token_ids[start:end].tolist() for start, end in pairwise(batch.offsets.tolist())]
-        return batch, capture.read(Path(folder), sequences)
+        return batch, engine_capture.read(Path(folder), sequences)
 
 
-def _batch(prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> PackedBatch:
-    lengths = torch.tensor([len(prompt) + len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)])
-    sampled = [[0.0] * len(prompt) + list(answer.logprobs) for prompt, answer in zip(prompts, answers, strict=True)]
-    is_sampled = [[False] * len(prompt) + [True] * len(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+def _batch(prompts: Sequence[Sequence[int]], answers: Sequence[Trajectory]) -> PackedBatch:
+    lengths = torch.tensor([len(prompt) + len(answer.response_ids) for prompt, answer in zip(prompts, answers, strict=True)])
+    sampled = [[0.0] * len(prompt) + list(answer.behavior_logprobs) for prompt, answer in zip(prompts, answers, strict=True)]
+    is_sampled = [[False] * len(prompt) + [True] * len(answer.response_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     count = int(lengths.sum())
     return PackedBatch(
-        token_ids=torch.tensor([token for p, a in zip(prompts, answers, strict=True) for token in (*p, *a.token_ids)]),
+        token_ids=torch.tensor([token for p, a in zip(prompts, answers, strict=True) for token in (*p, *a.response_ids)]),
         offsets=torch.tensor([0, *lengths.cumsum(0).tolist()]),
         loss_mask=torch.tensor([one for row in is_sampled for one in row]),
         behavior_logprobs=torch.tensor([one for row in sampled for one in row], dtype=torch.float32),

@@ -15,9 +15,7 @@ from actors.devices import check_engine_device
 from actors.evaluation import Evaluation, evaluate
 from correction.errors import DataError
 from rollout.chat import ChatEncoder, load_tokenizer
-from rollout.engine import RolloutEngine
-from rollout.rewards import RewardPool
-from rollout.sampling import sample_trajectories
+from rollout.sampler import Sampler
 from rollout.tasks import build_task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
 
@@ -61,7 +59,7 @@ def evaluate_folder(
     temperature = settings.temperature if temperature is None else temperature
     with Progress(transient=True) as progress:
         bar = progress.add_task("starting the engine", total=len(prompts))
-        asker = _Asker(config, model, encoder, lambda: progress.update(bar, advance=1, description="answering"))
+        asker = _Asker(config, model, lambda: progress.update(bar, advance=1, description="answering"))
         result = asyncio.run(asker.evaluate(prompts, temperature=temperature, correct_at=settings.correct_at))
     how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how}), {result.failed} answers could not be scored")
@@ -74,32 +72,20 @@ def evaluate_folder(
 class _Asker:
     """Answers prompts with an engine of its own; what `evaluate` needs of a rollout pool."""
 
-    def __init__(self, config: RunConfig, model: Path, encoder: ChatEncoder, on_answer: Callable[[], None]) -> None:
-        self._config, self._seed, self._model, self._encoder, self._on_answer = config.rollout, config.seed, model, encoder, on_answer
+    def __init__(self, config: RunConfig, model: Path, on_answer: Callable[[], None]) -> None:
+        self._config, self._model, self._on_answer = config, model, on_answer
 
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, correct_at: float) -> Evaluation:
-        self._rewards = RewardPool(self._config.reward, self._config.task)
-        await self._rewards.check(prompts[0])
-        self._engine = await RolloutEngine.start(self._model, self._config.engine)
+        self._sampler = await Sampler.start(self._model, self._config.rollout, sample=prompts[0], seed=self._config.seed)
         try:
             return await evaluate(self, prompts, step=0, temperature=temperature, correct_at=correct_at)
         finally:
-            await self._engine.shutdown()
-            await self._rewards.close()
+            await self._sampler.close()
 
     async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
-        return list(await asyncio.gather(*(self._one(prompt, temperature) for prompt in prompts)))
+        async def one(prompt: Prompt) -> Trajectory:
+            answer = await self._sampler.answer(prompt, temperature)
+            self._on_answer()
+            return answer
 
-    async def _one(self, prompt: Prompt, temperature: float) -> Trajectory:
-        sampled = await sample_trajectories(
-            self._engine,
-            self._encoder.tokenizer,
-            prompt,
-            samples=1,
-            max_tokens=self._config.sampling.max_tokens,
-            temperature=temperature,
-            seed=self._seed,
-        )
-        scored = await self._rewards.score(sampled, prompt)
-        self._on_answer()
-        return scored[0]
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))

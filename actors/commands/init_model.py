@@ -14,7 +14,7 @@ from actors.config import InitConfig, RunConfig
 from correction.errors import ConfigError
 from learner.learner_rank import LearnerRank
 from learner.nano import build_nano_model
-from learner.warmup import Demonstration, warm_up
+from learner.warmup import EncodedDemonstration, warm_up
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import TaskConfig
 from rollout.tasks import build_task
@@ -83,7 +83,7 @@ def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str
         bar = progress.add_task("supervised warm-up", total=init.warmup.steps)
         losses = warm_up(
             learner,
-            [Demonstration(*encoder.encode_demonstration(d.prompt, d.answer)) for d in worked],
+            [EncodedDemonstration(*encoder.encode_demonstration(d.prompt, d.answer)) for d in worked],
             init.warmup,
             on_step=lambda step, loss: progress.update(bar, completed=step + 1),
         )

@@ -37,7 +37,7 @@ from actors.supervision import wait_for
 from actors.trajectory_queue import Ticket
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
-from rollout.trajectory import Prompt
+from rollout.trajectory import Prompt, SyncReceipt
 
 if TYPE_CHECKING:
     from actors.learner_group import LearnerGroup

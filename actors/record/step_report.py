@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.correction_service import PreparedBatch
-from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
-from rollout.trajectory import FinishReason, Group, Trajectory
+from actors.rollout_worker import GroupSummary, WorkerLoad
+from rollout.trajectory import FinishReason, Group, SyncReceipt, Trajectory
 
 if TYPE_CHECKING:
     from learner.step import StepResult

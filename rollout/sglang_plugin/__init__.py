@@ -34,18 +34,15 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
     from correction import matrix_products
-    from rollout.sglang_plugin import attention, fixed_order, host_memory, idle, prefix_cache, process_groups, sampler, weights
-    from rollout.sglang_plugin.settings import PluginSettings
+    from rollout.sglang_plugin import attention, batch_invariant, hooks, seeded_sampler, weights
 
-    settings = PluginSettings.from_environment()
+    settings = hooks.PluginSettings.from_environment()
     if serves_on_cpu():
         attention.register(settings.attention)
-        host_memory.register()
+        hooks.use_plain_host_memory()
         matrix_products.use_fastest()
-    if settings.fixed_order:
-        fixed_order.register(settings.projection_parts)
-    sampler.register()
+    if settings.batch_invariant:
+        batch_invariant.register(settings.projection_parts)
+    seeded_sampler.register()
     weights.register()
-    prefix_cache.register()
-    idle.register()
-    process_groups.register(settings.group_timeout_s)
+    hooks.register(settings.group_timeout_s)

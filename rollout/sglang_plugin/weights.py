@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from correction.checksum import tensor_checksum
 from correction.invariance import Processor
-from rollout.sglang_plugin.actions import CHECKSUMS, PROCESSOR, SPECS
+from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
 
 GATE_AND_UP = ("gate_proj", "up_proj")
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")

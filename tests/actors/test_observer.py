@@ -30,6 +30,7 @@ from actors.rollout_worker import GroupSummary, SyncReceipt
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
+from rollout.trajectory import SyncReceipt
 from tests.actors.cases import prompts
 from tests.actors.test_evaluation import Answers
 from tests.actors.test_metrics import scalars
@@ -124,7 +125,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
         ended = []
         for step in (1, 2):
             observer.note({"true_on_policy/tokens": step})
-            observer.receipt(SyncReceipt("0", step, 0.1 * step, 0.0, 100 * step, {}))
+            observer.receipt(SyncReceipt(step, "retract", 1, 1, bytes=100 * step, pause_s=0.0, worker="0", seconds=0.1 * step))
             observer.group_finished(GroupSummary(step, 7 * step, 1, (), 0.1, "0"))
             counts = {"admitted": 10 * step, "trained": step, "discarded": step, "finished": 0, "in_flight": 0, "drawn": 0}
             ended.append(observer.end_step(step, step, batch, result, {"train": 1.0}, counts, [("train/0/1", UNIFORM)]))  # type: ignore[arg-type]

@@ -59,5 +59,5 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no complete checkpoint"):
         TrainingState.load(tmp_path)
     (tmp_path / "controller.pickle").write_bytes(pickle.dumps({"format": 99}))
-    with pytest.raises(DataError, match="has format 99, this version of evenkeel reads 2"):
+    with pytest.raises(DataError, match="has format 99, this version of evenkeel reads 3"):
         TrainingState.load(tmp_path)

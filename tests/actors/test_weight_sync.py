@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray.exceptions
+import torch
 
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerRankActor, WeightSnapshot
-from actors.rollout_worker import SyncReceipt
 from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
+from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 
 SUMS = {"a": "1", "b": "2"}
@@ -52,6 +52,10 @@ class Learner:
         self.broadcasts += 1
 
 
+def receipt(version: int, checksums: dict[str, str] | None = None) -> SyncReceipt:
+    return SyncReceipt(version, "retract", 1, 1, bytes=8, pause_s=0.1, worker="w", seconds=0.1, checksums=checksums or {})
+
+
 class Engine:
     """Takes weights as the test's script says: None for well, an error to raise, or something (or seconds) to wait for first."""
 
@@ -68,7 +72,7 @@ class Engine:
     async def update_weights(self, version: int, buckets: list[Any], with_checksums: bool) -> SyncReceipt:
         self.taken.append((version, with_checksums))
         await self._play()
-        return SyncReceipt("w", version, 0.1, 0.1, 8, self.checksums if with_checksums else {})
+        return receipt(version, self.checksums if with_checksums else {})
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         if self.probes:
@@ -82,7 +86,7 @@ class Engine:
     async def receive_weights(self, version: int, *_: Any) -> SyncReceipt:
         await self._play()
         self.received.append(version)
-        return SyncReceipt("w", version, 0.1, 0.1, 8, {})
+        return receipt(version)
 
     async def _play(self) -> None:
         part = self.script.pop(0) if self.script else None
@@ -407,10 +411,10 @@ def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
     gathered, sent = [], []
 
     class Rank:
-        def weight_buckets(self, bucket_bytes: int) -> Iterator[Any]:
+        def weights(self, bucket_bytes: int) -> Iterator[int]:
             for i in range(3):
                 gathered.append(i)
-                yield SimpleNamespace(tensors=i)
+                yield i
 
     class Broadcaster:
         def send(self, tensors: int) -> None:
@@ -429,6 +433,24 @@ def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
     else:
         actor.broadcast(1)
     assert gathered == [0, 1, 2] and sent == ([0, 1] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered, stored = [], []
+
+    class Rank:
+        def weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+            for i in range(3):
+                gathered.append(i)
+                yield {f"w{i}": torch.full((2,), float(i))}
+
+    monkeypatch.setattr(ray, "put", stored.append)
+    actor = LearnerRankActor(LearnerConfig(), rank, bind="")
+    actor._learner = Rank()  # type: ignore[assignment]
+    snapshot = actor.weights(1, [], with_checksums=False)
+    assert gathered == [0, 1, 2] and (snapshot is None) == (rank == 1)
+    assert [list(bucket.tensors()) for bucket in stored] == ([["w0"], ["w1"], ["w2"]] if rank == 0 else [])
 
 
 def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_works() -> None:

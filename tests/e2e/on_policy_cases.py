@@ -14,8 +14,8 @@ from torch import Tensor
 
 from correction.batch import PackedBatch
 from learner.learner_rank import LearnerRank
-from rollout.completion import Completion
 from rollout.engine import RolloutEngine
+from rollout.trajectory import Trajectory
 from tests.tiny_models import SPECIAL_TOKENS, save_tiny_model, save_tiny_tokenizer
 
 VOCABULARY = 512
@@ -26,7 +26,7 @@ class Sampled:
     """One answer of the engine."""
 
     prompt: tuple[int, ...]
-    completion: Completion
+    completion: Trajectory
 
 
 def save_model(folder: Path, family: str, **changes: int) -> Path:
@@ -67,9 +67,9 @@ def as_batch(sampled: Sequence[Sampled], *, temperature: float, version: int = 0
     token_ids, loss_mask, logprobs, versions, offsets = [], [], [], [], [0]
     for one in sampled:
         answer = one.completion
-        token_ids += [*one.prompt, *answer.token_ids]
-        loss_mask += [False] * len(one.prompt) + [True] * len(answer.token_ids)
-        logprobs += [0.0] * len(one.prompt) + list(answer.logprobs)
+        token_ids += [*one.prompt, *answer.response_ids]
+        loss_mask += [False] * len(one.prompt) + [True] * len(answer.response_ids)
+        logprobs += [0.0] * len(one.prompt) + list(answer.behavior_logprobs)
         versions += [-1] * len(one.prompt) + [span.version for span in answer.version_spans for _ in range(span.start, span.end)]
         offsets.append(len(token_ids))
     advantages = torch.randn(len(sampled), generator=torch.Generator().manual_seed(version)) * 0.5

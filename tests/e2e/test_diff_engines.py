@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import learner.capture  # noqa: F401  (megatron behind the CPU hook, before it is patched below)
 from actors.commands.diff_engines import EngineDiff, capture_engine
 from correction.batch import PackedBatch
 from correction.invariance import compare
@@ -62,12 +61,12 @@ def other_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sca
 SWITCHED_OFF: dict[str, tuple[str, Callable[..., object], str]] = {
     "norm": ("learner.norm.HFRMSNorm.forward", other_norm, "layers.0.norm"),
     "linear": (
-        "learner.fixed_order.FixedOrderColumnLinear._forward_impl",
+        "learner.batch_invariant.BatchInvariantColumnLinear._forward_impl",
         lambda _, input, weight, *a, **k: flipped_product(input, weight),
         "layers.0.qkv",
     ),
     "rotary": ("megatron.core.transformer.attention.apply_rotary_pos_emb", other_rotation, "layers.0.rotary_q"),
-    "attention": ("learner.fixed_order.attention", other_attention, "layers.0.attention"),
+    "attention": ("learner.batch_invariant.attention", other_attention, "layers.0.attention"),
     "silu": ("learner.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
     "head": ("learner.logprobs.head_logits", flipped_product, "logits"),
     "log_softmax": ("learner.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),

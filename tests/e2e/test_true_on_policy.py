@@ -29,13 +29,13 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
 from correction.invariance import compare
+from correction.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
-from learner.inputs import find_families
+from learner.inputs import find_shared_prefixes
 from learner.learner_rank import LearnerRank
-from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.trajectory import FinishReason, VersionSpan
+from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model
 from tests.learner.learner_cases import learner_on, run_ranks
@@ -87,15 +87,9 @@ def exact_learner(case: Case, folder: Path) -> Iterator[LearnerRank]:
     learner.close()
 
 
-def scored(token_ids: tuple[int, ...], logprobs: list[float], version: int) -> Completion:
-    return Completion(
-        token_ids=token_ids,
-        logprobs=tuple(logprobs),
-        version_spans=(VersionSpan(version, 0, len(token_ids)),),
-        finish_reason=FinishReason.LENGTH,
-        cached_tokens=0,
-        retractions=0,
-    )
+def scored(prompt: tuple[int, ...], response: tuple[int, ...], logprobs: list[float], version: int) -> Trajectory:
+    spans = (VersionSpan(version, 0, len(response)),)
+    return Trajectory("", prompt, response, tuple(logprobs), spans, finish_reason=FinishReason.LENGTH)
 
 
 def differing(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, temperature: float, *, prompts: int) -> tuple[int, int]:
@@ -103,7 +97,7 @@ def differing(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop,
     asked = random_prompts(prompts, seed=int(temperature * 10))
     sampled = loop.run(sample_in_random_batches(engine, asked, temperature=temperature, seed=int(temperature * 10)))
     batch = as_batch(sampled, temperature=temperature, version=engine.version)
-    assert len(find_families(batch, share_prompts=True)) < batch.num_sequences, "two of the packings share prompts"
+    assert len(find_shared_prefixes(batch, share_prompts=True)) < batch.num_sequences, "two of the packings share prompts"
     found = 0
     for seed in range(4):
         agreement = compare(batch, random_packing(learner, batch, seed=seed, threads=1 + seed % 2))
@@ -128,7 +122,7 @@ def test_turns_that_go_on_from_the_prefix_cache(
         second = []
         for prompt in random_prompts(8, seed=5, longest=200):
             first = (await exact_engine.generate(prompt, max_tokens=70, ignore_stop=True))[0]
-            longer = (*prompt, *first.token_ids, 7, 8, 9)
+            longer = (*prompt, *first.response_ids, 7, 8, 9)
             second.append(Sampled(longer, (await exact_engine.generate(longer, max_tokens=20, ignore_stop=True))[0]))
         return second
 
@@ -144,7 +138,8 @@ def test_scores_of_a_prefill_are_the_same_bits(
     """SGLang's scoring of given tokens, which the probe of each weight sync uses."""
     for ids in random_prompts(6, seed=9)[1:]:
         scores = engine_loop.run(exact_engine.score(ids))
-        batch = as_batch([Sampled(ids[:1], scored(ids[1:], scores, exact_engine.version))], temperature=1.0, version=exact_engine.version)
+        sequence = Sampled(ids[:1], scored(ids[:1], ids[1:], scores, exact_engine.version))
+        batch = as_batch([sequence], temperature=1.0, version=exact_engine.version)
         agreement = compare(batch, exact_learner.logprobs(batch))
         assert (agreement.tokens, agreement.first) == (len(ids) - 1, None)
 
@@ -161,11 +156,11 @@ def test_an_update_in_flight_under_retract(
     async def across() -> list[Sampled]:
         running = [asyncio.ensure_future(exact_engine.generate(p, max_tokens=250, ignore_stop=True)) for p in asked]
         await exact_engine.generate([5], max_tokens=40, ignore_stop=True)
-        await exact_engine.update_weights(version + 1, new, mode="retract")
+        await exact_engine.update_weights(version + 1, [WeightBucket.of(new)], mode="retract")
         return [Sampled(p, (await request)[0]) for p, request in zip(asked, running, strict=True)]
 
     batch = as_batch(engine_loop.run(across()), temperature=1.0)
-    engine_loop.run(exact_engine.update_weights(version + 2, old))
+    engine_loop.run(exact_engine.update_weights(version + 2, [WeightBucket.of(old)]))
     changed = shutil.copytree(folder, tmp_path / "changed")
     save_file(new, changed / "model.safetensors", metadata={"format": "pt"})
     for held, weights in ((version + 1, changed), (version, folder)):
@@ -183,24 +178,24 @@ def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
     asked, dtype = random_prompts(8, seed=11, longest=150), getattr(torch, case.dtype)
     weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
 
-    async def answer(prompt: tuple[int, ...], seed: int, delay_s: float = 0.0) -> list[Completion]:
+    async def answer(prompt: tuple[int, ...], seed: int, delay_s: float = 0.0) -> list[Trajectory]:
         await asyncio.sleep(delay_s)
         return await exact_engine.generate(prompt, max_tokens=120, temperature=1.3, samples=3, seeds=[seed, seed + 1, seed + 2])
 
-    async def alone() -> list[list[Completion]]:
+    async def alone() -> list[list[Trajectory]]:
         return [await answer(prompt, seed=100 * i) for i, prompt in enumerate(asked)]
 
-    async def together(order: random.Random) -> list[list[Completion]]:
+    async def together(order: random.Random) -> list[list[Trajectory]]:
         return await asyncio.gather(*(answer(prompt, 100 * i, delay_s=order.random()) for i, prompt in enumerate(asked)))
 
-    async def across_a_retraction() -> list[list[Completion]]:
+    async def across_a_retraction() -> list[list[Trajectory]]:
         running = [asyncio.ensure_future(answer(prompt, seed=100 * i)) for i, prompt in enumerate(asked)]
         await exact_engine.generate([5], max_tokens=20, ignore_stop=True)
-        await exact_engine.update_weights(exact_engine.version + 1, weights, mode="retract")
+        await exact_engine.update_weights(exact_engine.version + 1, [WeightBucket.of(weights)], mode="retract")
         return [await request for request in running]
 
-    def contents(groups: list[list[Completion]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        return [(one.token_ids, one.logprobs) for group in groups for one in group]
+    def contents(groups: list[list[Trajectory]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        return [(one.response_ids, one.behavior_logprobs) for group in groups for one in group]
 
     expected = contents(engine_loop.run(alone()))
     retracted = engine_loop.run(across_a_retraction())
@@ -222,8 +217,7 @@ def train(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, ste
         agreement = compare(batch, result.target_logprobs)
         assert agreement.tokens == result.trained_tokens
         found.append(agreement.differing)
-        weights = {name: tensor for bucket in learner.weight_buckets() for name, tensor in bucket.tensors.items()}
-        loop.run(engine.update_weights(engine.version + 1, weights))
+        loop.run(engine.update_weights(engine.version + 1, list(learner.weight_buckets())))
     return found
 
 

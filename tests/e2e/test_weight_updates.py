@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from actors.config import WeightSyncConfig
-from actors.weight_buckets import pack, unpack
 from actors.weight_sync import compare_checksums
+from correction.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine
@@ -43,10 +42,10 @@ def train(learner: LearnerRank, seed: int) -> None:
     learner.supervised_step(ids, offsets, mask)
 
 
-async def on_the_wire(learner: LearnerRank) -> AsyncIterator[dict[str, Tensor]]:
-    """Several small buckets, through the sync's own packing."""
+async def on_the_wire(learner: LearnerRank) -> AsyncIterator[WeightBucket]:
+    """Several small buckets, one after the other, as the sync sends them."""
     for bucket in learner.weight_buckets(64 << 10):
-        yield unpack(pack(list(bucket.tensors.items())))
+        yield bucket
 
 
 def test_three_updates(
@@ -64,7 +63,7 @@ def test_three_updates(
         model = hf_model(folder)
         completions = engine_loop.run(engine.generate(prompt, max_tokens=48, samples=4, temperature=1.0, ignore_stop=True))
         for completion in completions:
-            assert largest_difference(completion.logprobs, response_logprobs(model, prompt, completion.token_ids)) < 1e-5
+            assert largest_difference(completion.behavior_logprobs, response_logprobs(model, prompt, completion.response_ids)) < 1e-5
             assert {span.version for span in completion.version_spans} == {receipt.version}
         scored = engine_loop.run(engine.score(prompt))
         assert largest_difference(scored, response_logprobs(model, prompt[:1], prompt[1:])) < 1e-5

@@ -129,7 +129,7 @@ def gradients(learner: LearnerRank) -> dict[str, Tensor]:
 
 
 def weights(learner: LearnerRank) -> dict[str, Tensor]:
-    return {name: tensor for bucket in learner.weight_buckets() for name, tensor in bucket.tensors.items()}
+    return {name: tensor for bucket in learner.weight_buckets() for name, tensor in bucket.tensors().items()}
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

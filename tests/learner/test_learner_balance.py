@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.balance import Family, plan, sequence_cost
+from learner.balance import SharedPrefix, plan, sequence_cost
 
 
-def alone(lengths: list[int]) -> list[Family]:
-    return [Family.alone(i, length) for i, length in enumerate(lengths)]
+def alone(lengths: list[int]) -> list[SharedPrefix]:
+    return [SharedPrefix.alone(i, length) for i, length in enumerate(lengths)]
 
 
 LENGTHS = st.lists(st.integers(0, 400), min_size=1, max_size=60)

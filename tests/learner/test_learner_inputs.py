@@ -9,7 +9,7 @@ import torch
 
 from correction.batch import PackedBatch
 from correction.errors import DataError
-from learner.inputs import Layout, ModelInputs
+from learner.inputs import ModelInputs, RowLayout
 from tests.learner.learner_cases import grouped_batch, random_batch
 
 
@@ -23,7 +23,7 @@ def test_by_hand() -> None:
     ).validate()
     inputs = ModelInputs.of(batch)
     assert inputs.token_ids.tolist() == [0, 1, 2, 7, 8]
-    assert inputs.layout == Layout((3, 2))
+    assert inputs.layout == RowLayout((3, 2))
     assert inputs.predicted.tolist() == [2, 3, 9]
     assert inputs.predicting_row.tolist() == [1, 2, 4]
 

@@ -33,8 +33,8 @@ BF16 = LearnerConfig(dtype="bfloat16")
         ({"dtype": "bfloat16", "layers": "transformer_engine"}, CUDA, True, "transformer_engine"),
         ({"dtype": "bfloat16", "layers": "local"}, CUDA, True, "local"),
         ({"dtype": "float32"}, CUDA, True, "local"),  # in TF32 it would be far from the engine's float32
-        ({"dtype": "bfloat16", "fixed_order": True}, CUDA, True, "fixed_order"),
-        ({"fixed_order": True}, CPU, False, "fixed_order"),
+        ({"dtype": "bfloat16", "fixed_order": True}, CUDA, True, "batch_invariant"),
+        ({"fixed_order": True}, CPU, False, "batch_invariant"),
     ],
 )
 def test_auto_takes_transformer_engine_only_where_it_can_serve(

@@ -21,7 +21,7 @@ from correction.checksum import tensor_checksum
 from correction.errors import DataError
 from correction.weight_spec import WeightSpec
 from learner.attention import pack
-from learner.inputs import Layout
+from learner.inputs import RowLayout
 from learner.loss import forward_hidden
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 
@@ -34,7 +34,7 @@ def test_logits_equal_hugging_face(tmp_path: Path, family: str, tie: bool) -> No
     batch = random_batch()
     with learner_on(folder) as learner, torch.no_grad():
         model = learner._policies[0]
-        ours = forward_hidden(model, batch.token_ids, Layout(tuple(batch.lengths.tolist())))[0] @ model.head_weight.t()
+        ours = forward_hidden(model, batch.token_ids, RowLayout(tuple(batch.lengths.tolist())))[0] @ model.head_weight.t()
         bounds = batch.offsets.tolist()
         reference = hf_model(folder)
         theirs = torch.cat([reference(batch.token_ids[a:b][None]).logits[0] for a, b in itertools.pairwise(bounds)])
@@ -66,8 +66,8 @@ def test_packing_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_neighbours_of_equal_length_are_one_run() -> None:
-    _, packed = pack(Layout((3, 3, 3, 5, 3)), torch.device("cpu"))
-    assert [(run.count, run.length) for run in packed.runs] == [(3, 3), (1, 5), (1, 3)]
+    _, packed = pack(RowLayout((3, 3, 3, 5, 3)), torch.device("cpu"))
+    assert [(one.count, one.length) for one in packed.equal_lengths] == [(3, 3), (1, 5), (1, 3)]
 
 
 @pytest.mark.parametrize("max_seqlen_is_total", [False, True])
@@ -103,9 +103,8 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path, family: str, tie: bool) -
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert checksums == {name: tensor_checksum(tensor) for name, tensor in before.items()}
-    assert [bucket.index for bucket in buckets] == list(range(len(buckets))) and len(buckets) > 3
-    assert all(bucket.nbytes <= 10_000 or len(bucket.tensors) == 1 for bucket in buckets)
-    assert specs == [[WeightSpec(name, "float32", tuple(before[name].shape)) for name in bucket.tensors] for bucket in buckets]
+    assert len(buckets) > 3 and all(bucket.nbytes <= 10_000 or len(bucket.specs) == 1 for bucket in buckets)
+    assert specs == [[WeightSpec(name, "float32", tuple(before[name].shape)) for name in bucket.tensors()] for bucket in buckets]
     assert (tmp_path / "out" / "tokenizer.json").exists()
     ids = torch.arange(9)[None]
     assert torch.equal(hf_model(folder)(ids).logits, hf_model(tmp_path / "out")(ids).logits)

@@ -8,7 +8,7 @@ import pytest
 
 from correction.errors import DataError
 from learner.nano import NanoModelConfig, build_nano_model
-from learner.warmup import Demonstration, WarmupConfig, pack_demonstrations, warm_up
+from learner.warmup import EncodedDemonstration, WarmupConfig, pack_demonstrations, warm_up
 from tests.learner.learner_cases import learner_on
 
 QUESTIONS = [f"State the final answer to the following arithmetic problem: {a} + {b} =" for a in range(10, 40) for b in range(5, 25)]
@@ -76,7 +76,7 @@ def test_warm_up_lowers_the_loss_and_is_reproducible(nano_folder: Path) -> None:
     """From ln(vocabulary), as a random model has, to less than half of it on answers that depend on the prompt's last token."""
     import math
 
-    demonstrations = [Demonstration((5, 6, 10 + i), (40 + i, 2)) for i in range(16)]
+    demonstrations = [EncodedDemonstration((5, 6, 10 + i), (40 + i, 2)) for i in range(16)]
     runs = []
     for _ in range(2):
         seen: list[tuple[int, float]] = []
@@ -92,11 +92,11 @@ def test_warm_up_lowers_the_loss_and_is_reproducible(nano_folder: Path) -> None:
 
 
 def test_demonstrations_are_packed_with_the_answers_masked() -> None:
-    ids, offsets, mask = pack_demonstrations([Demonstration((1, 2), (3,)), Demonstration((4,), (5, 6))])
+    ids, offsets, mask = pack_demonstrations([EncodedDemonstration((1, 2), (3,)), EncodedDemonstration((4,), (5, 6))])
     assert (ids.tolist(), offsets.tolist()) == ([1, 2, 3, 4, 5, 6], [0, 3, 6])
     assert mask.tolist() == [False, False, True, False, True, True]
     with pytest.raises(DataError, match="demonstration 1: 2 prompt and 0 answer"):
-        pack_demonstrations([Demonstration((1,), (2,)), Demonstration((1, 2), ())])
+        pack_demonstrations([EncodedDemonstration((1,), (2,)), EncodedDemonstration((1, 2), ())])
 
 
 def test_a_nano_mixture_of_experts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from correction.correct import correct
 from correction.errors import DataError
-from learner.inputs import ModelInputs, find_families
+from learner.inputs import ModelInputs, find_shared_prefixes
 from learner.routing import smallest_type
 from tests.learner.learner_cases import (
     TIS,
@@ -69,8 +69,8 @@ def test_shared_prompts_under_replay(tmp_path: Path) -> None:
     other = routes.clone()
     other[start + 5] = (other[start + 5] + 1) % 8
     apart = replace(batch, routed_experts=other)
-    assert [family.shared for family in find_families(together, share_prompts=True)] == [20]
-    assert [family.shared for family in find_families(apart, share_prompts=True)] == [5]
+    assert [prefix.shared for prefix in find_shared_prefixes(together, share_prompts=True)] == [20]
+    assert [prefix.shared for prefix in find_shared_prefixes(apart, share_prompts=True)] == [5]
     assert len(ModelInputs.of(together).token_ids) < len(ModelInputs.of(together, share_prompts=False).token_ids)
     folder = save_moe(tmp_path / "m")
     for given in (together, apart):

@@ -4,7 +4,7 @@
 2. Logprobs, loss and gradient of a batch are those of the plain way, whatever its groups look like.
 3. The positions computed are as many as there are different ones: 5,184 for 16 groups of 8 answers of 32 tokens to prompts of 68.
 4. What is shared is found by comparing tokens: group ids say no more than where to look.
-5. Micro-batches and ranks get families whole where they can; their budget counts computed positions.
+5. Micro-batches and ranks get prefixes whole where they can; their budget counts computed positions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from learner.attention import can_share_prompts, pack, packed_attention
-from learner.balance import Family, plan, sequence_cost
-from learner.inputs import Layout, ModelInputs, find_families
+from learner.balance import SharedPrefix, plan, sequence_cost
+from learner.inputs import ModelInputs, RowLayout, find_shared_prefixes
 from learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import (
     gradients,
@@ -97,7 +97,7 @@ def watched_rows(learner: LearnerRank) -> Iterator[list[int]]:
 @settings(max_examples=60, deadline=None)
 @given(shape=LAYOUTS, heads=st.sampled_from([(2, 2), (4, 2)]))
 def test_attention_is_that_of_each_text_alone(shape: list[tuple[int, list[int]]], heads: tuple[int, int]) -> None:
-    layout = Layout(
+    layout = RowLayout(
         tuple(length for length, _ in shape),
         tuple(rows for _, continuations in shape for rows in continuations),
         tuple(t for t, (_, continuations) in enumerate(shape) for _ in continuations),
@@ -129,16 +129,16 @@ def test_attention_is_that_of_each_text_alone(shape: list[tuple[int, list[int]]]
 
 def test_tiles_waste_little() -> None:
     """8 answers of 31 rows are a tile each, without padding; 8 of 5 are two tiles of 20 rows, all groups of similar prompts in one call."""
-    (call,) = pack(Layout((68,) * 6, (31,) * 48, tuple(t for t in range(6) for _ in range(8))), torch.device("cpu"))[1].tile_calls
+    (call,) = pack(RowLayout((68,) * 6, (31,) * 48, tuple(t for t in range(6) for _ in range(8))), torch.device("cpu"))[1].tile_calls
     assert (call.query_rows.shape, call.key_rows.shape) == ((48, 31), (48, 99))
     prompts = (22, 21, 20, 20)
-    (call,) = pack(Layout(prompts, (5,) * 32, tuple(t for t in range(4) for _ in range(8))), torch.device("cpu"))[1].tile_calls
+    (call,) = pack(RowLayout(prompts, (5,) * 32, tuple(t for t in range(4) for _ in range(8))), torch.device("cpu"))[1].tile_calls
     assert (call.query_rows.shape, call.key_rows.shape) == ((8, 20), (8, 42))
 
 
 def test_a_long_answer_is_cut_into_tiles_that_meet_no_keys_beyond_their_end() -> None:
     """300 rows after a prompt of 10: three parts of 100 with 110, 210 and 310 keys; the larger two are similar: one padded call."""
-    calls = pack(Layout((10,), (300, 300), (0, 0)), torch.device("cpu"))[1].tile_calls
+    calls = pack(RowLayout((10,), (300, 300), (0, 0)), torch.device("cpu"))[1].tile_calls
     assert [(tuple(call.query_rows.shape), call.key_rows.shape[1]) for call in calls] == [((4, 100), 310), ((2, 100), 110)]
     assert [call.key_rows.gt(0).sum(1).tolist() for call in calls] == [[309, 309, 209, 209], [109, 109]]  # row 0 is a key, and the padding
 
@@ -175,7 +175,7 @@ def test_step_equals_the_plain_way(learner: LearnerRank, shape: Any, budget: int
 def test_logprobs_and_gradient_equal_hugging_face(learner: LearnerRank) -> None:
     """Not only equal to our plain way: to Hugging Face, one sequence at a time, too."""
     batch = grouped_batch([([20] * 6, [9, 1, 14, 3, 0, 7]), ([5, 9, 9], [4, 4, 12]), ([12], [5])])
-    assert [family.shared for family in find_families(batch, share_prompts=True) if len(family.members) > 1] == [20, 5]
+    assert [prefix.shared for prefix in find_shared_prefixes(batch, share_prompts=True) if len(prefix.members) > 1] == [20, 5]
     ours = learner.logprobs(batch)
     batch = replace(batch, behavior_logprobs=ours, proximal_logprobs=ours)  # on policy: all ratios are 1
     learner.step(correct(batch, TIS), TIS, step=0)
@@ -248,9 +248,9 @@ def test_by_hand() -> None:
         weight_versions=torch.zeros(n, dtype=torch.int32),
         group_ids=torch.zeros(3, dtype=torch.int64),
     ).validate()
-    assert find_families(batch, share_prompts=True) == [Family((0, 1, 2), 8, (3, 2, 2))]
+    assert find_shared_prefixes(batch, share_prompts=True) == [SharedPrefix((0, 1, 2), 8, (3, 2, 2))]
     inputs = ModelInputs.of(batch)
-    assert inputs.layout == Layout((8,), (3, 2, 2), (0, 0, 0))
+    assert inputs.layout == RowLayout((8,), (3, 2, 2), (0, 0, 0))
     assert inputs.token_ids.tolist() == [*range(8), 8, 9, 20, 8, 9, 30, 31]
     assert inputs.predicted.tolist() == [10, 11, 22, 33]
     assert inputs.predicting_row.tolist() == [9, 10, 12, 14]
@@ -258,7 +258,7 @@ def test_by_hand() -> None:
 
 def test_one_row_predicts_the_first_token_of_every_answer() -> None:
     inputs = ModelInputs.of(grouped_batch([([12] * 4, [1, 3, 1, 2])]))
-    assert inputs.layout == Layout((12,), (2, 1), (0, 0))
+    assert inputs.layout == RowLayout((12,), (2, 1), (0, 0))
     assert inputs.predicting_row.tolist() == [11, 11, 12, 13, 11, 11, 14]
 
 
@@ -269,7 +269,7 @@ def test_group_ids_are_not_trusted(learner: LearnerRank, place: int) -> None:
     ids = batch.token_ids.clone()
     ids[batch.offsets[2] + place] = (ids[batch.offsets[2] + place] + 1) % 96
     batch = replace(batch, token_ids=ids)
-    assert {family.shared for family in find_families(batch, share_prompts=True)} == ({25} if place == 0 else {place})
+    assert {prefix.shared for prefix in find_shared_prefixes(batch, share_prompts=True)} == ({25} if place == 0 else {place})
     with setting(learner, shared_prompts=False):
         plain = learner.logprobs(batch)
     torch.testing.assert_close(learner.logprobs(batch), plain, rtol=0, atol=2e-6)
@@ -279,13 +279,13 @@ def test_answers_are_not_shared() -> None:
     """Two answers that begin alike: both have their rows, because the shared part ends before the first trained token."""
     batch = grouped_batch([([9, 9], [4, 4])])
     batch = replace(batch, token_ids=batch.token_ids[:13].repeat(2))
-    assert find_families(batch, share_prompts=True) == [Family((0, 1), 9, (3, 3))]
+    assert find_shared_prefixes(batch, share_prompts=True) == [SharedPrefix((0, 1), 9, (3, 3))]
 
 
 def test_little_is_not_worth_sharing() -> None:
     """Two answers to a prompt of 6 tokens: 6 rows saved are less than a tenth of 2 x 45 rows, and more of 2 x 15."""
-    assert len(find_families(grouped_batch([([6, 6], [40, 40])]), share_prompts=True)) == 2
-    assert len(find_families(grouped_batch([([6, 6], [10, 10])]), share_prompts=True)) == 1
+    assert len(find_shared_prefixes(grouped_batch([([6, 6], [40, 40])]), share_prompts=True)) == 2
+    assert len(find_shared_prefixes(grouped_batch([([6, 6], [10, 10])]), share_prompts=True)) == 1
 
 
 def test_a_gpu_in_half_precision_reads_the_plain_way() -> None:
@@ -305,38 +305,38 @@ FAMILIES = st.lists(st.tuples(st.integers(1, 100), st.lists(st.integers(0, 60), 
 def test_plans_of_families(shape: list[tuple[int, list[int]]], ranks: int, budget: int) -> None:
     """Every sequence once; computed positions within the budget unless a micro-batch is one sequence; members stay neighbours."""
     count = 0
-    families = []
+    prefixes = []
     for shared, rows in shape:
-        families.append(Family(tuple(range(count, count + len(rows))), shared, tuple(rows)))
+        prefixes.append(SharedPrefix(tuple(range(count, count + len(rows))), shared, tuple(rows)))
         count += len(rows)
-    parts = plan(families, ranks, budget, 64).microbatches
+    parts = plan(prefixes, ranks, budget, 64).microbatches
     assert sorted(i for rank in parts for part in rank for i in part) == list(range(count))
     assert len(parts) == ranks and len({len(rank) for rank in parts}) == 1
-    family_of = {i: number for number, family in enumerate(families) for i in family.members}
-    rows_of = {i: rows for family in families for i, rows in zip(family.members, family.rows, strict=True)}
+    prefix_of = {i: number for number, prefix in enumerate(prefixes) for i in prefix.members}
+    rows_of = {i: rows for prefix in prefixes for i, rows in zip(prefix.members, prefix.rows, strict=True)}
     for part in (part for rank in parts for part in rank if part):
-        numbers = [family_of[i] for i in part]
-        tokens = sum(families[number].shared for number in set(numbers)) + sum(rows_of[i] for i in part)
+        numbers = [prefix_of[i] for i in part]
+        tokens = sum(prefixes[number].shared for number in set(numbers)) + sum(rows_of[i] for i in part)
         assert len(part) == 1 or tokens <= budget
 
 
 def test_ranks_share_out_a_large_group() -> None:
-    """One family of 64 on 4 ranks: 16 members each, rather than all on one rank."""
-    (family,) = find_families(grouped_batch([([10] * 64, [11] * 64)]), share_prompts=True)
-    parts = plan([family], 4, 10_000, 64).microbatches
+    """One prefix of 64 on 4 ranks: 16 members each, rather than all on one rank."""
+    (prefix,) = find_shared_prefixes(grouped_batch([([10] * 64, [11] * 64)]), share_prompts=True)
+    parts = plan([prefix], 4, 10_000, 64).microbatches
     assert [sum(map(len, rank)) for rank in parts] == [16] * 4
 
 
 def test_ranks_with_families_enough_keep_them_whole() -> None:
-    families = find_families(grouped_batch(ISSUE_SHAPE), share_prompts=True)
-    parts = plan(families, 2, 10_000, 64).microbatches
+    prefixes = find_shared_prefixes(grouped_batch(ISSUE_SHAPE), share_prompts=True)
+    parts = plan(prefixes, 2, 10_000, 64).microbatches
     assert [len({i // 8 for part in rank for i in part}) for rank in parts] == [8, 8]  # 16 groups, none on both ranks
 
 
 def test_cost_of_a_family() -> None:
     """Work is additive: a beginning and one member cost what the whole sequence does, and each further member what it adds."""
-    assert Family((0,), 30, (12,)).cost(64) == pytest.approx(sequence_cost(42, 64))
-    assert Family((0, 1), 30, (12, 12)).cost(64) == pytest.approx(2 * sequence_cost(42, 64) - sequence_cost(30, 64))
+    assert SharedPrefix((0,), 30, (12,)).cost(64) == pytest.approx(sequence_cost(42, 64))
+    assert SharedPrefix((0, 1), 30, (12, 12)).cost(64) == pytest.approx(2 * sequence_cost(42, 64) - sequence_cost(30, 64))
 
 
 def test_random_prompts_are_left_alone() -> None:

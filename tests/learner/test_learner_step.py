@@ -26,6 +26,7 @@ from correction.errors import ConfigError, DataError
 from learner import balance, loss
 from learner.learner_rank import LearnerRank
 from learner.logprobs import head_logprobs
+from learner.optimizer_steps import optimizer_steps
 from tests.learner.learner_cases import (
     TIS,
     gradients,
@@ -282,7 +283,7 @@ def test_minibatches_are_whole_groups_each_with_its_own_denominator(tmp_path: Pa
         batch = off_policy_batch(learner)
         now = learner.logprobs(batch)
         result = learner.step(correct(batch, TIS), TIS, step=4)
-        shares = [sequences for sequences, _ in learner._shares(correct(batch, TIS), TIS, 4)]
+        shares = [sequences for sequences, _ in optimizer_steps(correct(batch, TIS), TIS, learner.config, step=4)]
         ours = weights(learner)
     assert sorted(i for share in shares for i in share) == list(range(batch.num_sequences))
     assert all(len(share) == 8 and len(set(batch.group_ids[share].tolist())) == 2 for share in shares)
@@ -305,7 +306,7 @@ def test_epochs_go_through_the_batch_again_in_another_order(tmp_path: Path) -> N
         batch = off_policy_batch(learner)
         corrected = correct(batch, TIS)
         result = learner.step(corrected, TIS, step=0)
-        shares = [sequences for sequences, _ in learner._shares(corrected, TIS, 0)]
+        shares = [sequences for sequences, _ in optimizer_steps(corrected, TIS, learner.config, step=0)]
     assert result.optimizer_steps == 4
     assert sorted(shares[0] + shares[1]) == sorted(shares[2] + shares[3]) == list(range(batch.num_sequences))
     assert {tuple(shares[0]), tuple(shares[1])} != {tuple(shares[2]), tuple(shares[3])}

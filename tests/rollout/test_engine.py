@@ -20,16 +20,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from correction.checksum import tensor_checksum
 from correction.errors import ConfigError, DataError, EngineDirty, SyncError
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
 from learner.broadcast import WeightBroadcaster
-from rollout.completion import Completion
+from rollout import weight_transfer
 from rollout.engine import RolloutEngine
-from rollout.sampling import sample_trajectories
-from rollout.trajectory import FinishReason, Prompt, VersionSpan
+from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, k3, largest_difference, perturbed, response_logprobs, tiny_weights
 from tests.tiny_models import SPECIAL_TOKENS
@@ -46,9 +45,9 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(FIRST_TEXT_TOKEN, 512) for _ in range(length)] for _ in range(count)]
 
 
-def buckets_of(weights: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+def buckets_of(weights: dict[str, Tensor], count: int) -> list[WeightBucket]:
     names = list(weights)
-    return [{name: weights[name] for name in names[start::count]} for start in range(count)]
+    return [WeightBucket.of({name: weights[name] for name in names[start::count]}) for start in range(count)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
@@ -57,13 +56,13 @@ def test_behavior_logprobs_equal_a_float32_forward(
 ) -> None:
     asked = prompts(16, 12, seed=1)
 
-    async def sample() -> list[list[Completion]]:
+    async def sample() -> list[list[Trajectory]]:
         return await asyncio.gather(*(engine.generate(p, max_tokens=48, temperature=temperature, ignore_stop=True) for p in asked))
 
     sampled = [completions[0] for completions in engine_loop.run(sample())]
     model = hf_model(tiny_model)
-    reference = [response_logprobs(model, p, c.token_ids, temperature) for p, c in zip(asked, sampled, strict=True)]
-    behavior = [value for completion in sampled for value in completion.logprobs]
+    reference = [response_logprobs(model, p, c.response_ids, temperature) for p, c in zip(asked, sampled, strict=True)]
+    behavior = [value for completion in sampled for value in completion.behavior_logprobs]
     proximal = [value for values in reference for value in values]
     assert len(behavior) == 16 * 48
     assert largest_difference(behavior, proximal) < TOLERANCE
@@ -77,7 +76,7 @@ def test_top_k_logprobs_equal_a_float32_forward(
     """Sixteen requests together, half of them without: ids are those of the K largest logits, logprobs those of log_softmax(logits / T)."""
     asked, k = prompts(16, 12, seed=11), 5
 
-    async def sample() -> list[list[Completion]]:
+    async def sample() -> list[list[Trajectory]]:
         requests = (
             engine.generate(p, max_tokens=30, temperature=temperature, topk=k * (i % 2), ignore_stop=True) for i, p in enumerate(asked)
         )
@@ -89,7 +88,7 @@ def test_top_k_logprobs_equal_a_float32_forward(
         top = completion.top_logprobs
         assert top is not None and top.positions == 30
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1].double()
+            logits = model(torch.tensor([[*prompt, *completion.response_ids]])).logits[0, len(prompt) - 1 : -1].double()
         values, ids = torch.log_softmax(logits / temperature, -1).topk(k, -1)
         assert top.ids.tolist() == ids.flatten().tolist()
         assert largest_difference(top.logprobs.tolist(), values.flatten().tolist()) < TOLERANCE
@@ -100,7 +99,7 @@ def test_top_k_logprobs_go_on_across_an_update(engine: RolloutEngine, engine_loo
     """A retracted request keeps the rows of its tokens, and gets those of the new weights for the rest."""
     new, prompt = perturbed(tiny_weights(tiny_model), seed=5), prompts(1, 12, seed=12)[0]
 
-    async def run() -> Completion:
+    async def run() -> Trajectory:
         running = asyncio.ensure_future(engine.generate(prompt, max_tokens=200, topk=3, ignore_stop=True))
         await some_tokens(engine)
         await engine.update_weights(engine.version + 1, buckets_of(new, 1))
@@ -111,7 +110,7 @@ def test_top_k_logprobs_go_on_across_an_update(engine: RolloutEngine, engine_loo
     assert completion.retractions == 1 and top is not None and top.positions == 200
     for span, weights in zip(completion.version_spans, (None, new), strict=True):
         with torch.no_grad():
-            ids = torch.tensor([[*prompt, *completion.token_ids]])
+            ids = torch.tensor([[*prompt, *completion.response_ids]])
             logits = hf_model(tiny_model, weights)(ids).logits[0, len(prompt) - 1 : -1].double()[span.start : span.end]
         values = torch.log_softmax(logits, -1).topk(3, -1).values
         assert largest_difference(top.logprobs[3 * span.start : 3 * span.end].tolist(), values.flatten().tolist()) < TOLERANCE
@@ -134,7 +133,7 @@ def test_sampler_samples_from_the_distribution_that_it_reports(
         logprobs = torch.log_softmax(hf_model(tiny_model)(torch.tensor([prompt])).logits[0, -1].double() / 0.7, -1)
     entropy = float(-(logprobs.exp() * logprobs).sum())
     variance = float((logprobs.exp() * logprobs.square()).sum()) - entropy**2
-    mean = -sum(c.logprobs[0] for c in completions) / count
+    mean = -sum(c.behavior_logprobs[0] for c in completions) / count
     assert abs(mean - entropy) < 4 * math.sqrt(variance / count)
 
 
@@ -143,42 +142,28 @@ def test_64_requests_together_do_not_mix_and_end_for_their_reason(
 ) -> None:
     asked = prompts(64, 10, seed=3)
 
-    async def sample() -> list[list[Completion]]:
+    async def sample() -> list[list[Trajectory]]:
         return await asyncio.gather(*(engine.generate(p, max_tokens=150) for p in asked))
 
     sampled = [completions[0] for completions in engine_loop.run(sample())]
     end_token = SPECIAL_TOKENS.index("<|im_end|>")
     for completion in sampled:
-        stopped = completion.token_ids[-1] == end_token
+        stopped = completion.response_ids[-1] == end_token
         assert completion.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-        assert stopped or len(completion.token_ids) == 150
-        assert end_token not in completion.token_ids[:-1]
-        assert completion.version_spans == (VersionSpan(engine.version, 0, len(completion.token_ids)),)
+        assert stopped or len(completion.response_ids) == 150
+        assert end_token not in completion.response_ids[:-1]
+        assert completion.version_spans == (VersionSpan(engine.version, 0, len(completion.response_ids)),)
     assert {c.finish_reason for c in sampled} == {FinishReason.STOP, FinishReason.LENGTH}
     model = hf_model(tiny_model)
     for prompt, completion in list(zip(asked, sampled, strict=True))[::8]:
-        assert largest_difference(completion.logprobs, response_logprobs(model, prompt, completion.token_ids)) < TOLERANCE
+        assert largest_difference(completion.behavior_logprobs, response_logprobs(model, prompt, completion.response_ids)) < TOLERANCE
 
 
 def test_samples_of_a_prompt_share_its_prefill(engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
     """All but the last prompt token come from the cache; the last one's logits are needed to sample the first token."""
     completions = engine_loop.run(engine.generate(prompts(1, 200, seed=4)[0], max_tokens=2, samples=8, ignore_stop=True))
     assert [c.cached_tokens for c in completions] == [199] * 8
-    assert len({c.token_ids for c in completions}) > 1
-
-
-def test_trajectories_of_a_prompt(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    question = [{"role": "user", "content": "3 + 4 ="}]
-    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    prompt = Prompt("train/0/0", "3 + 4 =", tuple(tokenizer(text)["input_ids"]), "7")
-    trajectories = engine_loop.run(sample_trajectories(engine, tokenizer, prompt, samples=3, max_tokens=20, temperature=1.0, seed=0))
-    assert len(trajectories) == 3
-    for trajectory in trajectories:
-        assert trajectory.prompt_ids == prompt.token_ids
-        assert trajectory.oldest_version == engine.version and not trajectory.is_mixed
-        assert trajectory.error is None and trajectory.reward is None
-        assert trajectory.text == tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+    assert len({c.response_ids for c in completions}) > 1
 
 
 def test_score_equals_a_forward_and_the_sampled_logprobs(
@@ -186,11 +171,11 @@ def test_score_equals_a_forward_and_the_sampled_logprobs(
 ) -> None:
     prompt = prompts(1, 9, seed=5)[0]
     sampled = engine_loop.run(engine.generate(prompt, max_tokens=30, ignore_stop=True))[0]
-    ids = [*prompt, *sampled.token_ids]
+    ids = [*prompt, *sampled.response_ids]
     scores = engine_loop.run(engine.score(ids))
     assert len(scores) == len(ids) - 1
     assert largest_difference(scores, response_logprobs(hf_model(tiny_model), ids[:1], ids[1:])) < TOLERANCE
-    assert largest_difference(scores[len(prompt) - 1 :], sampled.logprobs) < TOLERANCE
+    assert largest_difference(scores[len(prompt) - 1 :], sampled.behavior_logprobs) < TOLERANCE
 
 
 async def some_tokens(engine: RolloutEngine) -> None:
@@ -200,7 +185,7 @@ async def some_tokens(engine: RolloutEngine) -> None:
 
 async def sample_across_an_update(
     engine: RolloutEngine, asked: list[list[int]], weights: dict[str, Tensor], mode: str, max_tokens: int = 300
-) -> list[Completion]:
+) -> list[Trajectory]:
     """Start all requests, let them sample a while, replace the weights, and wait for all."""
     running = [asyncio.ensure_future(engine.generate(p, max_tokens=max_tokens, ignore_stop=True)) for p in asked]
     await some_tokens(engine)
@@ -217,12 +202,12 @@ def test_retracting_update_gives_each_token_its_own_versions_logprob(
     sampled = engine_loop.run(sample_across_an_update(engine, asked, new, "retract"))
     models = {version: hf_model(tiny_model, old), version + 1: hf_model(tiny_model, new)}
     for prompt, completion in zip(asked, sampled, strict=True):
-        assert len(completion.token_ids) == 300                     # no request was aborted or cut
+        assert len(completion.response_ids) == 300                     # no request was aborted or cut
         assert [span.version for span in completion.version_spans] == [version, version + 1]
         assert completion.retractions == 1
-        by_version = {v: response_logprobs(model, prompt, completion.token_ids) for v, model in models.items()}
+        by_version = {v: response_logprobs(model, prompt, completion.response_ids) for v, model in models.items()}
         for span in completion.version_spans:
-            sampled_here = completion.logprobs[span.start : span.end]
+            sampled_here = completion.behavior_logprobs[span.start : span.end]
             other = version + (span.version == version)
             assert largest_difference(sampled_here, by_version[span.version][span.start : span.end]) < TOLERANCE
             assert largest_difference(sampled_here, by_version[other][span.start : span.end]) > 0.1
@@ -237,11 +222,11 @@ def test_update_in_place_keeps_tokens_and_spans(engine: RolloutEngine, engine_lo
     assert [span.version for span in completion.version_spans] == [version, version + 1]
     assert completion.retractions == 0
     before, after = completion.version_spans
-    old_policy = response_logprobs(hf_model(tiny_model), prompt, completion.token_ids)
-    new_policy = response_logprobs(hf_model(tiny_model, new), prompt, completion.token_ids)
-    assert largest_difference(completion.logprobs[: before.end], old_policy[: before.end]) < TOLERANCE
-    assert largest_difference(completion.logprobs[after.start :], old_policy[after.start :]) > 0.1
-    assert largest_difference(completion.logprobs[after.start :], new_policy[after.start :]) > 0.1
+    old_policy = response_logprobs(hf_model(tiny_model), prompt, completion.response_ids)
+    new_policy = response_logprobs(hf_model(tiny_model, new), prompt, completion.response_ids)
+    assert largest_difference(completion.behavior_logprobs[: before.end], old_policy[: before.end]) < TOLERANCE
+    assert largest_difference(completion.behavior_logprobs[after.start :], old_policy[after.start :]) > 0.1
+    assert largest_difference(completion.behavior_logprobs[after.start :], new_policy[after.start :]) > 0.1
 
 
 def test_no_request_sees_a_prefix_of_older_weights(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
@@ -250,7 +235,7 @@ def test_no_request_sees_a_prefix_of_older_weights(engine: RolloutEngine, engine
     version = engine.version
     prompt = prompts(1, 120, seed=8)[0]
 
-    async def run() -> tuple[list[Completion], list[Completion], Completion]:
+    async def run() -> tuple[list[Trajectory], list[Trajectory], Trajectory]:
         running = asyncio.ensure_future(engine.generate(prompt, max_tokens=400, samples=63, ignore_stop=True))
         while engine.requests_in_flight < 63:
             await asyncio.sleep(0.01)
@@ -258,7 +243,7 @@ def test_no_request_sees_a_prefix_of_older_weights(engine: RolloutEngine, engine
         waiting = asyncio.ensure_future(engine.generate(prompt, max_tokens=40, samples=16, ignore_stop=True))
         while engine.requests_in_flight < 63 + 16:
             await asyncio.sleep(0.01)
-        await engine.update_weights(version + 1, new, mode="in_place")
+        await engine.update_weights(version + 1, [WeightBucket.of(new)], mode="in_place")
         later = await engine.generate(prompt, max_tokens=10, ignore_stop=True)
         return await running, await waiting, later[0]
 
@@ -268,14 +253,14 @@ def test_no_request_sees_a_prefix_of_older_weights(engine: RolloutEngine, engine
     assert len(waited) >= 15                                        # one of the 16 had a place to run in
     model = hf_model(tiny_model, new)
     for completion in [*waited[::5], later]:
-        assert largest_difference(completion.logprobs, response_logprobs(model, prompt, completion.token_ids)) < TOLERANCE
+        assert largest_difference(completion.behavior_logprobs, response_logprobs(model, prompt, completion.response_ids)) < TOLERANCE
 
 
 def test_three_updates_in_a_row(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
     ids = prompts(1, 40, seed=9)[0]
     for seed in (11, 12, 13):
         weights = perturbed(tiny_weights(tiny_model), seed)
-        receipt = engine_loop.run(engine.update_weights(engine.version + 1, weights))
+        receipt = engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(weights)]))
         assert (receipt.version, receipt.tensors, receipt.mode) == (engine.version, len(weights), "retract")
         assert receipt.bytes == sum(tensor.nbytes for tensor in weights.values())
         scores = engine_loop.run(engine.score(ids))
@@ -286,14 +271,27 @@ def test_checksums_are_of_the_tensors_that_the_scheduler_holds(
     engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
 ) -> None:
     weights = perturbed(tiny_weights(tiny_model), seed=4)
-    engine_loop.run(engine.update_weights(engine.version + 1, weights))
+    engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(weights)]))
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"):
         changed = {**weights, name: weights[name].clone()}
         changed[name][-1, -1] += 1e-6 + abs(float(weights[name][-1, -1])) * 1e-6
-        engine_loop.run(engine.update_weights(engine.version + 1, changed))
+        engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(changed)]))
         held = engine_loop.run(engine.weight_checksums())
         assert [key for key in weights if held[key] != tensor_checksum(weights[key])] == [name]
+
+
+def test_sglang_reads_a_bucket_of_many_types(engine: RolloutEngine) -> None:
+    """By SGLang's own reader: tensors begin at multiples of 16 bytes, and there are gaps between them that it has to leave out."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    types = (torch.bfloat16, torch.float32, torch.uint8, torch.float16)
+    tensors = {str(dtype): torch.arange(6, dtype=dtype).reshape(2, 3).T for dtype in types}
+    payload = MultiprocessingSerializer.deserialize(weight_transfer._serialize(WeightBucket.of(tensors)))
+    read = FlattenedTensorBucket(flattened_tensor=payload["flattened_tensor"], metadata=payload["metadata"]).reconstruct_tensors()
+    assert [name for name, _ in read] == list(tensors)
+    assert all(torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype for name, tensor in read)
 
 
 def test_specs_are_the_folders_tensors(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
@@ -301,17 +299,17 @@ def test_specs_are_the_folders_tensors(engine: RolloutEngine, engine_loop: Backg
     assert engine_loop.run(engine.weight_specs()) == {name: WeightSpec(name, "float32", tuple(t.shape)) for name, t in folder.items()}
 
 
-def wrong_weights(weights: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
-    """What is wrong -> (buckets, what the message says)."""
+def wrong_weights(weights: dict[str, Tensor]) -> dict[str, tuple[list[dict[str, Tensor]], str]]:
+    """What is wrong -> (tensors of each bucket, what the message says)."""
     query = "model.layers.0.self_attn.q_proj.weight"
     without = {name: tensor for name, tensor in weights.items() if name != query}
     return {
-        "unknown name": ({**weights, "model.layers.9.self_attn.q_proj.weight": weights[query]}, "holds no tensor of this name"),
-        "fused name": ({**without, "model.layers.0.self_attn.qkv_proj.weight": weights[query]}, "holds no tensor of this name"),
-        "tied head": ({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, "ties its head"),
-        "wrong shape": ({**weights, query: weights[query][:-1]}, r"is float32 \[63, 64\], the engine holds float32 \[64, 64\]"),
-        "wrong dtype": ({**weights, query: weights[query].bfloat16()}, "is bfloat16"),
-        "missing tensor": (without, f"1 of {len(weights)} tensors were not sent, the first is {query}"),
+        "unknown name": ([{**weights, "model.layers.9.self_attn.q_proj.weight": weights[query]}], "holds no tensor of this name"),
+        "fused name": ([{**without, "model.layers.0.self_attn.qkv_proj.weight": weights[query]}], "holds no tensor of this name"),
+        "tied head": ([{**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}], "ties its head"),
+        "wrong shape": ([{**weights, query: weights[query][:-1]}], r"is float32 \[63, 64\], the engine holds float32 \[64, 64\]"),
+        "wrong dtype": ([{**weights, query: weights[query].bfloat16()}], "is bfloat16"),
+        "missing tensor": ([without], f"1 of {len(weights)} tensors were not sent, the first is {query}"),
         "sent twice": ([weights, {query: weights[query]}], "comes twice"),
         "nothing": ([], "were not sent"),
     }
@@ -326,10 +324,10 @@ def test_wrong_weights_are_refused_before_sending(
     version, weights = engine.version, tiny_weights(tiny_model)
     buckets, message = wrong_weights(weights)[case]
     with pytest.raises(SyncError, match=message):
-        engine_loop.run(engine.update_weights(version + 1, buckets))
+        engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(one) for one in buckets]))
     assert engine.is_healthy and engine.version == version
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
-    assert len(engine_loop.run(engine.generate([7, 8], max_tokens=3, ignore_stop=True))[0].token_ids) == 3
+    assert len(engine_loop.run(engine.generate([7, 8], max_tokens=3, ignore_stop=True))[0].response_ids) == 3
 
 
 @pytest.mark.parametrize(
@@ -348,14 +346,14 @@ def test_prompts_that_would_kill_or_confuse_the_engine_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         engine_loop.run(engine.generate(token_ids, max_tokens=max_tokens))
-    assert len(engine_loop.run(engine.generate([5, 511], max_tokens=3, ignore_stop=True))[0].token_ids) == 3
+    assert len(engine_loop.run(engine.generate([5, 511], max_tokens=3, ignore_stop=True))[0].response_ids) == 3
 
 
 def test_longest_request_that_fits(engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
     """SGLang keeps two of the model's 1,024 tokens, and would cut a longer answer without a word."""
     for prompt_length in (1000, 1017):
         completion = engine_loop.run(engine.generate([5] * prompt_length, max_tokens=1022 - prompt_length, ignore_stop=True))[0]
-        assert len(completion.token_ids) == 1022 - prompt_length
+        assert len(completion.response_ids) == 1022 - prompt_length
 
 
 def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
@@ -363,7 +361,7 @@ def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
 ) -> None:
     version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=5)
 
-    async def breaks_off() -> AsyncIterator[dict[str, Tensor]]:
+    async def breaks_off() -> AsyncIterator[WeightBucket]:
         for index, bucket in enumerate(buckets_of(weights, 4)):
             if index == 3:
                 raise OSError("the learner went away")
@@ -381,7 +379,7 @@ def test_failed_update_makes_the_engine_dirty_until_a_whole_one(
     outcomes = engine_loop.run(run())
     assert all(isinstance(outcome, EngineDirty) and "update failed" in str(outcome) for outcome in outcomes)
     assert not engine.is_healthy and engine.version == version
-    engine_loop.run(engine.update_weights(version + 1, weights))
+    engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))
     assert engine.is_healthy and engine.version == version + 1
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
 
@@ -391,11 +389,11 @@ def test_update_that_fails_before_its_first_bucket_changes_nothing(
 ) -> None:
     version, weights = engine.version, tiny_weights(tiny_model)
 
-    async def never_starts() -> AsyncIterator[dict[str, Tensor]]:
+    async def never_starts() -> AsyncIterator[WeightBucket]:
         raise OSError("no weights yet")
-        yield {}
+        yield WeightBucket.of({})
 
-    async def run() -> Completion:
+    async def run() -> Trajectory:
         running = asyncio.ensure_future(engine.generate([5, 6, 7], max_tokens=400, ignore_stop=True))
         await some_tokens(engine)
         with pytest.raises(SyncError, match="still serves its old weights"):
@@ -411,9 +409,9 @@ def test_update_that_fails_before_its_first_bucket_changes_nothing(
 def test_weights_by_broadcast_while_requests_run(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
     version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=6)
     buckets = buckets_of(weights, 3)
-    specs = [[WeightSpec.of(name, tensor) for name, tensor in bucket.items()] for bucket in buckets]
+    specs = [bucket.specs for bucket in buckets]
 
-    async def run() -> Completion:
+    async def run() -> Trajectory:
         port = free_port()
         joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, 2, "weights-1"))
         learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 2, "weights-1", 20.0)
@@ -422,7 +420,7 @@ def test_weights_by_broadcast_while_requests_run(engine: RolloutEngine, engine_l
         await some_tokens(engine)
         receiving = asyncio.ensure_future(engine.receive_weights(version + 1, specs, group="weights-1"))
         for bucket in buckets:
-            await asyncio.to_thread(learner.send, bucket)
+            await asyncio.to_thread(learner.send, bucket.tensors())
         receipt = await receiving
         assert (receipt.version, receipt.buckets, receipt.tensors) == (version + 1, 3, len(weights))
         await engine.leave_weight_group("weights-1")
@@ -453,7 +451,7 @@ def test_broadcast_that_never_comes_ends_and_the_engine_recovers(
 
     engine_loop.run(run())
     assert not engine.is_healthy
-    engine_loop.run(engine.update_weights(version + 1, weights))
+    engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))
     assert engine.is_healthy
 
 

@@ -21,9 +21,10 @@ import psutil
 import pytest
 
 from correction.errors import DataError, DeadlineExceeded, EngineError
-from rollout.completion import Completion
+from correction.weight_bucket import WeightBucket
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
+from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import tiny_weights
 
@@ -87,7 +88,7 @@ def test_stopped_and_killed_scheduler(tiny_model: Path, engine_loop: BackgroundL
         with pytest.raises(DeadlineExceeded, match=r"doomed engine: no answer in 1 s \(phase: generate: 3 tokens, sent at weights v0"):
             engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, deadline_s=1.0))
         os.kill(scheduler, signal.SIGCONT)
-        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].token_ids) == 4
+        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
         engine_loop.run(kill_while_everybody_waits(engine, tiny_model))
         assert not engine.is_healthy
     finally:
@@ -105,14 +106,14 @@ async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> Non
     request = asyncio.ensure_future(engine.generate([5, 6, 7], max_tokens=900, ignore_stop=True))
     await asyncio.sleep(0.2)
     os.kill(scheduler, signal.SIGSTOP)
-    update = asyncio.ensure_future(engine.update_weights(1, tiny_weights(folder)))
+    update = asyncio.ensure_future(engine.update_weights(1, [WeightBucket.of(tiny_weights(folder))]))
     await asyncio.sleep(0.2)
     killed = time.monotonic()
     os.kill(scheduler, signal.SIGKILL)
     for waiting in (request, update):
         with pytest.raises(EngineError, match=r"scheduler process .* ended"):
             await waiting
-    for call in (engine.generate([5], max_tokens=1), engine.score([5, 6]), engine.weight_checksums(), engine.update_weights(1, {})):
+    for call in (engine.generate([5], max_tokens=1), engine.score([5, 6]), engine.weight_checksums(), engine.update_weights(1, [])):
         with pytest.raises(EngineError):
             await call
     assert time.monotonic() - killed < 5.0
@@ -126,10 +127,10 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, e
     config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64})
     engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="engine with small parts"))
 
-    async def sample_across_an_update() -> list[Completion]:
+    async def sample_across_an_update() -> list[Trajectory]:
         group = asyncio.ensure_future(engine.generate(list(range(5, 45)), max_tokens=250, samples=4, ignore_stop=True))
         await engine.generate([5], max_tokens=120, ignore_stop=True)
-        await engine.update_weights(1, tiny_weights(tiny_model), mode="retract")
+        await engine.update_weights(1, [WeightBucket.of(tiny_weights(tiny_model))], mode="retract")
         return await group
 
     try:
@@ -138,7 +139,7 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, e
         assert all(new == (1, 250) for _, new in spans)
         assert all(old_end > 64 for (_, old_end), _ in spans), "the prefill after the update came in one part"
         time.sleep(3.0)                                             # an idle scheduler looks after its memory
-        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].token_ids) == 4
+        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
     finally:
         engine_loop.run(engine.shutdown())
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from correction.checksum import tensor_checksum
+from correction.weight_bucket import WeightBucket
 from correction.weight_spec import WeightSpec
-from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
+from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights
 from tests.tiny_models import save_tiny_model
@@ -48,13 +49,13 @@ def updated_model(folder: Path, weights: dict[str, Tensor], target: Path) -> Any
     return hf_model(target)
 
 
-def differing_rows(model: Any, prompt: Sequence[int], completion: Completion) -> list[int]:
+def differing_rows(model: Any, prompt: Sequence[int], completion: Trajectory) -> list[int]:
     """Rows whose experts are not those of Hugging Face's routers in some layer; every row that was read has some."""
-    routes, rows = completion.routed_experts, len(prompt) + len(completion.token_ids) - 1
+    routes, rows = completion.routed_experts, len(prompt) + len(completion.response_ids) - 1
     assert routes is not None and routes.ids.typecode == array("B").typecode and routes.positions == rows
     found = torch.frombuffer(routes.ids, dtype=torch.uint8).view(rows, routes.layers, routes.k).long()
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *completion.token_ids][:-1]]), output_router_logits=True).router_logits
+        logits = model(torch.tensor([[*prompt, *completion.response_ids][:-1]]), output_router_logits=True).router_logits
     own = torch.stack([layer.topk(routes.k).indices for layer in logits], 1)
     return (found.sort(-1).values != own.sort(-1).values).flatten(1).any(1).nonzero()[:, 0].tolist()
 
@@ -64,7 +65,7 @@ def test_routes_line_up_with_the_tokens(moe_engine: RolloutEngine, engine_loop: 
     model = hf_model(moe_folder)
     asked = [[7], list(range(20, 90)), list(range(20, 60)), list(range(20, 90)), [5, 6, 7, 8]]
 
-    async def sample() -> list[list[Completion]]:
+    async def sample() -> list[list[Trajectory]]:
         return await asyncio.gather(*(moe_engine.generate(p, max_tokens=30, samples=3) for p in asked))
 
     sampled = [(p, c) for p, completions in zip(asked, engine_loop.run(sample()), strict=True) for c in completions]
@@ -78,10 +79,10 @@ def test_routes_of_a_request_that_an_update_found_under_way(
     """Its tokens are read again by the new weights: all routes are theirs, also at tokens that the old ones sampled."""
     new, prompt = perturbed(tiny_weights(moe_folder), seed=3), list(range(100, 140))
 
-    async def run() -> Completion:
+    async def run() -> Trajectory:
         running = asyncio.ensure_future(moe_engine.generate(prompt, max_tokens=200, ignore_stop=True))
         await moe_engine.generate([5], max_tokens=20, ignore_stop=True)
-        await moe_engine.update_weights(moe_engine.version + 1, new)
+        await moe_engine.update_weights(moe_engine.version + 1, [WeightBucket.of(new)])
         return (await running)[0]
 
     completion = engine_loop.run(run())
@@ -94,12 +95,12 @@ def test_experts_under_their_own_names(
     moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path, tmp_path: Path
 ) -> None:
     weights = tiny_weights(moe_folder)
-    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, weights))
+    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, [WeightBucket.of(weights)]))
     assert engine_loop.run(moe_engine.weight_specs()) == {name: WeightSpec.of(name, tensor) for name, tensor in weights.items()}
     assert engine_loop.run(moe_engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
     new = perturbed(weights, seed=1, scale=0.02)
-    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, new))
+    engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, [WeightBucket.of(new)]))
     assert engine_loop.run(moe_engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in new.items()}
     completion = engine_loop.run(moe_engine.generate([5, 6, 7, 8], max_tokens=40, ignore_stop=True))[0]
-    reference = response_logprobs(updated_model(moe_folder, new, tmp_path / "new"), [5, 6, 7, 8], completion.token_ids)
-    assert largest_difference(completion.logprobs, reference) < 2e-5
+    reference = response_logprobs(updated_model(moe_folder, new, tmp_path / "new"), [5, 6, 7, 8], completion.response_ids)
+    assert largest_difference(completion.behavior_logprobs, reference) < 2e-5

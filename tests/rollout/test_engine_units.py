@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 from array import array
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,10 @@ from pydantic import ValidationError
 from correction.checksum import tensor_checksum
 from correction.errors import ConfigError, EngineError, SyncError
 from correction.weight_spec import WeightSpec
-from rollout.capabilities import EngineCapabilities
-from rollout.completion import Completion, ExpertShape
 from rollout.engine_config import EngineConfig
-from rollout.trajectory import FinishReason, VersionSpan
-from rollout.weight_bucket import UpdateCheck
+from rollout.engine_process import EngineCapabilities
+from rollout.trajectory import ExpertShape, FinishReason, Trajectory, VersionSpan
+from rollout.weight_update import UpdateCheck
 
 
 def test_checksum_is_sha256_of_dtype_shape_and_bytes() -> None:
@@ -91,11 +92,11 @@ def answer(spans: list[tuple[str, int, int]], logprobs: list[float], tokens: int
     }
 
 
-def test_completion_reads_spans() -> None:
-    completion = Completion.from_sglang(answer([("3", 0, 1), ("5", 1, 4)], [-1.0] * 4), "engine")
-    assert completion.version_spans == (VersionSpan(3, 0, 1), VersionSpan(5, 1, 4))
-    assert completion.finish_reason is FinishReason.LENGTH
-    assert Completion.from_sglang(answer([("3", 0, 0)], [], 0), "engine").version_spans == ()
+def test_trajectory_reads_spans() -> None:
+    trajectory = Trajectory.from_sglang(answer([("3", 0, 1), ("5", 1, 4)], [-1.0] * 4), [7, 8, 9], "engine")
+    assert trajectory.version_spans == (VersionSpan(3, 0, 1), VersionSpan(5, 1, 4))
+    assert trajectory.finish_reason is FinishReason.LENGTH
+    assert Trajectory.from_sglang(answer([("3", 0, 0)], [], 0), [7, 8, 9], "engine").version_spans == ()
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,9 @@ def test_completion_reads_spans() -> None:
         ([("3", 0, 4)], [-1.0, float("nan"), -1.0, -1.0]),
     ],
 )
-def test_completion_refuses_what_does_not_cover_the_tokens(spans: list[tuple[str, int, int]], logprobs: list[float]) -> None:
+def test_trajectory_refuses_what_does_not_cover_the_tokens(spans: list[tuple[str, int, int]], logprobs: list[float]) -> None:
     with pytest.raises(EngineError):
-        Completion.from_sglang(answer(spans, logprobs), "engine")
+        Trajectory.from_sglang(answer(spans, logprobs), [7, 8, 9], "engine")
 
 
 def routes(count: int) -> str:
@@ -118,26 +119,37 @@ def routes(count: int) -> str:
     return base64.b64encode(array("i", [x for t in range(count) for x in (t, 1)]).tobytes()).decode()
 
 
-def test_completion_reads_routes_of_all_tokens_but_the_last() -> None:
+def test_trajectory_reads_routes_of_all_tokens_but_the_last() -> None:
     """3 prompt tokens and 4 sampled ones: 6 were read. An aborted request may not have been read at all."""
     shape = ExpertShape(layers=2, experts=6, k=1)
     sent = answer([("3", 0, 4)], [-1.0] * 4)
     sent["meta_info"] |= {"prompt_tokens": 3, "routed_experts": routes(6)}  # type: ignore[operator]
-    found = Completion.from_sglang(sent, "engine", experts=shape).routed_experts
+    found = Trajectory.from_sglang(sent, [7, 8, 9], "engine", experts=shape).routed_experts
     assert found is not None and (found.positions, found.ids.typecode) == (6, "B")
     assert found.ids.tolist() == [0, 1, 1, 1, 2, 1, 3, 1, 4, 1, 5, 1]
-    assert Completion.from_sglang(sent, "engine").routed_experts is None
-    wide = Completion.from_sglang(sent, "engine", experts=replace(shape, experts=257)).routed_experts
+    assert Trajectory.from_sglang(sent, [7, 8, 9], "engine").routed_experts is None
+    wide = Trajectory.from_sglang(sent, [7, 8, 9], "engine", experts=replace(shape, experts=257)).routed_experts
     assert wide is not None and wide.ids.typecode == "h"
     for changes, wrong in (({"routed_experts": routes(5)}, shape), ({"routed_experts": None}, shape), ({}, replace(shape, experts=5))):
         with pytest.raises(EngineError, match="routed experts"):
-            Completion.from_sglang({**sent, "meta_info": {**sent["meta_info"], **changes}}, "engine", experts=wrong)  # type: ignore[dict-item]
+            Trajectory.from_sglang({**sent, "meta_info": {**sent["meta_info"], **changes}}, [7, 8, 9], "engine", experts=wrong)  # type: ignore[dict-item]
     aborted = {**sent["meta_info"], "finish_reason": {"type": "abort"}, "routed_experts": None}  # type: ignore[dict-item]
-    assert Completion.from_sglang({**sent, "meta_info": aborted}, "engine", experts=shape).routed_experts is None
+    unread = Trajectory.from_sglang({**sent, "meta_info": aborted}, [7, 8, 9], "engine", experts=shape)
+    assert unread.routed_experts is None and unread.error == "the engine aborted the request"
 
 
-def test_capabilities_name_what_is_missing() -> None:
-    complete = dict.fromkeys(EngineCapabilities.__dataclass_fields__, True) | {"sglang": "0.5.21", "torch": "2", "transformers": "5"}
-    EngineCapabilities(**{**complete, "device": "cpu", "has_gpu_kernels": False}).require()
-    with pytest.raises(ConfigError, match=r"sglang 0\.5\.21 on cuda lacks has_plugin, has_gpu_kernels"):
-        EngineCapabilities(**{**complete, "device": "cuda", "has_plugin": False, "has_gpu_kernels": False}).require()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"sglang": "0.5.21+cu129"}, None),
+        ({"device": "cuda"}, "Install sgl-kernel"),
+        ({"sglang": "0.5.22"}, r"0\.5\.22 is installed.*Install that version"),
+        ({"sglang": ""}, "none is installed"),
+        ({"has_plugin": False}, "does not find evenkeel's plugin"),
+    ],
+)
+def test_what_is_missing_is_named(changes: dict[str, Any], message: str | None) -> None:
+    fits = EngineCapabilities(device="cpu", sglang="0.5.21", torch="2", transformers="5", has_plugin=True, has_gpu_kernels=False)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        replace(fits, **changes).require()

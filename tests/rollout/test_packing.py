@@ -1,4 +1,4 @@
-"""Groups to a packed batch: closed forms of advantages, masks, versions and overlong penalties, and what the counts say."""
+"""Groups to a packed batch: closed forms of advantages, masks, versions and overlong penalties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from correction.batch import PackedBatch
 from correction.errors import DataError
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
-from rollout.packing import PackingCounts, is_trainable, overlong_penalty, pack_groups
+from rollout.packing import is_trainable, overlong_penalty, pack_groups
 from rollout.trajectory import FinishReason, Group, Prompt, RoutedExperts, TopLogprobs, Trajectory, VersionSpan
 
 PROMPT_IDS = (7, 8, 9)
@@ -43,13 +43,13 @@ def centred(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return torch.stack([r - rewards[group_ids == g].mean() for r, g in zip(rewards, group_ids, strict=True)])
 
 
-def pack(*groups: Group, overlong: OverlongConfig | None = None) -> tuple[PackedBatch, PackingCounts]:
+def pack(*groups: Group, overlong: OverlongConfig | None = None) -> PackedBatch:
     return pack_groups(groups, learner_version=5, advantage=centred, overlong=overlong or TrainOverlong(), max_tokens=MAX_TOKENS)
 
 
 def test_two_sequences_lie_end_to_end_with_their_values_at_their_own_tokens() -> None:
     first = replace(trajectory(1.0, 2), version_spans=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)))
-    batch, counts = pack_groups(
+    batch = pack_groups(
         [group(11, first, trajectory(0.0, 1))],
         learner_version=5, advantage=centred, overlong=TrainOverlong(), max_tokens=MAX_TOKENS, temperature=0.8,
     )  # fmt: skip
@@ -62,44 +62,36 @@ def test_two_sequences_lie_end_to_end_with_their_values_at_their_own_tokens() ->
     assert batch.group_ids.tolist() == [11, 11]
     assert (batch.learner_version, batch.temperature) == (5, 0.8)
     assert [t.dtype for t in (batch.token_ids, batch.behavior_logprobs, batch.weight_versions)] == [torch.int64, torch.float32, torch.int32]
-    assert (counts.prompt_tokens, counts.response_tokens, counts.trajectories_mixed) == (6, 3, 1)
 
 
 def test_a_failed_trajectory_is_in_neither_baseline_nor_loss() -> None:
     failed = trajectory(None, error="the reward took more than 10 s")
-    batch, counts = pack_groups(
+    batch = pack_groups(
         [group(1, trajectory(1.0), failed, trajectory(0.0), trajectory(0.5))],
         learner_version=5, advantage=centred, overlong=TrainOverlong(), max_tokens=MAX_TOKENS,
     )  # fmt: skip
     # a reward of 0 for the failed one would make the mean 0.375
     assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5, -0.5, 0.0]
-    assert (counts.trajectories, counts.trajectories_failed, counts.sequences) == (4, 1, 3)
+    assert batch.num_sequences == 3
 
 
-def test_a_group_with_fewer_than_two_valid_trajectories_is_discarded_and_counted() -> None:
+def test_a_group_with_fewer_than_two_valid_trajectories_is_left_out() -> None:
     alone = group(1, trajectory(1.0), trajectory(None, error="raised"), trajectory(1.0, 0))      # no token: not valid either
     full = group(2, trajectory(1.0), trajectory(0.0))
     assert (is_trainable(alone), is_trainable(full)) == (False, True)
-    batch, counts = pack(alone, full)
-    assert (counts.groups, counts.groups_discarded, counts.trajectories_failed) == (2, 1, 2)
+    batch = pack(alone, full)
     assert batch.group_ids.tolist() == [2, 2]
 
 
-def test_groups_that_carry_no_gradient_are_counted_by_kind() -> None:
-    right = group(1, trajectory(1.0), trajectory(1.0))
-    wrong = group(2, trajectory(0.0), trajectory(0.0))
-    alike_in_between = group(3, trajectory(0.25), trajectory(0.25))
-    wrong_but_not_alike = group(4, trajectory(0.0), trajectory(0.5))
-    mixed = group(5, trajectory(0.0), trajectory(1.0))
-    batch, counts = pack(right, wrong, alike_in_between, wrong_but_not_alike, mixed)
-    assert (counts.groups_uniform, counts.groups_all_right, counts.groups_all_wrong) == (3, 1, 3)
-    uniform = torch.isin(batch.group_ids, torch.tensor([1, 2, 3]))
-    assert (batch.advantages[batch.offsets[:-1]] == 0).tolist() == uniform.tolist()
+def test_groups_whose_rewards_are_alike_carry_no_gradient() -> None:
+    rewards = [(1.0, 1.0), (0.0, 0.0), (0.25, 0.25), (0.0, 0.5), (0.0, 1.0)]
+    batch = pack(*(group(i, trajectory(one), trajectory(two)) for i, (one, two) in enumerate(rewards)))
+    assert batch.group_ids[batch.advantages[batch.offsets[:-1]] == 0].unique().tolist() == [0, 1, 2]
 
 
 def test_no_trainable_group_gives_a_batch_of_no_sequence() -> None:
-    batch, counts = pack(group(1, trajectory(1.0)))
-    assert (batch.num_sequences, batch.num_tokens, counts.sequences, counts.groups_discarded) == (0, 0, 0, 1)
+    batch = pack(group(1, trajectory(1.0)))
+    assert (batch.num_sequences, batch.num_tokens) == (0, 0)
 
 
 # --- overlong: rewards 1 (finished) and 0 (cut) ---------------------------------------------------------------------
@@ -108,22 +100,21 @@ CUT = trajectory(0.0, MAX_TOKENS, finish=FinishReason.LENGTH)
 
 
 def test_overlong_train_takes_the_cut_answer_like_any_other() -> None:
-    batch, counts = pack(group(1, trajectory(1.0), CUT))
+    batch = pack(group(1, trajectory(1.0), CUT))
     assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5, -0.5]
-    assert (counts.trajectories_overlong, counts.trajectories_penalised, counts.sequences) == (1, 0, 2)
+    assert int(batch.loss_mask.sum()) == 2 + MAX_TOKENS
 
 
 def test_overlong_mask_keeps_the_cut_answer_in_the_baseline_and_out_of_the_loss() -> None:
-    batch, counts = pack(group(1, trajectory(1.0), CUT), overlong=MaskOverlong())
+    batch = pack(group(1, trajectory(1.0), CUT), overlong=MaskOverlong())
     assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5]      # alone it would be 0
-    assert (counts.trajectories_overlong, counts.sequences, counts.response_tokens) == (1, 1, 2)
+    assert int(batch.loss_mask.sum()) == 2
 
 
 def test_overlong_penalise_lowers_the_reward_before_the_baseline() -> None:
-    batch, counts = pack(group(1, trajectory(1.0), CUT), overlong=PenaliseOverlong(penalty=0.5))
+    batch = pack(group(1, trajectory(1.0), CUT), overlong=PenaliseOverlong(penalty=0.5))
     # rewards 1 and 0 - 0.5: mean 0.25
     assert batch.advantages[batch.offsets[:-1]].tolist() == [0.75, -0.75]
-    assert counts.trajectories_penalised == 1
 
 
 @pytest.mark.parametrize(
@@ -181,14 +172,14 @@ def with_top(one: Trajectory, k: int, first: int) -> Trajectory:
 
 def test_top_k_logprobs_stand_at_their_tokens_also_after_pickling() -> None:
     pair = group(1, with_top(trajectory(1.0, 2), 2, 30), with_top(trajectory(0.0, 1), 2, 50))
-    batch, _ = pack(pickle.loads(pickle.dumps(pair)))
+    batch = pack(pickle.loads(pickle.dumps(pair)))
     assert batch.topk_ids is not None and batch.topk_logprobs is not None
     nothing = [[0, 0]] * 3
     assert batch.topk_ids.tolist() == [*nothing, [30, 31], [32, 33], *nothing, [50, 51]]
     assert batch.topk_logprobs.tolist() == [*nothing, [-3.75, -3.875], [-4.0, -4.125], *nothing, [-6.25, -6.375]]
     assert (batch.topk_ids.dtype, batch.topk_logprobs.dtype) == (torch.int64, torch.float32)
     assert batch.select([1]).topk_ids.tolist() == [*nothing, [50, 51]]
-    assert pack(group(1, trajectory(1.0), trajectory(0.0)))[0].topk_ids is None
+    assert pack(group(1, trajectory(1.0), trajectory(0.0))).topk_ids is None
 
 
 def with_routes(one: Trajectory, first: int, *, experts: int = 8, positions: int | None = None) -> Trajectory:
@@ -203,13 +194,13 @@ def test_routes_stand_at_the_tokens_that_were_read(experts: int, dtype: torch.dt
     """The last token of a sequence wasn't; what stands there are k different experts, as a dispatcher needs them."""
     first = 100 if experts == 256 else 300
     pair = group(1, with_routes(trajectory(1.0, 2), first, experts=experts), with_routes(trajectory(0.0, 1), first, experts=experts))
-    batch, _ = pack(pickle.loads(pickle.dumps(pair)))
+    batch = pack(pickle.loads(pickle.dumps(pair)))
     assert batch.routed_experts is not None and batch.routed_experts.dtype is dtype
     routes = [[[first + t, 0], [1, first + t]] for t in range(4)]
     nowhere = [[0, 1], [0, 1]]
     assert batch.routed_experts.tolist() == [*routes, nowhere, *routes[:3], nowhere]
     assert batch.select([1]).routed_experts.tolist() == [*routes[:3], nowhere]  # type: ignore[union-attr]
-    assert pack(group(1, trajectory(1.0), trajectory(0.0)))[0].routed_experts is None
+    assert pack(group(1, trajectory(1.0), trajectory(0.0))).routed_experts is None
 
 
 @pytest.mark.parametrize("other", ["none", "too short", "too long"])

@@ -192,20 +192,20 @@ def test_calls_on_other_processes_do_not_wait_for_a_hanging_one() -> None:
     async def run() -> tuple[float, Any]:
         pool = RewardPool(user_reward("moody", deadline_s=3, processes=2))
         await pool.check()
+        before = set(pool.pids)
         began = time.monotonic()
         hanging = asyncio.create_task(pool.score((answered("hang"),), asked()))
         await asyncio.sleep(0)
         await pool.score(tuple(answered("ok") for _ in range(20)), asked())
         others_s = time.monotonic() - began
         (late,) = await hanging
-        counts = pool.counts
+        kept = before & set(pool.pids)
         await pool.close()
-        assert late.error is not None
-        return others_s, counts
+        return others_s, (late.error, len(kept))
 
-    others_s, counts = asyncio.run(run())
+    others_s, (error, kept) = asyncio.run(run())
     assert others_s < 1.5      # half of the deadline; a few milliseconds on an idle machine
-    assert (counts.calls, counts.timeouts, counts.errors, counts.restarts) == (21, 1, 0, 1)
+    assert error is not None and "took more than 3 s" in error and kept == 1
 
 
 def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one() -> None:
@@ -232,17 +232,17 @@ def test_a_reward_that_changes_the_metadata_changes_them_for_itself_alone() -> N
 
 
 def test_what_has_failed_already_is_not_scored() -> None:
-    async def run() -> tuple[tuple[Trajectory, ...], int]:
+    async def run() -> tuple[tuple[Trajectory, ...], tuple[int, ...]]:
         pool = RewardPool(reward(kind="exact_match"))
         group = (
             answered("3", error="the engine aborted the request"),
             answered("3", finish_reason=FinishReason.ABORT),
             answered("", response_ids=(), behavior_logprobs=(), version_spans=()),
         )
-        return await pool.score(group, asked()), pool.counts.calls
+        return await pool.score(group, asked()), pool.pids
 
-    results, calls = asyncio.run(run())
-    assert calls == 0
+    results, started = asyncio.run(run())
+    assert started == ()
     assert all(t.error and t.reward is None for t in results)
 
 

@@ -1,115 +1,54 @@
-"""The sampler in SGLang's processes: tokens come from the reported distribution, and from the request's own seed alone.
-
-Seeds are fixed, so each of these outcomes is one number: a p-value that is fine once stays so.
-"""
+"""The coordinator: a prompt becomes a scored group, through a real engine and real reward processes."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
-from scipy.stats import chi2_contingency, chisquare
-from torch import Tensor
+from transformers import AutoTokenizer
 
+from rollout.config import ExactMatchReward, SamplingConfig
 from rollout.engine import RolloutEngine
-from rollout.sampling import sample_seed
+from rollout.rewards import RewardPool
+from rollout.sampler import Sampler, sample_seed
+from rollout.trajectory import Group, Prompt, Trajectory
 from tests.conftest import BackgroundLoop
-from tests.rollout.hf_reference import hf_model
 
 pytestmark = pytest.mark.engine
 
-PROBABILITIES = torch.tensor([0.3, 0.0, 0.05, 0.25, 1e-3, 0.199, 0.0, 0.2])
-"""The last token but one, and another, can't come."""
 
+def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+    """The answer to beat is what the engine itself samples with the first seed: exactly the trajectories with that text score 1."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    question = [{"role": "user", "content": "3 + 4 ="}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    prompt = Prompt("train/0/0", "3 + 4 =", tuple(tokenizer(text)["input_ids"]), "")
+    settings = SamplingConfig(samples_per_group=3, max_tokens=20)
 
-@pytest.fixture
-def draw(shared_engine: RolloutEngine):
-    from rollout.sglang_plugin.sampler import draw
+    async def sample() -> tuple[Group, Trajectory, int, Trajectory]:
+        rewards = RewardPool(ExactMatchReward(processes=1))
+        sampler = Sampler(shared_engine, tokenizer, rewards, settings, seed=5)
+        try:
+            (first,) = await shared_engine.generate(prompt.token_ids, max_tokens=20, seeds=[sample_seed(5, prompt.prompt_id, 0)])
+            expected = tokenizer.decode(first.response_ids, skip_special_tokens=True)
+            group = await sampler.group(replace(prompt, answer=expected), group_id=7, admitted_version=shared_engine.version, topk=2)
+            greedy = await asyncio.gather(*(sampler.answer(prompt, 0.0) for _ in range(2)))
+            assert greedy[0].response_ids == greedy[1].response_ids
+            return group, greedy[0], sampler.generated_tokens, first
+        finally:
+            await rewards.close()
 
-    return draw
-
-
-def assert_is_sample_of(counts: Tensor, probabilities: Tensor) -> None:
-    """Chi-square goodness of fit; tokens that are expected fewer than 5 times share a cell (the test's usual condition)."""
-    assert counts[probabilities == 0].sum() == 0
-    expected = probabilities.double() / probabilities.double().sum() * counts.sum()
-    is_rare = expected < 5
-    seen = [*counts[~is_rare].tolist(), int(counts[is_rare].sum())]
-    wanted = [*expected[~is_rare].tolist(), float(expected[is_rare].sum())]
-    if wanted[-1] < 5:
-        seen, wanted = [*seen[:-2], seen[-2] + seen[-1]], [*wanted[:-2], wanted[-2] + wanted[-1]]
-    p = chisquare(seen, wanted).pvalue
-    assert 1e-3 < p < 1 - 1e-3, p
-
-
-def test_the_uniform_numbers_are_splitmix64(draw) -> None:
-    from rollout.sglang_plugin.sampler import uniform
-
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-    found = uniform(torch.full((5,), 1234567), torch.arange(5))      # a widely published vector of seed 1234567
-    assert [int(number * 2**50) for number in found.tolist()] == [word >> 14 for word in published]
-
-
-@pytest.mark.parametrize("varied", ["seed", "position"])
-def test_drawn_frequencies_are_the_probabilities(draw, varied: str) -> None:
-    count = 100_000
-    if varied == "seed":
-        seeds, positions = torch.tensor([sample_seed(0, f"train/0/{i // 8}", i % 8) for i in range(count)]), torch.full((count,), 17)
-    else:
-        seeds, positions = torch.full((count,), sample_seed(3, "train/0/5", 2)), torch.arange(count)
-    tokens = draw(PROBABILITIES.expand(count, -1), seeds, positions)
-    assert_is_sample_of(tokens.bincount(minlength=len(PROBABILITIES)), PROBABILITIES)
-
-
-@pytest.mark.parametrize("neighbour", ["position", "sample", "prompt", "run"])
-def test_neighbours_are_independent(draw, neighbour: str) -> None:
-    """A token and the one at the next position, of the next sample, prompt or run: the table of pairs shows no dependence."""
-    count, halves = 20_000, torch.full((4,), 0.25)
-
-    def tokens(step: int) -> Tensor:
-        at = {"position": 0, "sample": 0, "prompt": 0, "run": 0, neighbour: step}
-        seeds = [sample_seed(at["run"], f"train/0/{2 * i + at['prompt']}", at["sample"]) for i in range(count)]
-        return draw(halves.expand(count, -1), torch.tensor(seeds), torch.full((count,), 40 + at["position"]))
-
-    table = torch.bincount(4 * tokens(0) + tokens(1), minlength=16).view(4, 4)
-    assert chi2_contingency(table.numpy()).pvalue > 1e-3
-
-
-def test_a_row_is_drawn_alone(draw) -> None:
-    """Rows of any batch, in any order, over a vocabulary of odd size: always the tokens that each row gets on its own."""
-    generator = torch.Generator().manual_seed(0)
-    probabilities = torch.softmax(3 * torch.randn(65, 1537, generator=generator), -1)
-    seeds, positions = torch.randint(2**62, (65,), generator=generator), torch.randint(500, (65,), generator=generator)
-    alone = torch.cat([draw(probabilities[i : i + 1], seeds[i : i + 1], positions[i : i + 1]) for i in range(65)])
-    assert len(alone.unique()) > 30
-    for size in (2, 3, 31, 65):
-        rows = torch.randperm(65, generator=generator)[:size]
-        assert torch.equal(draw(probabilities[rows], seeds[rows], positions[rows]), alone[rows])
-
-
-def test_the_engine_samples_what_it_reports(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model) -> None:
-    prompt, count = [7, 80, 200, 33, 401, 9], 3000
-    completions = engine_loop.run(
-        shared_engine.generate(prompt, max_tokens=1, samples=count, seeds=list(range(count)), temperature=0.7, ignore_stop=True)
-    )
-    with torch.no_grad():
-        probabilities = torch.softmax(hf_model(tiny_model)(torch.tensor([prompt])).logits[0, -1].double() / 0.7, -1)
-    counts = torch.tensor([c.token_ids[0] for c in completions]).bincount(minlength=len(probabilities))
-    assert_is_sample_of(counts, probabilities)
-
-
-def test_seeded_greedy_and_other_requests_in_one_batch(shared_engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
-    """A greedy request gets what it gets alone, a seeded one repeats, one without a seed does not."""
-    prompt = [11, 60, 300, 45]
-
-    async def together() -> tuple[tuple[int, ...], ...]:
-        kinds = [{"temperature": 0.0}, {"seeds": [5]}, {"seeds": [6]}, {}]
-        answers = await asyncio.gather(*(shared_engine.generate(prompt, max_tokens=40, ignore_stop=True, **kind) for kind in kinds))
-        return tuple(completions[0].token_ids for completions in answers)
-
-    greedy = engine_loop.run(shared_engine.generate(prompt, max_tokens=40, temperature=0.0, ignore_stop=True))[0].token_ids
-    first, second = engine_loop.run(together()), engine_loop.run(together())
-    assert first[0] == second[0] == greedy
-    assert first[1] == second[1] and first[2] == second[2] and first[1] != first[2]
-    assert first[3] != second[3]
+    group, greedy, generated, first = engine_loop.run(sample())
+    assert (group.group_id, group.admitted_version, len(group.trajectories)) == (7, shared_engine.version, 3)
+    assert group.trajectories[0].response_ids == first.response_ids
+    for trajectory in group.trajectories:
+        assert (trajectory.prompt_id, trajectory.prompt_ids) == ("train/0/0", prompt.token_ids)
+        assert trajectory.oldest_version == shared_engine.version and not trajectory.is_mixed
+        assert trajectory.text == tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+        assert trajectory.reward == float(trajectory.text.strip() == group.prompt.answer.strip())
+        assert trajectory.top_logprobs is not None and trajectory.top_logprobs.positions == len(trajectory.response_ids)
+    assert len({one.response_ids for one in group.trajectories}) == 3, "each sample has a seed of its own"
+    assert greedy.top_logprobs is None and greedy.is_valid
+    assert generated == sum(len(one.response_ids) for one in (*group.trajectories, greedy, greedy))

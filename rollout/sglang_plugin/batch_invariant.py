@@ -1,4 +1,4 @@
-"""SGLang with operators of fixed order, on a CPU: what it samples with is bit for bit what the learner trains with.
+"""SGLang with batch-invariant operators, on a CPU: what it samples with is bit for bit what the learner trains with.
 
 Everything here is registered only in the processes of an engine that asked for it. The rotary embedding is SGLang's own: it is
 row-independent, and in the learner's order. The sampler reports log_softmax in either mode.
@@ -26,7 +26,7 @@ def register(projection_parts: int) -> None:
     Args:
         projection_parts: pieces in which attention and MLP are projected back to the residual, one on each of the learner's ranks.
     """
-    register_attention_backend(STOCK_NAME)(lambda runner: FixedOrderAttentionBackend(runner))
+    register_attention_backend(STOCK_NAME)(lambda runner: BatchInvariantAttentionBackend(runner))
     layers = "sglang.srt.layers"
     replaced = {
         f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": _linear_of(projection_parts),
@@ -63,7 +63,7 @@ def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None, *_: Any, **_
     return operators.rms_norm(residual, norm.weight, norm.variance_epsilon)[0], residual
 
 
-class FixedOrderAttentionBackend(PlainAttentionBackend):
+class BatchInvariantAttentionBackend(PlainAttentionBackend):
     """B sequences, G key heads, R query heads for each, D head size, T new tokens of all sequences, L tokens of the longest sequence,
     rounded up to a multiple of operators.BLOCK. A decode step is one call a layer, over keys and values that stay padded from step to step
     (RunningCache); a prefill is one for each sequence. There is no other kernel to fall back to.
@@ -125,5 +125,5 @@ def _require_plain(layer: Any) -> None:
     if not is_plain(layer):
         raise ConfigError(
             f"true on-policy: layer {layer.layer_id} has a sliding window, cross attention or value heads of another size, which "
-            "the attention of fixed order does not have. Train this model with true_on_policy: false"
+            "the batch-invariant attention does not have. Train this model with true_on_policy: false"
         )

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.weight_buckets import pack, unpack
+from correction.weight_bucket import ALIGNMENT, WeightBucket
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
 
 
-def tensors_of_all_kinds() -> list[tuple[str, torch.Tensor]]:
+def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
     """Random bit patterns, NaN and infinities among them; odd sizes, so that wide types start at odd bytes."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(3,), (5, 3), (), (1, 7), (2, 1, 3)]
@@ -22,7 +22,7 @@ def tensors_of_all_kinds() -> list[tuple[str, torch.Tensor]]:
         count = int(np.prod(shape)) * dtype.itemsize
         named.append((f"t{i}", torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)))
     order = torch.randperm(len(named), generator=generator).tolist()
-    return [named[i] for i in order]
+    return dict(named[i] for i in order)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -31,32 +31,41 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_bit_for_bit(is_sent: bool) -> None:
-    named = tensors_of_all_kinds()
-    bucket = pack(named)
+    tensors = tensors_of_all_kinds()
+    bucket = WeightBucket.of(tensors)
     if is_sent:
         bucket = pickle.loads(pickle.dumps(bucket, protocol=5))
         bucket.data.flags.writeable = False  # as it comes out of the object store
-    found = unpack(bucket)
-    assert list(found) == [name for name, _ in named]
-    for name, tensor in named:
+    found = bucket.tensors()
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         assert bits(found[name]) == bits(tensor)
-    assert bucket.data.nbytes == sum(t.numel() * t.element_size() for _, t in named)
+    assert bucket.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def test_a_copy_and_not_a_view_of_the_learners_weights() -> None:
     weight = torch.ones(4)
-    bucket = pack([("w", weight)])
+    bucket = WeightBucket.of({"w": weight})
     weight.zero_()
-    assert unpack(bucket)["w"].tolist() == [1.0] * 4
+    assert bucket.tensors()["w"].tolist() == [1.0] * 4
 
 
-def test_aligned_tensors_are_views() -> None:
-    """No copy on the engine's side where none is needed: the tensor's memory is the bucket's."""
-    bucket = pack([("a", torch.ones(4)), ("b", torch.zeros(4))])
-    assert unpack(bucket)["b"].data_ptr() == bucket.data.ctypes.data + 16
+def test_its_tensors_are_views() -> None:
+    """No copy on the engine's side, whatever types lie side by side: each tensor's memory is the bucket's, at a multiple of ALIGNMENT."""
+    bucket = WeightBucket.of(tensors_of_all_kinds())
+    start = end = bucket.data.ctypes.data
+    for tensor in bucket.tensors().values():
+        assert tensor.data_ptr() == start + -(-(end - start) // ALIGNMENT) * ALIGNMENT
+        end = tensor.data_ptr() + tensor.nbytes
+    assert end == start + bucket.data.nbytes
 
 
 def test_a_transposed_weight_keeps_its_order() -> None:
     weight = torch.arange(6.0).reshape(2, 3).T
-    assert torch.equal(unpack(pack([("w", weight)]))["w"], weight)
+    assert torch.equal(WeightBucket.of({"w": weight}).tensors()["w"], weight)
+
+
+def test_nothing_is_a_bucket_too() -> None:
+    bucket = WeightBucket.of({})
+    assert (bucket.tensors(), bucket.nbytes, bucket.data.nbytes) == ({}, 0, 0)

@@ -1,4 +1,4 @@
-"""Megatron layers of fixed order, for the layer spec: what they say of a token does not depend on what it is packed with.
+"""Batch-invariant Megatron layers, for the layer spec: what they say of a token does not depend on what it is packed with.
 
 The gradients are those of the usual layers; only the forward pass has to agree with the engine to the last bit.
 """
@@ -17,8 +17,8 @@ from learner.attention import PackedSequences, TileCall
 from learner.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 
 
-class FixedOrderColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
-    """Megatron's ColumnParallelLinear in fixed order. A rank's columns are what they are among all."""
+class BatchInvariantColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron has no types
+    """Megatron's ColumnParallelLinear, batch-invariant. A rank's columns are what they are among all."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, allreduce_dgrad: bool, **_: Any) -> Tensor:
         if allreduce_dgrad:
@@ -26,8 +26,8 @@ class FixedOrderColumnLinear(ColumnParallelLinear):  # type: ignore[misc]  # Meg
         return linear(input, weight, bias)
 
 
-class FixedOrderRowLinear(RowParallelLinear):  # type: ignore[misc]
-    """Megatron's RowParallelLinear in fixed order, without a bias: the ranks' products are added in the order of the ranks, in float32, and
+class BatchInvariantRowLinear(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's RowParallelLinear, batch-invariant, without a bias: the ranks' products are added in the order of ranks, in float32, and
     the sum is rounded."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
@@ -51,8 +51,8 @@ class _SumOverRanks(torch.autograd.Function):
         return grads[0], None
 
 
-class FixedOrderAttention(torch.nn.Module):
-    """Megatron's `core_attention` for packed texts, in fixed order: an answer that goes on from a shared prompt gets the bits that it gets
+class BatchInvariantAttention(torch.nn.Module):
+    """Megatron's `core_attention` for packed texts, batch-invariant: an answer that goes on from a shared prompt gets the bits that it gets
     after a prompt of its own."""
 
     def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any):
@@ -75,7 +75,7 @@ class FixedOrderAttention(torch.nn.Module):
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Forward in fixed order; the gradient by SDPA's own backward kernel, from the same intermediate values."""
+    """Forward batch-invariant; the gradient by SDPA's own backward kernel, from the same intermediate values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:

@@ -18,9 +18,9 @@ from correction.config import CorrectionConfig
 from correction.correct import defer
 from correction.invariance import operators
 from learner.attention import pack
+from learner.batch_invariant import BatchInvariantAttention
 from learner.config import LearnerConfig
-from learner.fixed_order import FixedOrderAttention
-from learner.inputs import Layout
+from learner.inputs import RowLayout
 from learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import (
     gradients,
@@ -72,7 +72,7 @@ LAYOUTS = st.lists(st.tuples(st.integers(1, 200), st.lists(st.integers(1, 150), 
 def test_attention_of_shared_prompts(shape: list[tuple[int, list[int]]]) -> None:
     """A text has the same bits, whether it goes on from a shared sequence or repeats it; values and gradients are the textbook's. 4 query
     heads over 2 key heads, in float32."""
-    layout = Layout(
+    layout = RowLayout(
         tuple(length for length, _ in shape),
         tuple(rows for _, continuations in shape for rows in continuations),
         tuple(t for t, (_, continuations) in enumerate(shape) for _ in continuations),
@@ -82,13 +82,13 @@ def test_attention_of_shared_prompts(shape: list[tuple[int, list[int]]]) -> None
     texts = [torch.cat(pair) for pair in zip(befores, rows, strict=True)]
     generator = torch.Generator().manual_seed(sum(map(len, rows)))
     inputs = [torch.randn(sum(map(len, rows)), heads, 24, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
-    attention = FixedOrderAttention(SimpleNamespace(kv_channels=24))
+    attention = BatchInvariantAttention(SimpleNamespace(kv_channels=24))
 
-    def attend(layout: Layout, *inputs: torch.Tensor) -> torch.Tensor:
-        return attention(*inputs, None, pack(layout, torch.device("cpu"), fixed_order=True)[1]).view(-1, 4, 24)
+    def attend(layout: RowLayout, *inputs: torch.Tensor) -> torch.Tensor:
+        return attention(*inputs, None, pack(layout, torch.device("cpu"), batch_invariant=True)[1]).view(-1, 4, 24)
 
     shared = attend(layout, *inputs)
-    repeated = attend(Layout(tuple(map(len, texts))), *(x[torch.cat(texts)] for x in inputs))
+    repeated = attend(RowLayout(tuple(map(len, texts))), *(x[torch.cat(texts)] for x in inputs))
     pieces = []
     for before, text, ours in zip(befores, texts, repeated.split([len(text) for text in texts]), strict=True):
         q, k, v = (x[text] for x in inputs)
@@ -186,7 +186,7 @@ def test_several_ranks_say_what_one_says(tmp_path: Path, split: dict[str, Any], 
     parts = split.get("tensor_parallel", 1)
     if parts > 1:
         in_one_part = alone
-        monkeypatch.setattr("learner.fixed_order.product", partial(operators.product, parts=parts))
+        monkeypatch.setattr("learner.batch_invariant.product", partial(operators.product, parts=parts))
         with learner_on(folder, fixed_order=True, **settings) as learner:
             alone, norm = _logprobs_and_norm(learner)
         assert not torch.equal(alone, in_one_part)

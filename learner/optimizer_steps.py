@@ -1,0 +1,91 @@
+"""A corrected batch as its optimizer steps, and what their passes said of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from correction.batch import CorrectedBatch, PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import for_step
+from correction.errors import ConfigError, DataError
+from correction.sense import fold_obstacle
+from learner import balance
+from learner.config import LearnerConfig
+from learner.step import Pass
+
+
+def optimizer_steps(
+    corrected: CorrectedBatch, correction: CorrectionConfig, config: LearnerConfig, *, step: int
+) -> list[tuple[list[int], CorrectedBatch]]:
+    """The optimizer steps of a batch, in order: the indices of their sequences, and what is trained on them.
+
+    Args:
+        step: number of the batch; with the seed it decides the split.
+    Raises: ConfigError if a deferred batch is to have several, or a balancing loss would be scaled with the policy's; DataError if
+        nothing is in the batch.
+    """
+    count, epochs = config.optimizer_steps_per_batch, config.epochs_per_batch
+    if corrected.batch.num_tokens == 0:
+        raise DataError(f"learner: batch of step {step} has no tokens; a step needs at least one sequence")
+    obstacle = fold_obstacle(correction, is_deferred=corrected.is_deferred, has_auxiliary_loss=True)
+    if config.moe_aux_loss_coefficient > 0 and obstacle is not None:
+        raise ConfigError(
+            f"learner.moe_aux_loss_coefficient = {config.moe_aux_loss_coefficient} with this correction: {obstacle}. Compute "
+            "proximal logprobs first (correct() instead of defer()), or turn batch normalisation and kept counts off"
+        )
+    if count * epochs == 1:
+        return [(list(range(corrected.batch.num_sequences)), corrected)]
+    if corrected.is_deferred:
+        raise ConfigError(
+            f"learner: optimizer_steps_per_batch {count} x epochs_per_batch {epochs} with a deferred batch: after the first optimizer "
+            "step the current policy is not the proximal one. Compute proximal logprobs and call correct() instead of defer()."
+        )
+    shares = []
+    for epoch in range(epochs):
+        seed = hash((config.seed, step, epoch)) % 2**63  # of integers: the same in every process
+        for sequences in balance.minibatches(corrected.batch.group_ids, count, seed=seed):
+            shares.append((sequences, for_step(corrected, sequences, correction)))
+    return shares
+
+
+def first_values(
+    corrected: CorrectedBatch, shares: list[tuple[list[int], CorrectedBatch]], passes: list[Pass]
+) -> tuple[Tensor, float | None]:
+    """Logprobs [N] and mean entropy of the trained tokens, each from the first pass that it was in."""
+    batch = corrected.batch
+    logprobs, entropies = torch.zeros(2, batch.num_tokens, dtype=torch.float32)
+    for (sequences, _), done in zip(shares, passes, strict=False):
+        index = batch.token_index(sequences)
+        logprobs[index], entropies[index] = done.logprobs, done.entropies
+    trained = entropies[batch.loss_mask]
+    return logprobs, float(trained.double().mean()) if len(trained) else None
+
+
+def uncorrected(batch: PackedBatch) -> CorrectedBatch:
+    """The batch as it is: every weight 1, every token of the loss mask kept."""
+    ones = torch.ones(batch.num_tokens)
+    return CorrectedBatch(batch, importance_weights=ones, keep_mask=batch.loss_mask, token_scale=ones)
+
+
+def demonstration_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> CorrectedBatch:
+    """Demonstrations as a batch whose token_scale makes a sum the mean over masked tokens.
+
+    Raises: DataError if no token is masked.
+    """
+    count = int(loss_mask.sum())
+    if count == 0:
+        raise DataError("supervised_step: loss_mask is False everywhere; there is nothing to learn from these sequences")
+    zeros = torch.zeros(len(token_ids))
+    batch = PackedBatch(
+        token_ids=token_ids,
+        offsets=offsets,
+        loss_mask=loss_mask,
+        behavior_logprobs=zeros,
+        advantages=zeros,
+        weight_versions=torch.full((len(token_ids),), -1, dtype=torch.int32),
+        group_ids=torch.arange(len(offsets) - 1),
+    ).validate()
+    return replace(uncorrected(batch), token_scale=torch.full((len(token_ids),), 1.0 / count))

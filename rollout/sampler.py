@@ -1,0 +1,165 @@
+"""A prompt becomes its group of scored trajectories: where engine, tokenizer and reward processes meet.
+
+What it is not: it doesn't choose prompts (actors.pool does), and hands nothing on (the rollout worker does).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from rollout.chat import load_tokenizer
+from rollout.config import RolloutConfig, SamplingConfig
+from rollout.engine import RolloutEngine
+from rollout.rewards import RewardPool
+from rollout.trajectory import Group, Prompt, Trajectory
+
+
+class Tokenizer(Protocol):
+    """What of a Hugging Face tokenizer is needed here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Sampler:
+    """One engine with its tokenizer and its scorer. Calls overlap; all belong to the event loop that started the engine."""
+
+    def __init__(
+        self, engine: RolloutEngine, tokenizer: Tokenizer, rewards: RewardPool, settings: SamplingConfig, *, seed: int = 0
+    ) -> None:
+        """
+        Args:
+            settings: samples of a group, their temperature and length.
+            seed: of the run's samples, see sample_seed.
+        """
+        self.engine = engine
+        self.generated_tokens = 0
+        """Sampled so far, those of failed trajectories included."""
+        self._tokenizer, self._rewards, self._settings, self._seed = tokenizer, rewards, settings, seed
+        self._busy = _BusyClock()
+
+    @classmethod
+    async def start(
+        cls,
+        model: Path,
+        config: RolloutConfig,
+        *,
+        sample: Prompt | None = None,
+        version: int = 0,
+        name: str = "engine",
+        seed: int = 0,
+        topk: int = 0,
+    ) -> Sampler:
+        """Start the reward processes and the engine (20 to 90 s on a CPU).
+
+        Args:
+            sample: the reward function is tried on it first, so that its mistakes show now.
+            version: weight version of the model folder.
+            topk: the most that `group` will be asked for.
+        Raises: ConfigError for a reward function that fails on the sample; as RolloutEngine.start. No process is left then.
+        """
+        rewards = RewardPool(config.reward, config.task)
+        await rewards.check(sample)
+        try:
+            engine = await RolloutEngine.start(model, config.engine, version=version, name=name)
+        except BaseException:
+            await rewards.close()
+            raise
+        sampler = cls(engine, load_tokenizer(model), rewards, config.sampling, seed=seed)
+        try:
+            engine.check_topk(topk)
+        except BaseException:
+            await sampler.close()
+            raise
+        return sampler
+
+    async def close(self) -> None:
+        await self.engine.shutdown()
+        await self._rewards.close()
+
+    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0) -> Group:
+        """Sample the G trajectories of a prompt, and score them.
+
+        Args:
+            topk: most likely tokens to keep with each sampled one, for corrections that look at them.
+        Returns: trajectories in the order of their seeds; one that was aborted, or that could not be scored, carries an error.
+        Raises: as RolloutEngine.generate.
+        """
+        began = time.monotonic()
+        settings = self._settings
+        sampled = await self._sample(prompt, samples=settings.samples_per_group, temperature=settings.temperature, topk=topk)
+        sampled_at = time.monotonic()
+        return Group(
+            group_id=group_id,
+            prompt=prompt,
+            trajectories=await self._rewards.score(sampled, prompt),
+            admitted_version=admitted_version,
+            generate_s=sampled_at - began,
+            reward_s=time.monotonic() - sampled_at,
+        )
+
+    async def answer(self, prompt: Prompt, temperature: float) -> Trajectory:
+        """One scored answer, for evaluation. Raises: as RolloutEngine.generate."""
+        (answer,) = await self._rewards.score(await self._sample(prompt, samples=1, temperature=temperature), prompt)
+        return answer
+
+    async def _sample(self, prompt: Prompt, *, samples: int, temperature: float, topk: int = 0) -> tuple[Trajectory, ...]:
+        """With their texts, which are for the scorer and for people: tokens and logprobs stay as they were sampled."""
+        with self._busy:
+            trajectories = await self.engine.generate(
+                prompt.token_ids,
+                prompt_id=prompt.prompt_id,
+                max_tokens=self._settings.max_tokens,
+                temperature=temperature,
+                samples=samples,
+                seeds=[sample_seed(self._seed, prompt.prompt_id, index) for index in range(samples)],
+                topk=topk,
+            )
+        self.generated_tokens += sum(len(one.response_ids) for one in trajectories)
+        return tuple(replace(one, text=self._tokenizer.decode(list(one.response_ids), skip_special_tokens=True)) for one in trajectories)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one request in the engine, weight updates included."""
+        return self._busy.busy_s
+
+    @property
+    def up_s(self) -> float:
+        """Seconds since the engine was up."""
+        return self._busy.up_s
+
+
+def sample_seed(run_seed: int, prompt_id: str, index: int) -> int:
+    """Of the index-th sample of a prompt, in [0, 2^63). A prompt's id holds its epoch, so that it is sampled afresh when it comes again."""
+    digest = hashlib.blake2b(f"{run_seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class _BusyClock:
+    """Counts the time in which at least one request is under way."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._busy_s, self._since = 0.0, 0.0
+        self._born = time.monotonic()
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._since = time.monotonic()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._busy_s += time.monotonic() - self._since
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s + (time.monotonic() - self._since if self._depth else 0.0)
+
+    @property
+    def up_s(self) -> float:
+        return time.monotonic() - self._born

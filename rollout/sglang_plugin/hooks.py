@@ -1,0 +1,105 @@
+"""What owner and plugin agree on, and the small hooks of the scheduler. SGLang is imported when they are registered, not before: the owner
+reads the names and settings where there is no engine yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+# Actions that the plugin adds to SGLang's request `check_weights`
+SPECS = "evenkeel.specs"
+"""Answer: HF name -> "dtype:shape", for example "float32:128,64"."""
+CHECKSUMS = "evenkeel.checksums"
+"""Answer: HF name -> tensor_checksum of the tensor that the engine holds."""
+PROCESSOR = "evenkeel.processor"
+"""Answer: the fields of Processor, of the scheduler process."""
+
+VARIABLE = "EVENKEEL_SGLANG_PLUGIN"
+"""Holds PluginSettings as JSON; set by rollout.engine_process while it starts an engine. An environment variable is the only way in
+before SGLang runs."""
+
+
+class PluginSettings(BaseModel):
+    """Settings of one engine's plugin; the same in all its processes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    engine_id: str = ""
+    """Marks the processes of one engine: they carry it in their environment."""
+    attention: Literal["batched", "stock"] = "batched"
+    """On a CPU: our kernel for all sequences at once, or SGLang's loop over them."""
+    batch_invariant: bool = False
+    """Batch-invariant operators, attention included, in place of SGLang's."""
+    projection_parts: int = 1
+    """If batch-invariant: products of which a projection back to the residual is the sum."""
+    group_timeout_s: float = 60.0
+    """A collective of the weight-update group fails after this; torch's own default would block the scheduler for 30 minutes."""
+
+    @classmethod
+    def from_environment(cls) -> PluginSettings:
+        return cls.model_validate_json(os.environ.get(VARIABLE, "{}"))
+
+
+def register(group_timeout_s: float) -> None:
+    """Of every engine: prefix cache, pauses, deadlines of the weight-update group."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def with_timeout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{"timeout": timedelta(seconds=group_timeout_s), **kwargs})
+
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(f"{scheduler}._add_request_to_queue", _into_current_namespace, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.record_weight_version_change", _move_waiting, HookType.AFTER)
+    HookRegistry.register("sglang.srt.mem_cache.common.maybe_cache_unfinished_req", _leave_out_what_was_found, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _sleep, HookType.AFTER)
+    HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_timeout, HookType.AROUND)
+
+
+def use_plain_host_memory() -> None:
+    """On a CPU: plain memory for the host buffers in which SGLang keeps routed experts; it would register them with CUDA."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def plain(dims: Sequence[int], dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:
+        return torch.empty(dims, dtype=dtype)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = plain
+
+
+# A stale prefix is never reused: the cache has one namespace for each weight version. With `retract` it is empty after an update anyway.
+# With `in_place` it is not: running requests keep their keys and values, and SGLang would hand them on to requests that start later.
+# Requests that still wait therefore move to the namespace of the version that will prefill them; what runs stays in its own.
+
+
+def _into_current_namespace(_scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
+    from sglang.srt.runtime_context import get_serving
+
+    req.cache_salt = get_serving().weight_version
+
+
+def _move_waiting(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+    for req in scheduler.waiting_queue:
+        _into_current_namespace(scheduler, req)
+
+
+def _leave_out_what_was_found(req: Any, _cache: Any, *, chunked: bool = False, **__: Any) -> None:
+    """A request that finds its prompt in the cache adds nothing to it: SGLang would insert each of a group's samples twice, after its
+    prefill and with its answer, a tenth of the scheduler's time where answers are short. A turn that went on from such an answer would
+    prefill it again.
+
+    Called after each prefill, and after each part of one that comes in several: the next part finds its beginning in the cache alone.
+    Found means all of the prompt but its last token, which is always computed.
+    """
+    req.skip_radix_cache_insert = not chunked and 0 < len(req.origin_input_ids) - 1 <= req.kv.cache_protected_len
+
+
+def _sleep(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+    """A paused scheduler sleeps until the next message, as an idle one does with `sleep_on_idle`. SGLang's loop spins while it is paused,
+    and so takes a core from whoever prepares the weights that it waits for."""
+    scheduler.maybe_sleep_on_idle()

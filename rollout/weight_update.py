@@ -1,0 +1,286 @@
+"""What weights an engine holds, and how new ones come in while requests run: order, deadlines, checks, and what happens when one fails.
+
+The steps themselves are SGLang's (rollout.weight_transfer). SGLang answers success for an unknown name and dies of a wrong shape, so each
+bucket is checked before it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from correction.errors import EngineError, EvenkeelError, SyncError
+from correction.invariance import Processor
+from correction.weight_bucket import WeightBucket
+from correction.weight_spec import WeightSpec
+from rollout import weight_transfer
+from rollout.engine_config import EngineConfig
+from rollout.engine_process import EngineProcess
+from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
+from rollout.trajectory import SyncReceipt
+from rollout.weight_transfer import UpdateMode
+
+
+class UpdatableEngine:
+    """States: clean (serves `version`) -> updating -> clean; or dirty, when an update failed half-way; or lost, when its processes ended
+    or gave no answer to an update in time.
+
+    A dirty engine has weights of no version until a whole update succeeds. A lost engine answers every call with an EngineError: shut it
+    down and start another. All methods belong to the event loop that started the engine.
+    """
+
+    def __init__(self, name: str, config: EngineConfig, process: EngineProcess, version: int) -> None:
+        self.name = name
+        self.config = config
+        self._process = process
+        self._version = version
+        self._dirty: str | None = None
+        """Why, if it is."""
+        self._failed_updates = 0
+        self._updating = asyncio.Lock()
+        self._specs: dict[str, WeightSpec] | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the next request is sampled with."""
+        return self._version
+
+    @property
+    def is_healthy(self) -> bool:
+        """Neither dirty nor lost."""
+        return self._process.is_alive and self._dirty is None
+
+    async def weight_specs(self) -> dict[str, WeightSpec]:
+        """Every tensor that the engine holds, by Hugging Face name; asked once, they don't change."""
+        if self._specs is None:
+            answer = await self._inspect(SPECS)
+            self._specs = {name: WeightSpec.parse(name, text) for name, text in answer.items()}
+        return self._specs
+
+    async def weight_checksums(self, *, deadline_s: float | None = None) -> dict[str, str]:
+        """HF name -> correction.checksum.tensor_checksum of what the scheduler process holds now, in the engine's dtype."""
+        return await self._inspect(CHECKSUMS, deadline_s)
+
+    async def processor(self) -> Processor:
+        """What the scheduler process computes with; for true on-policy it has to be what the learner computes with.
+
+        Raises: EngineError if its products depend on the number of rows there.
+        """
+        return Processor(**await self._inspect(PROCESSOR))
+
+    async def update_weights(
+        self,
+        version: int,
+        buckets: Iterable[WeightBucket] | AsyncIterable[WeightBucket],
+        *,
+        mode: UpdateMode | None = None,
+        deadline_s: float | None = None,
+    ) -> SyncReceipt:
+        """Replace all weights while requests run: pause, begin, buckets, flush (retract), end, continue. No request is aborted.
+
+        Cancelling the caller does not stop an update that has begun.
+        Args:
+            version: of the new weights.
+            buckets: together the whole model. Each is checked before it is sent: a list or tuple as a whole, before the engine is paused;
+                an iterator bucket by bucket.
+            mode: overrides rollout.engine.weight_update_mode.
+        Raises: SyncError, EngineError, DeadlineExceeded. If anything had been sent before, the engine is dirty, or lost.
+        """
+        self._process.raise_if_lost()
+        held = await self.weight_specs()
+        if isinstance(buckets, (list, tuple)):
+            rehearsal = UpdateCheck(self.name, version, held)
+            for bucket in buckets:
+                rehearsal.admit(bucket.specs)
+            rehearsal.finish()
+        check = UpdateCheck(self.name, version, held)
+
+        async def transfer(flush: bool) -> None:
+            async for bucket, is_last in weight_transfer.with_last(buckets):
+                check.admit(bucket.specs)
+                if is_last:
+                    check.finish()
+                self._dirty = f"an update to v{version} has begun"
+                await weight_transfer.send(self._manager, bucket, version=version if is_last else None, flush=flush and is_last)
+            check.finish()                                          # an iterator without a single bucket
+
+        return await self._update(version, check, transfer, mode, deadline_s)
+
+    async def receive_weights(
+        self,
+        version: int,
+        buckets: Sequence[Sequence[WeightSpec]],
+        *,
+        group: str,
+        mode: UpdateMode | None = None,
+        deadline_s: float | None = None,
+    ) -> SyncReceipt:
+        """As update_weights, but rank 0 of the group broadcasts the tensors, one by one in the order of `buckets`.
+
+        Args:
+            buckets: what will be broadcast; checked as a whole before the engine is paused. One bucket at a time takes memory.
+        """
+        self._process.raise_if_lost()
+        check = UpdateCheck(self.name, version, await self.weight_specs())
+        for bucket in buckets:
+            check.admit(bucket)
+        check.finish()
+
+        async def transfer(flush: bool) -> None:
+            self._dirty = f"an update to v{version} has begun"
+            async for bucket, is_last in weight_transfer.with_last(buckets):
+                await weight_transfer.receive(self._manager, bucket, group, version=version if is_last else None, flush=flush and is_last)
+
+        return await self._update(version, check, transfer, mode, deadline_s)
+
+    async def join_weight_group(
+        self, address: str, port: int, rank: int, world_size: int, name: str, *, deadline_s: float | None = None
+    ) -> None:
+        """Join the learner's torch.distributed group for receive_weights; returns when all members are there. Rank 0 is the learner.
+
+        The scheduler samples nothing while it waits for the others.
+        """
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=address,
+            master_port=port,
+            rank_offset=rank,
+            world_size=world_size,
+            group_name=name,
+            backend=self.config.resolved_group_backend,
+        )
+        phase = f"join weight group {name} as rank {rank} of {world_size}"
+        await self._control(self._manager.init_weights_update_group(request, None), phase, deadline_s)
+
+    async def leave_weight_group(self, name: str, *, deadline_s: float | None = None) -> None:
+        from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
+
+        request = DestroyWeightsUpdateGroupReqInput(group_name=name)
+        await self._control(self._manager.destroy_weights_update_group(request, None), f"leave weight group {name}", deadline_s)
+
+    async def _update(
+        self,
+        version: int,
+        check: UpdateCheck,
+        transfer: Callable[[bool], Awaitable[None]],
+        mode: UpdateMode | None,
+        deadline_s: float | None,
+    ) -> SyncReceipt:
+        """The update as a task of its own: half of one must not be left behind by a caller that is cancelled."""
+        mode = mode or self.config.weight_update_mode
+        update = self._update_in_turn(version, check, transfer, mode, deadline_s or self.config.deadlines.update_s)
+        return await asyncio.shield(asyncio.ensure_future(update))
+
+    async def _update_in_turn(
+        self, version: int, check: UpdateCheck, transfer: Callable[[bool], Awaitable[None]], mode: UpdateMode, deadline_s: float
+    ) -> SyncReceipt:
+        async with self._updating:
+            self._process.raise_if_lost()
+            phase = f"weight update v{self._version} -> v{version}, {mode}"
+            started = time.perf_counter()
+            steps = asyncio.ensure_future(self._replace_weights(mode, transfer))
+            try:
+                await self._process.wait(steps, deadline_s, phase, keep=True)
+            except BaseException as error:
+                if not steps.done():
+                    self._process.declare_lost(f"{phase}: {error}")
+                    raise
+                await self._give_up(version, error)
+                state = "The engine is dirty until a whole update succeeds" if self._dirty else "The engine still serves its old weights"
+                raise SyncError(f"{self.name}: {phase}: {error}. {state}") from error
+            self._version = version
+            self._dirty = None
+            return check.receipt(version, mode, time.perf_counter() - started)
+
+    async def _replace_weights(self, mode: UpdateMode, transfer: Callable[[bool], Awaitable[None]]) -> None:
+        await weight_transfer.pause_and_begin(self._manager, mode)
+        await transfer(mode == "retract")
+        await weight_transfer.end(self._manager)
+        await weight_transfer.resume(self._manager)
+
+    async def _give_up(self, version: int, error: BaseException) -> None:
+        """After a failed update nobody hangs: SGLang's session is closed and sampling resumes, without what ran on half-new weights."""
+        if self._dirty is not None:
+            self._failed_updates += 1
+            self._dirty = f"the update to v{version} failed ({type(error).__name__}: {error})"
+            self._manager.abort_request(abort_all=True)
+        for step in (weight_transfer.end, weight_transfer.resume):
+            try:
+                await self._process.wait(step(self._manager), self.config.deadlines.control_s, "close a failed weight update", keep=True)
+            except SyncError:
+                continue                                            # no session was open: the update failed before it began
+            except EvenkeelError as second:
+                self._process.declare_lost(f"a weight update failed ({error}), and so did closing it ({second})")
+                raise
+
+    async def _inspect(self, action: str, deadline_s: float | None = None) -> dict[str, str]:
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        self._process.raise_if_lost()
+        call = self._manager.check_weights(CheckWeightsReqInput(action=action, selector="target"), None)
+        success, message, ranks, _ = await self._process.wait(call, deadline_s or self.config.deadlines.control_s, action, keep=True)
+        if not success:
+            raise EngineError(f"{self.name}: {action}: {message}. Is evenkeel installed where SGLang runs, with its entry points?")
+        return dict(ranks[0]["checksums"])
+
+    async def _control(self, call: Coroutine[Any, Any, tuple[bool, str]], phase: str, deadline_s: float | None) -> None:
+        success, message = await self._process.wait(call, deadline_s or self.config.deadlines.update_s, phase, keep=True)
+        if not success:
+            raise SyncError(f"{self.name}: {phase}: {message}")
+
+    @property
+    def _manager(self) -> Any:
+        """SGLang's tokenizer manager: the owner's half of the engine."""
+        self._process.raise_if_lost()
+        return self._process.engine.tokenizer_manager
+
+
+class UpdateCheck:
+    """Follows one update's buckets: every tensor known, of the held shape and dtype, sent once, and none left out."""
+
+    def __init__(self, engine_name: str, version: int, held: Mapping[str, WeightSpec]) -> None:
+        self._place = f"{engine_name}: weights v{version}"
+        self._held = held
+        self._seen: set[str] = set()
+        self._buckets = 0
+        self._bytes = 0
+
+    def admit(self, specs: Iterable[WeightSpec]) -> None:
+        """Check one bucket. Raises: SyncError that names the tensor; nothing of the bucket may be sent then."""
+        specs = tuple(specs)
+        names = [spec.name for spec in specs]
+        for spec in specs:
+            held = self._held.get(spec.name)
+            if held is None:
+                raise SyncError(f"{self._place}: {spec.name} ({spec}): {self._why_unknown(spec.name)}")
+            if (spec.shape, spec.dtype) != (held.shape, held.dtype):
+                raise SyncError(
+                    f"{self._place}: {spec.name} is {spec}, the engine holds {held}. Export the weights in the engine's shapes and dtype"
+                )
+            if spec.name in self._seen or names.count(spec.name) > 1:
+                raise SyncError(f"{self._place}: {spec.name} comes twice in one update. Send each tensor once")
+        self._seen.update(names)
+        self._buckets += 1
+        self._bytes += sum(spec.nbytes for spec in specs)
+
+    def finish(self) -> None:
+        """Raises: SyncError if tensors are missing: an engine must not serve two versions at once."""
+        missing = sorted(self._held.keys() - self._seen)
+        if missing:
+            raise SyncError(
+                f"{self._place}: {len(missing)} of {len(self._held)} tensors were not sent, the first is {missing[0]}. "
+                "An update carries the whole model"
+            )
+
+    def receipt(self, version: int, mode: str, pause_s: float) -> SyncReceipt:
+        return SyncReceipt(version, mode, self._buckets, len(self._seen), self._bytes, pause_s)
+
+    def _why_unknown(self, name: str) -> str:
+        if name == "lm_head.weight":
+            return "the model ties its head to the embedding, so the engine holds model.embed_tokens.weight only. Leave the head out"
+        close = [held for held in self._held if held.rpartition(".")[0].endswith(name.rpartition(".")[0].rpartition(".")[2])]
+        hint = f", for example {close[0]}" if close else ""
+        return f"the engine holds no tensor of this name{hint}. Use the names of the model's Hugging Face folder"
