@@ -30,7 +30,6 @@ from actors.record.observer import FinishedStep, Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_report import learned_numbers
 from actors.resume import TrainingState
-from actors.rollout_worker import SyncReceipt
 from actors.supervision import Stopwatch, counted, wait_for
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of, with_both_sides

@@ -31,7 +31,7 @@ from actors.record.step_report import (
 )
 from actors.record.terminal import TerminalView
 from actors.repeated import Repeated
-from actors.rollout_worker import GroupSummary, SyncReceipt, WorkerLoad
+from actors.rollout_worker import GroupSummary, WorkerLoad
 from actors.scatter import ScatterSample
 from actors.supervision import wait_for
 from actors.trajectory_queue import Ticket

@@ -26,7 +26,7 @@ from actors.metrics import StepMetrics, by_worker
 from actors.record.observer import Observer
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.record.terminal import TerminalView
-from actors.rollout_worker import GroupSummary, SyncReceipt
+from actors.rollout_worker import GroupSummary
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
