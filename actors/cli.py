@@ -132,7 +132,7 @@ def config(
 @app.command()
 def presets() -> None:
     """The correction methods that have a name, with source, parts and when to use which."""
-    from correction.presets import presets_table
+    from correction.methods import presets_table
 
     typer.echo(presets_table())
 

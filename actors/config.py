@@ -12,7 +12,7 @@ from correction.correct import needs_proximal_forward
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.sense import fold_obstacle
+from correction.schedule import fold_obstacle
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig

@@ -36,7 +36,7 @@ from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of, with_both_sides
 from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
-from correction.sense import needs_topk
+from correction.schedule import needs_topk
 from rollout.tasks import Task
 from rollout.trajectory import Prompt
 

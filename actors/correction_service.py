@@ -29,7 +29,7 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer, needs_proximal_forward
 from correction.diagnostics import diagnose
 from correction.monitor import Event, Monitor, MonitorConfig, State
-from correction.sense import needs_topk
+from correction.schedule import needs_topk
 from rollout.config import OverlongConfig
 from rollout.packing import PackingCounts, pack_groups
 from rollout.trajectory import Group

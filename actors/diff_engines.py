@@ -18,8 +18,8 @@ from rich.table import Table
 from actors.session import check_model_folder
 from actors.true_on_policy import contract_of
 from correction.batch import PackedBatch
-from correction.invariance import Agreement, compare
-from correction.invariance.capture import ORDER, Capture, Gap, compare_captures
+from correction.engines.agreement import Agreement, compare
+from correction.engines.capture import ORDER, Capture, Gap, compare_captures
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout import capture

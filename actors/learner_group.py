@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from torch import Tensor
 
     from correction.batch import CorrectedBatch, PackedBatch
-    from correction.invariance import Processor
-    from correction.weight_spec import WeightSpec
+    from correction.engines.processor import Processor
+    from correction.engines.weight_spec import WeightSpec
     from learner.broadcast import WeightBroadcaster
     from learner.learner_rank import Proximal
     from learner.step import StepResult

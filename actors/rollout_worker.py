@@ -17,8 +17,8 @@ from actors.exporter import MetricsEndpoint
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S, Ticket
 from actors.weight_buckets import unpack
-from correction.invariance import Processor
-from correction.weight_spec import WeightSpec
+from correction.engines.processor import Processor
+from correction.engines.weight_spec import WeightSpec
 from rollout.chat import load_tokenizer
 from rollout.config import RolloutConfig
 from rollout.engine import RolloutEngine

@@ -11,8 +11,9 @@ from torch import Tensor
 from actors.config import RunConfig
 from correction.batch import PackedBatch
 from correction.correct import needs_proximal_forward
+from correction.engines.agreement import Agreement, compare
+from correction.engines.contract import Contract, Side
 from correction.errors import ConfigError, EngineError
-from correction.invariance import Agreement, Contract, Side, compare
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 

@@ -7,7 +7,7 @@ Nothing is changed in place after hand-over; `replace` and `select` make new bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from correction.errors import DataError
 
 _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
+CPU_TOKENS = 2**19
+"""Tokens of a part on a CPU, more or less: smaller parts cost more in calls than they save in cache misses."""
+_PER_SEQUENCE = ("offsets", "group_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +154,112 @@ class CorrectedBatch:
             keep_mask=self.keep_mask.to(device),
             token_scale=self.token_scale.to(device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSlice:
+    """Sequences first to last, exclusive, of a batch."""
+
+    sequences: slice
+    tokens: slice
+
+    def of_batch(self, batch: PackedBatch) -> PackedBatch:
+        """The part's own batch, its offsets counted from its first token."""
+        changes: dict[str, Tensor] = {}
+        for field in fields(batch):
+            value = getattr(batch, field.name)
+            if isinstance(value, Tensor) and field.name not in _PER_SEQUENCE:
+                changes[field.name] = value[self.tokens]
+        bounds = batch.offsets[self.sequences.start : self.sequences.stop + 1]
+        changes |= {"offsets": bounds - self.tokens.start, "group_ids": batch.group_ids[self.sequences]}
+        return replace(batch, **changes)  # type: ignore[arg-type]
+
+    def of_corrected(self, corrected: CorrectedBatch) -> CorrectedBatch:
+        """The same of a corrected batch."""
+        return replace(
+            corrected,
+            batch=self.of_batch(corrected.batch),
+            importance_weights=corrected.importance_weights[self.tokens],
+            keep_mask=corrected.keep_mask[self.tokens],
+            token_scale=corrected.token_scale[self.tokens],
+        )
+
+    def of_tokens(self, values: Tensor | None) -> Tensor | None:
+        """The part's share of per-token values [N]."""
+        return None if values is None else values[self.tokens]
+
+
+def batch_slices(batch: PackedBatch, *, is_divisible: bool = True) -> Iterator[BatchSlice]:
+    """The parts of a batch, at least one, in order.
+
+    Args:
+        is_divisible: False gives the batch as one part, for what looks at all tokens together.
+    """
+    inner: list[int] = []
+    if is_divisible and batch.offsets.device.type == "cpu" and batch.num_tokens > CPU_TOKENS:
+        wanted = torch.arange(CPU_TOKENS, batch.num_tokens, CPU_TOKENS)
+        inner = sorted(set(torch.searchsorted(batch.offsets, wanted).tolist()) - {0, batch.num_sequences})
+    edges = [0, *inner, batch.num_sequences]
+    tokens = batch.offsets[torch.tensor(edges, device=batch.offsets.device)].tolist()
+    for k in range(len(edges) - 1):
+        yield BatchSlice(slice(edges[k], edges[k + 1]), slice(tokens[k], tokens[k + 1]))
+
+
+def from_padded(
+    token_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    group_ids: Tensor,
+    *,
+    proximal_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    weight_versions: Tensor | None = None,
+    turn_ids: Tensor | None = None,
+    learner_version: int = 0,
+    temperature: float = 1.0,
+) -> PackedBatch:
+    """The packed batch of padded tensors; where the padding stands does not matter, nor what is in it.
+
+    Args:
+        token_ids, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions, turn_ids: [B, T], the value of a token at
+            its own place (frameworks that shift logprobs by one must shift them back).
+        attention_mask: [B, T], true at real tokens; loss_mask: [B, T], true at trained ones, none outside attention_mask.
+        advantages: [B] or [B, T]; group_ids: [B].
+        weight_versions: None means that learner_version sampled everything.
+    Raises: DataError if shapes differ or the loss mask reaches into the padding.
+    """
+    real = attention_mask.bool()
+    if bool((loss_mask.bool() & ~real).any()):
+        raise DataError("from_padded: loss_mask is true at padding. Both masks must have one shape [B, T] and one alignment.")
+    rows = [token_ids, loss_mask, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions, turn_ids]
+    if any(row is not None and row.shape != real.shape for row in rows):
+        raise DataError(f"from_padded: every token tensor must be [B, T] = {tuple(real.shape)}")
+    by_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(real.shape)
+    versions = torch.full_like(token_ids, learner_version) if weight_versions is None else weight_versions
+    return PackedBatch(
+        token_ids=token_ids[real].long(),
+        offsets=torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0)]),
+        loss_mask=loss_mask.bool()[real],
+        behavior_logprobs=behavior_logprobs[real],
+        advantages=by_token[real].to(behavior_logprobs.dtype),
+        weight_versions=versions[real].int(),
+        group_ids=group_ids.long(),
+        learner_version=learner_version,
+        temperature=temperature,
+        proximal_logprobs=None if proximal_logprobs is None else proximal_logprobs[real],
+        reference_logprobs=None if reference_logprobs is None else reference_logprobs[real],
+        turn_ids=None if turn_ids is None else turn_ids[real].int(),
+    ).validate()
+
+
+def to_padded(values: Tensor, attention_mask: Tensor, *, padding: float = 0.0) -> Tensor:
+    """Per-token values [N] back at their places [B, T]; differentiable.
+
+    Args:
+        attention_mask: the one that `from_padded` was given.
+    """
+    real = attention_mask.bool()
+    empty = torch.full(real.shape, padding, dtype=values.dtype, device=values.device)
+    return empty.masked_scatter(real, values)

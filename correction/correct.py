@@ -13,17 +13,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
+from correction.batch import CorrectedBatch, PackedBatch, batch_slices
 from correction.config import CorrectionConfig
 from correction.decision import Scene, decide, decision_sums, make_scene, needs_all_tokens
 from correction.denominators import Count, DenominatorKind, sequence_scale
 from correction.errors import ConfigError, DataError
-from correction.normalize import Population, normalizer, weight_sums
-from correction.parts import parts
-from correction.proximal import ProximalSource
-from correction.ratios import Logprobs
+from correction.importance import Population, normalizer, weight_sums
+from correction.ratios import Logprobs, ProximalSource
+from correction.schedule import fold_obstacle, kept_count_is_late, normalization_is_late, uses_proximal
 from correction.segments import running_counts
-from correction.sense import fold_obstacle, kept_count_is_late, normalization_is_late, uses_proximal
 
 
 def needs_proximal_forward(config: CorrectionConfig, optimizer_steps_per_batch: int, *, has_auxiliary_loss: bool = False) -> bool:
@@ -82,7 +80,7 @@ def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool)
     weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
     sums = torch.zeros(2, dtype=torch.float64, device=weights.device)
     settled = []
-    for part in parts(batch, is_divisible=not needs_all_tokens(config)):
+    for part in batch_slices(batch, is_divisible=not needs_all_tokens(config)):
         own = part.of_batch(batch)
         scene = make_scene(own, Logprobs(own.behavior_logprobs, part.of_tokens(proximal), None))
         decision = decide(scene, config, late=False, is_deferred=is_deferred)

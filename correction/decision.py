@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.config import CorrectionConfig, CriterionConfig, ImportanceConfig, VetoConfig
+from correction.config import CorrectionConfig
 from correction.errors import DataError
 from correction.importance import WeightMode, bounded_weights, staleness_bound
-from correction.masking import masked, where_finite
 from correction.ratios import Logprobs, Ratio, aggregate_log_ratio, bounded_exp
 from correction.rejection import (
     TOPK_STATISTICS,
@@ -30,8 +29,9 @@ from correction.rejection import (
     veto_keep,
     within,
 )
-from correction.segments import Level, Levels, Segments
-from correction.sense import effective_ratio, importance_is_late, is_late, veto_is_late
+from correction.schedule import effective_ratio, importance_is_late, is_late, veto_is_late
+from correction.segments import Level, Levels, Segments, masked, where_finite
+from correction.settings import CriterionConfig, ImportanceConfig, VetoConfig
 from correction.staleness import token_staleness
 
 Bound = Tensor | float | None

@@ -12,13 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
+from correction.batch import CorrectedBatch, PackedBatch, batch_slices
 from correction.config import CorrectionConfig
 from correction.decision import make_scene, needs_all_tokens
 from correction.gap import gap_numbers
-from correction.masking import masked
-from correction.parts import parts
 from correction.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
+from correction.segments import masked
 from correction.staleness import Stretches, count_staleness, stretches
 from correction.tally import joined, rejection_numbers, tally
 
@@ -123,7 +122,7 @@ def diagnose(
     mask = torch.empty_like(batch.loss_mask)
     tallies = []
     known = iter(corrected.decision_sums if config else ())
-    for part in parts(batch, is_divisible=config is None or not needs_all_tokens(config)):
+    for part in batch_slices(batch, is_divisible=config is None or not needs_all_tokens(config)):
         own = part.of_batch(batch)
         logprobs = Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target))
         scene = make_scene(own, logprobs, part.of_tokens(target_topk_logprobs))

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from correction.batch import CorrectedBatch
-from correction.config import ClipGate, CorrectionConfig, DivergenceGate, KlConfig, ScoreObjective
+from correction.config import CorrectionConfig
 from correction.correct import probability_factor, staged_proximal
 from correction.decision import Scene, decide, divergence_of_tokens, drop_broken_units, make_scene, unit_advantages, unit_weights
 from correction.denominators import global_counts, kept_local_factor
 from correction.divergence import Estimator, estimate
 from correction.errors import DataError
-from correction.normalize import normalizer, weight_sums
+from correction.importance import normalizer, weight_sums
 from correction.objectives import (
     clip_gate,
     clipped_loss,
@@ -31,10 +31,10 @@ from correction.objectives import (
     score_loss,
     soft_gate_loss,
 )
-from correction.proximal import ProximalSource, interpolated_logprobs
-from correction.ratios import Logprobs, Ratio, aggregate_log_ratio, bounded_exp
+from correction.ratios import Logprobs, ProximalSource, Ratio, aggregate_log_ratio, bounded_exp, interpolated_logprobs
+from correction.schedule import effective_ratio, kept_count_is_late, normalization_is_late
 from correction.segments import Level, Segments
-from correction.sense import effective_ratio, kept_count_is_late, normalization_is_late
+from correction.settings import ClipGate, DivergenceGate, KlConfig, ScoreObjective
 from correction.staleness import token_staleness
 
 PARTIALS = (

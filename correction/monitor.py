@@ -24,8 +24,8 @@ from typing import Any
 
 from pydantic import Field
 
-from correction.config import Part
 from correction.diagnostics import BUCKET_EDGES
+from correction.settings import Part
 
 _MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""

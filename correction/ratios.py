@@ -1,7 +1,8 @@
 """Ratios of two policies at the sampled token, in log space, and their value at a level.
 
 Three ratios, each written numerator over denominator:  rho = proximal / behaviour (mismatch and staleness),
-r = target / proximal (drift),  q = target / behaviour = rho * r.  Not here: what is done with them.
+r = target / proximal (drift),  q = target / behaviour = rho * r.  The proximal policy, the anchor of the trust region, is a choice of
+three. Not here: what is done with the ratios.
 """
 
 from __future__ import annotations
@@ -9,13 +10,24 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from correction.masking import masked
-from correction.segments import Level, Segments
+from correction.segments import Level, Segments, masked
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are cut to +-20 after they have been summed and before exp, as verl and Miles do: e^20 = 4.9e8 stays finite squared."""
+
+
+class ProximalSource(enum.StrEnum):
+    """Where log pi_prox comes from."""
+
+    BEHAVIOR = "behavior"
+    """Bypass: pi_prox = mu, no extra forward; the ratio of the update is q."""
+    RECOMPUTE = "recompute"
+    """Decoupled: the learner's own forward with the weights from which the update starts."""
+    INTERPOLATE = "interpolate"
+    """Between behaviour and target by staleness (A-3PO): no extra forward."""
 
 
 class Ratio(enum.StrEnum):
@@ -77,3 +89,18 @@ def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, segments: Segments, *, 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp after the cut to +-LOG_RATIO_LIMIT: never infinite, never zero."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def interpolated_logprobs(behavior: Tensor, target: Tensor, staleness: Tensor) -> Tensor:
+    """Log-linear interpolation: log prox = alpha log mu + (1 - alpha) log theta, alpha = 1 / staleness.
+
+    At staleness 1 the proximal policy is mu, at 2 it lies half-way, so that rho = r = sqrt(q). At staleness 0 it is mu, as in
+    AReaL; the other reading gives theta (decision C11).
+    Args:
+        behavior, target: [N] logprobs; target is detached here.
+        staleness: [N] int64, versions, >= 0.
+    Source: A-3PO (arXiv 2512.06547); AReaL's prox_logp_method = loglinear.
+    """
+    alpha = 1 / staleness.clamp(min=1)
+    mixed = alpha * behavior + (1 - alpha) * target.detach()
+    return torch.where(staleness > 1, mixed, behavior).to(behavior.dtype)

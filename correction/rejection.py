@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from correction.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
-from correction.masking import masked
-from correction.segments import Level, Segments
+from correction.segments import Level, Segments, masked
 
 
 class Statistic(enum.StrEnum):

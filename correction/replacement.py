@@ -7,11 +7,12 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from correction.config import CorrectionConfig, CriterionConfig, Objective, Part
+from correction.config import CorrectionConfig
 from correction.errors import ConfigError
-from correction.presets import preset_settings
+from correction.methods import preset_settings
 from correction.rejection import Statistic
-from correction.sense import needs_topk
+from correction.schedule import needs_topk
+from correction.settings import CriterionConfig, Objective, Part
 
 P = TypeVar("P", bound=Part)
 

@@ -3,18 +3,24 @@
 Every part of the correction works at a level. `Segments` gives all levels the same four verbs (sum, mean, maximum,
 spread), so that no caller asks which level it has. Sums run in float64: a sequence of 65,536 float32 terms added one by
 one would lose three digits. Nothing here loops over sequences in Python, and nothing carries a gradient.
+
+Masks select without multiplication, so that an infinity outside the mask can't poison a batch.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.masking import masked
+
+# On a CPU torch.where runs one element at a time (2 ns each, where an addition takes 0.1), and `masked` and `where_finite` are most of
+# what the correction does to a token. For tensors without a gradient they select on the bits instead: same values, an eighth of the time.
+_BITS = {torch.float32: torch.int32, torch.int32: torch.int32, torch.float64: torch.int64, torch.int64: torch.int64}
 
 
 class Level(enum.StrEnum):
@@ -123,3 +129,29 @@ class Levels:
         if self._turns is None:
             self._turns = turn_segments(self.batch, self._sequences)
         return self._turns
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """[N] values where the mask is True, 0 elsewhere, whatever stands there; carries a gradient if values do.
+
+    Args:
+        mask: [N] bool.
+    """
+    bits = _BITS.get(values.dtype)
+    if bits is None or values.requires_grad or values.device.type != "cpu":
+        return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    all_or_none = mask.to(bits).neg_()  # -1 has every bit set
+    return all_or_none.bitwise_and_(values.view(bits)).view(values.dtype)
+
+
+def where_finite(mask: Tensor, *values: Tensor) -> Tensor:
+    """[N] bool: the mask without tokens of which one of the values [N] is not a finite number; the mask itself where all are.
+
+    On a CPU a finite sum says that all are, for a quarter of the time of looking at each.
+    """
+    if mask.device.type == "cpu" and all(math.isfinite(float(v.sum())) for v in values):
+        return mask
+    zero = values[0] - values[0]  # not a number, which is true, where the value is not finite
+    for more in values[1:]:
+        zero = zero + (more - more)
+    return mask & ~zero.bool()  # a cast costs a sixth of a comparison on a CPU

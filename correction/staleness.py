@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.masking import masked
+from correction.segments import masked
 
 
 def token_staleness(batch: PackedBatch) -> Tensor:

@@ -11,10 +11,8 @@ from correction.config import CorrectionConfig
 from correction.decision import PASSED, Scene, decide, decision_sums, make_scene
 from correction.errors import DataError
 from correction.loss import training_scene
-from correction.masking import masked
-from correction.proximal import ProximalSource
-from correction.ratios import Logprobs
-from correction.segments import Level
+from correction.ratios import Logprobs, ProximalSource
+from correction.segments import Level, masked
 
 Sums = dict[str, float]
 LARGEST_WEIGHT = "largest_weight"

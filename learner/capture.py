@@ -1,4 +1,4 @@
-"""What Megatron computes, operator by operator, for the places of correction/invariance/capture.py."""
+"""What Megatron computes, operator by operator, for the places of correction/engines/capture.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.invariance.capture import Capture, Rows, sequence_start
+from correction.engines.capture import Capture, Rows, sequence_start
 from learner.convert import HeadShape, split_qkv
 from learner.model import PolicyModel
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import for_step
+from correction.engines.capture import Capture
+from correction.engines.operators import head_logits
+from correction.engines.processor import Processor
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError
-from correction.invariance import Processor
-from correction.invariance.capture import Capture
-from correction.invariance.operators import head_logits
 from correction.loss import loss_metrics, policy_scale
-from correction.sense import fold_obstacle
-from correction.weight_spec import WeightSpec
+from correction.schedule import fold_obstacle
 from learner import balance, capture, checkpoint, convert, export, hf_folder, model, parallel
 from learner.config import LearnerConfig
 from learner.export import WeightBucket

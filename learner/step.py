@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction import matrix_products
 from correction.batch import CorrectedBatch
+from correction.engines import matrix_products
 from learner import balance
 from learner.attention import can_share_prompts
 from learner.config import LearnerConfig

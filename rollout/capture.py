@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from correction.engines.capture import Capture, Rows, sequence_start
 from correction.errors import EngineError
-from correction.invariance.capture import Capture, Rows, sequence_start
 
 LAST = "logits_processor"
 _LAYER = {

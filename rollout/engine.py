@@ -13,9 +13,9 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import Any
 
+from correction.engines.processor import Processor
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError, EngineDirty, EngineError, EvenkeelError, SyncError
-from correction.invariance import Processor
-from correction.weight_spec import WeightSpec
 from rollout import weight_transfer
 from rollout.capabilities import EngineCapabilities
 from rollout.completion import Completion, ExpertShape
@@ -237,7 +237,7 @@ class RolloutEngine:
         return self._specs
 
     async def weight_checksums(self, *, deadline_s: float | None = None) -> dict[str, str]:
-        """HF name -> correction.checksum.tensor_checksum of what the scheduler process holds now, in the engine's dtype."""
+        """HF name -> correction.engines.checksum.tensor_checksum of what the scheduler process holds now, in the engine's dtype."""
         return await self._inspect(CHECKSUMS, deadline_s)
 
     async def processor(self) -> Processor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
-from correction.weight_spec import WeightSpec
 
 
 @dataclass(frozen=True, slots=True)

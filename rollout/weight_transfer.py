@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
-from correction.weight_spec import WeightSpec
 
 T = TypeVar("T")
 Bucket = Mapping[str, Tensor]

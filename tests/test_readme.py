@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from correction.presets import presets_table
+from correction.methods import presets_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

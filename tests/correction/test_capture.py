@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from correction.engines.capture import Rows, compare_captures, sequence_start
 from correction.errors import EngineError
-from correction.invariance.capture import Rows, compare_captures, sequence_start
 
 
 def rows(tokens: list[int], values: list[float]) -> Rows:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from correction import PRESETS, CorrectionConfig, needs_topk
-from correction.config import Part
+from correction.settings import Part
 
 
 @pytest.mark.parametrize("preset", PRESETS)

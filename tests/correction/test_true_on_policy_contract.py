@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from correction.batch import PackedBatch
+from correction.engines import operators
+from correction.engines.agreement import compare
+from correction.engines.contract import Contract, Side
+from correction.engines.processor import Processor
 from correction.errors import ConfigError, EngineError
-from correction.invariance import Contract, Processor, Side, compare, operators
 
 MODEL = {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 ENGINE = Side(name="rollout.engine", device="cpu", dtype="float32", threads=1)

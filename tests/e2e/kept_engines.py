@@ -36,7 +36,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, needs_proximal_forward
 from correction.diagnostics import diagnose
-from correction.sense import needs_topk
+from correction.schedule import needs_topk
 from learner.learner_rank import LearnerRank
 from learner.step import StepResult
 from rollout.chat import ChatEncoder, load_tokenizer

@@ -28,7 +28,7 @@ from torch import Tensor
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
-from correction.invariance import compare
+from correction.engines.agreement import compare
 from learner.config import LearnerConfig
 from learner.inputs import find_families
 from learner.learner_rank import LearnerRank

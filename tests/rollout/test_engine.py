@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from correction.checksum import tensor_checksum
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError, EngineDirty, SyncError
-from correction.weight_spec import WeightSpec
 from learner.broadcast import WeightBroadcaster
 from rollout.completion import Completion
 from rollout.engine import RolloutEngine

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.checksum import tensor_checksum
-from correction.weight_spec import WeightSpec
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_spec import WeightSpec
 from rollout.completion import Completion
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from correction.invariance.contract import Contract
+from correction.engines.contract import Contract
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,44 +6,37 @@ proximal policy that only exists inside the training forward: it runs there, by 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from correction.denominators import Count, DenominatorKind
-from correction.errors import ConfigError
-from correction.importance import WeightMode
-from correction.normalize import Population
-from correction.proximal import ProximalSource
-from correction.ratios import Ratio
+from correction.importance import Population, WeightMode
+from correction.ratios import ProximalSource, Ratio
 from correction.rejection import TOPK_STATISTICS, Statistic
-
-if TYPE_CHECKING:
-    from correction.config import CorrectionConfig
+from correction.settings import CorrectionSettings
 
 
-def effective_ratio(ratio: Ratio, config: CorrectionConfig) -> Ratio:
+def effective_ratio(ratio: Ratio, config: CorrectionSettings) -> Ratio:
     """The ratio that a part really sees: in bypass rho would be 1, so it means q, and r is q."""
     return Ratio.Q if config.proximal is ProximalSource.BEHAVIOR else ratio
 
 
-def is_late(ratio: Ratio, config: CorrectionConfig, *, is_deferred: bool) -> bool:
+def is_late(ratio: Ratio, config: CorrectionSettings, *, is_deferred: bool) -> bool:
     """True if a part on this ratio can only run inside the training forward."""
     if effective_ratio(ratio, config) is not Ratio.RHO:
         return True
     return is_deferred or config.proximal is ProximalSource.INTERPOLATE
 
 
-def importance_is_late(config: CorrectionConfig, *, is_deferred: bool) -> bool:
+def importance_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
     """True if importance weights are made inside the training forward."""
     return config.importance.mode is not WeightMode.OFF and is_late(config.importance.ratio, config, is_deferred=is_deferred)
 
 
-def rejection_is_late(config: CorrectionConfig, *, is_deferred: bool) -> bool:
+def rejection_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
     """True if a criterion or the veto runs inside the training forward."""
     late = any(is_late(criterion.ratio, config, is_deferred=is_deferred) for criterion in config.rejection)
     return late or veto_is_late(config, is_deferred=is_deferred)
 
 
-def veto_is_late(config: CorrectionConfig, *, is_deferred: bool) -> bool:
+def veto_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
     """True if the veto runs inside the training forward; a probability under mu (bypass) is known early."""
     if config.veto is None:
         return False
@@ -52,7 +45,7 @@ def veto_is_late(config: CorrectionConfig, *, is_deferred: bool) -> bool:
     return is_late(config.veto.ratio, config, is_deferred=is_deferred)
 
 
-def normalization_is_late(config: CorrectionConfig, *, is_deferred: bool) -> bool:
+def normalization_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
     """True if the mean weight is only known after the forward of the whole batch."""
     if config.normalize.population is Population.OFF or config.importance.mode is WeightMode.OFF:
         return False
@@ -60,17 +53,17 @@ def normalization_is_late(config: CorrectionConfig, *, is_deferred: bool) -> boo
     return kept_late or importance_is_late(config, is_deferred=is_deferred)
 
 
-def kept_count_is_late(config: CorrectionConfig, *, is_deferred: bool) -> bool:
+def kept_count_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
     """True if the kept denominator is only known after the forward of the whole batch."""
     return config.denominator.count is Count.KEPT and rejection_is_late(config, is_deferred=is_deferred)
 
 
-def adds_terms(config: CorrectionConfig) -> bool:
+def adds_terms(config: CorrectionSettings) -> bool:
     """True if the loss has terms beside the policy's, which a factor on the gradient would scale too."""
     return config.kl.coefficient > 0 or config.entropy_coefficient > 0
 
 
-def fold_obstacle(config: CorrectionConfig, *, is_deferred: bool, has_auxiliary_loss: bool = False) -> str | None:
+def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliary_loss: bool = False) -> str | None:
     """Why the late global quantities are no single factor on the gradient; None if they are."""
     for criterion in config.rejection:
         if criterion.statistic is Statistic.SECOND_MOMENT and is_late(criterion.ratio, config, is_deferred=is_deferred):
@@ -83,7 +76,7 @@ def fold_obstacle(config: CorrectionConfig, *, is_deferred: bool, has_auxiliary_
     return None
 
 
-def uses_proximal(config: CorrectionConfig) -> bool:
+def uses_proximal(config: CorrectionSettings) -> bool:
     """True if some part compares with the proximal policy; otherwise a forward for it would be for nothing."""
     objective = config.objective
     ratios = [criterion.ratio for criterion in config.rejection]
@@ -100,50 +93,9 @@ def uses_proximal(config: CorrectionConfig) -> bool:
     return veto or anchored or config.modulation.probability_below is not None or any(ratio is not Ratio.Q for ratio in ratios)
 
 
-def needs_topk(config: CorrectionConfig) -> int:
+def needs_topk(config: CorrectionSettings) -> int:
     """How many tokens' logprobs the engine must report at each position, and the learner look up; 0 where no part needs them."""
     statistics = [criterion.statistic for criterion in config.rejection]
     if config.objective.kind == "score" and config.objective.gate is not None and config.objective.gate.kind == "divergence":
         statistics.append(config.objective.gate.divergence)
     return config.topk if any(statistic in TOPK_STATISTICS for statistic in statistics) else 0
-
-
-def check_sense(config: CorrectionConfig) -> None:
-    """Refuse combinations that would be silently wrong.
-
-    Raises: ConfigError with the reason and the remedy.
-    """
-    _refuse_counting_twice(config)
-    _refuse_rho_in_objective(config)
-    if config.normalize.population is not Population.OFF and config.importance.mode is WeightMode.OFF:
-        raise ConfigError(
-            f"normalize.population = {config.normalize.population}: there are no importance weights to normalise. "
-            "Set importance.mode, or normalize.population: off."
-        )
-    obstacle = fold_obstacle(config, is_deferred=False)
-    if obstacle is not None:
-        raise ConfigError(
-            f"proximal = {config.proximal}: parts on the target policy run inside the training forward, but {obstacle}. "
-            "Put these parts on ratio rho with proximal: recompute, or drop the term."
-        )
-
-
-def _refuse_counting_twice(config: CorrectionConfig) -> None:
-    """An importance weight must hold no policy that the objective's ratio holds already (decision C28)."""
-    if config.importance.mode is WeightMode.OFF or config.objective.ratio is None:
-        return
-    weight = effective_ratio(config.importance.ratio, config)
-    inside = effective_ratio(config.objective.ratio, config)
-    if {weight, inside} == {Ratio.RHO, Ratio.R}:
-        return  # rho outside, r inside: together q, each once
-    raise ConfigError(
-        f"importance.ratio = {config.importance.ratio} with objective.ratio = {config.objective.ratio} and proximal = {config.proximal}: "
-        f"the objective contains {inside} already, and a weight on {weight} would apply it twice. "
-        "Set importance.mode: off, or proximal: recompute with a weight on rho and an objective on r, or objective {kind: score}."
-    )
-
-
-def _refuse_rho_in_objective(config: CorrectionConfig) -> None:
-    gate = config.objective.gate if config.objective.kind == "score" else None
-    if config.objective.ratio is Ratio.RHO or (gate is not None and gate.ratio is Ratio.RHO):
-        raise ConfigError("objective.ratio = rho: it has no gradient, since rho does not contain the target policy. Take r or q.")
