@@ -194,7 +194,8 @@ class Controller:
     def _observe(self, step: FinishedStep) -> Awaitable[Observation | None]:
         """Diagnostics of a step's batch, in the making; their alarms are answered between two steps, once known."""
         batch, result = step.batch, step.result
-        reference = self._service.observe.remote(step.number, batch.version, result.target_logprobs, learned_numbers(batch, result))
+        learned = learned_numbers(batch, result)
+        reference = self._service.observe.remote(step.number, batch.version, result.target_logprobs, result.decided, learned)
 
         async def with_alarms() -> Observation | None:
             observation: Observation | None = await reference

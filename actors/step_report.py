@@ -64,8 +64,6 @@ def learned_numbers(prepared: PreparedBatch, result: StepResult) -> dict[str, fl
     """What the monitor may follow besides the correction's diagnostics, by names as plain as theirs."""
     rewards = [t.reward for group in prepared.groups for t in group.valid if t.reward is not None]
     numbers = {"reward_mean": statistics.fmean(rewards), "grad_norm": result.grad_norm, "loss": result.loss}
-    if "kept_fraction" in result.metrics:
-        numbers["kept_fraction"] = result.metrics["kept_fraction"]
     if result.entropy is not None:
         numbers["entropy"] = result.entropy
     return numbers

@@ -87,7 +87,7 @@ def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
 
 def full_pass(batch: PackedBatch) -> dict[str, float]:
     """What is timed."""
-    return diagnose(batch, correct(batch, CONFIG), config=CONFIG)
+    return diagnose(batch, correct(batch, CONFIG))
 
 
 class Verl:
@@ -165,7 +165,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
         seconds["pass"].append(timed(lambda: full_pass(batches[index])))  # noqa: B023
         corrected = correct(batches[index], CONFIG)
         seconds["correct"].append(timed(lambda: correct(batches[index], CONFIG)))  # noqa: B023
-        seconds["diagnose"].append(timed(lambda: diagnose(batches[index], corrected, config=CONFIG)))  # noqa: B023
+        seconds["diagnose"].append(timed(lambda: diagnose(batches[index], corrected)))  # noqa: B023
         if verl is not None:
             seconds["verl"].append(verl.round())
     print(f"\n{kind}: {arguments.tokens:,} tokens, {len(lengths)} sequences of {int(lengths.min())} to {int(lengths.max())}")

@@ -19,6 +19,8 @@ _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "t
 CPU_TOKENS = 2**19
 """Tokens of a part on a CPU, more or less: smaller parts cost more in calls than they save in cache misses."""
 _PER_SEQUENCE = ("offsets", "group_ids")
+UNIT_COUNTS = ("units", "truncated", "truncated_positive", "truncated_negative", "masked", "masked_positive", "masked_negative")
+"""Units that have an importance weight; those whose weight was cut to a bound, or set to 0; of these, by the sign of the advantage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,41 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class DecisionCounts:
+    """How often each criterion and each bound took hold: sums, which add up over the stages and over any split of a batch."""
+
+    labels: tuple[str, ...]
+    """Of the C criteria, in the config's order; "veto" at the end if there is one."""
+    values: Tensor
+    """[2 C + len(UNIT_COUNTS)] float64: tokens that each criterion looked at, tokens that it drops, and UNIT_COUNTS."""
+
+    def __add__(self, other: DecisionCounts) -> DecisionCounts:
+        return DecisionCounts(self.labels, self.values + other.values.to(self.values.device))
+
+    def by_criterion(self) -> dict[str, tuple[int, int]]:
+        """Label -> (tokens that it looked at, tokens that it drops); one that hasn't run is left out."""
+        count = len(self.labels)
+        looked_at, dropped = self.values[:count].tolist(), self.values[count : 2 * count].tolist()
+        return {name: (int(n), int(k)) for name, n, k in zip(self.labels, looked_at, dropped, strict=True) if n > 0}
+
+    def by_unit(self) -> dict[str, int]:
+        """The entries of UNIT_COUNTS."""
+        return dict(zip(UNIT_COUNTS, map(int, self.values[2 * len(self.labels) :].tolist()), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class FinalDecision:
+    """What the tokens were trained with, late parts included: made by `policy_loss`, read by `diagnose`."""
+
+    keep_mask: Tensor
+    """[N] bool, a subset of the corrected batch's: what is in the loss."""
+    importance_weights: Tensor
+    """[N] float32, detached, with all that was known before the step; `policy_loss` leaves a late normaliser out."""
+    counts: DecisionCounts
+    """Of the late parts alone; the corrected batch has those of the early ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class CorrectedBatch:
     """A packed batch with what the correction decided: the learner's input.
 
@@ -131,8 +168,8 @@ class CorrectedBatch:
     """[N] float32: one over the loss denominator of the *global* batch, so that sums over any split of it add up."""
     is_deferred: bool = False
     """True: the parts on rho run inside the training forward, with proximal = detached current logprobs."""
-    decision_sums: tuple[dict[str, float], ...] = ()
-    """What rejection, veto and bounds did, by part of the batch (correction.parts); read by `diagnose`. Empty for a share of a batch."""
+    counts: DecisionCounts | None = None
+    """Of the parts that ran in the service; None for a share of a batch, which isn't counted apart."""
 
     def select(self, sequences: Sequence[int]) -> CorrectedBatch:
         """The given sequences alone; scales stay those of the global batch."""
@@ -143,7 +180,7 @@ class CorrectedBatch:
             importance_weights=self.importance_weights[index],
             keep_mask=self.keep_mask[index],
             token_scale=self.token_scale[index],
-            decision_sums=(),
+            counts=None,
         )
 
     def to(self, device: torch.device | str) -> CorrectedBatch:

@@ -30,8 +30,8 @@ class CorrectionConfig(CorrectionSettings):
         return merged({"objective": {"kind": "clip"}} if preset is None else preset_settings(preset), values)
 
     @model_validator(mode="after")
-    def _check_sense(self) -> CorrectionConfig:
-        check_sense(self)
+    def _validate_combination(self) -> CorrectionConfig:
+        validate_combination(self)
         return self
 
     def resolve(self) -> CorrectionConfig:
@@ -51,7 +51,7 @@ def merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def check_sense(config: CorrectionConfig) -> None:
+def validate_combination(config: CorrectionConfig) -> None:
     """Refuse combinations that would be silently wrong.
 
     Raises: ConfigError with the reason and the remedy.

@@ -7,19 +7,18 @@ one optimizer step per batch they are the same policy. What has no tokens is abs
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch, batch_slices
-from correction.config import CorrectionConfig
-from correction.decision import make_scene, needs_all_tokens
+from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
+from correction.decision import BatchView
 from correction.gap import gap_numbers
 from correction.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
-from correction.segments import masked
-from correction.staleness import Stretches, count_staleness, stretches
-from correction.tally import joined, rejection_numbers, tally
+from correction.segments import Level, masked
+from correction.staleness import TokenSpans, count_staleness, token_spans
 
 BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
 """Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""
@@ -102,9 +101,8 @@ def diagnose(
     corrected: CorrectedBatch,
     target_logprobs: Tensor | None = None,
     *,
-    config: CorrectionConfig | None = None,
+    decided: FinalDecision | None = None,
     entropy: Tensor | None = None,
-    target_topk_logprobs: Tensor | None = None,
     detailed: bool = False,
 ) -> dict[str, float]:
     """The numbers of a batch; run it after the step, off the learner's path.
@@ -112,43 +110,104 @@ def diagnose(
     Args:
         corrected: of this batch, from correct() or defer().
         target_logprobs: [N] the learner's logprobs of the step; None leaves what needs them out.
-        config: gives fractions by criterion and the truncated share; with target_logprobs also those of the late parts.
+        decided: of the step, from `policy_loss`, for the whole batch; None: rejection and weights are those of the early parts alone.
         entropy: [N] of the target policy, for the entropy of dropped tokens.
-        target_topk_logprobs: [N, K] of batch.topk_ids; without it what a top-K criterion drops isn't counted: `policy_loss` has done so.
         detailed: quantiles, buckets and the spurious objective as well; they sort the tokens, which takes longer than all the rest.
     """
     target = None if target_logprobs is None else target_logprobs.detach().to(batch.behavior_logprobs.dtype)
     proximal = target if batch.proximal_logprobs is None else batch.proximal_logprobs
+    keep = corrected.keep_mask if decided is None else decided.keep_mask
+    weights = corrected.importance_weights if decided is None else decided.importance_weights
     mask = torch.empty_like(batch.loss_mask)
-    tallies = []
-    known = iter(corrected.decision_sums if config else ())
-    for part in batch_slices(batch, is_divisible=config is None or not needs_all_tokens(config)):
-        own = part.of_batch(batch)
-        logprobs = Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target))
-        scene = make_scene(own, logprobs, part.of_tokens(target_topk_logprobs))
-        mask[part.tokens] = scene.mask
-        settled = next(known, None)
-        if scene.mask is not own.loss_mask:  # a number that is not finite: the target's were not known to `correct`
-            settled = None
-        tallies.append(tally(scene, part.of_corrected(corrected), part.of_tokens(target), config, part.of_tokens(entropy), settled))
-    runs = stretches(batch, batch.loss_mask)
-    sums = joined(tallies)
-    numbers = {"broken_tokens": float(sums["tokens"] - sums["finite"])}
-    numbers |= _staleness_numbers(runs, batch.num_sequences)
+    sums = []
+    for piece in batch_slices(batch):
+        own = piece.of_batch(batch)
+        view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), piece.of_tokens(target)))
+        mask[piece.tokens] = view.mask
+        sums.append(_rejection_sums(view, keep[piece.tokens], weights[piece.tokens], piece.of_tokens(entropy)))
+    spans = token_spans(batch, batch.loss_mask)
+    numbers = {"broken_tokens": float(int(batch.loss_mask.count_nonzero()) - int(mask.count_nonzero()))}
+    numbers |= _staleness_numbers(spans, batch.num_sequences)
     if proximal is not None:
-        numbers |= _gap_family(batch, proximal, stretches(batch, mask) if numbers["broken_tokens"] > 0 else runs)
+        numbers |= _gap_family(batch, proximal, token_spans(batch, mask) if numbers["broken_tokens"] > 0 else spans)
     if target is not None:
         numbers |= _target_numbers(batch, target, mask)
-    numbers |= rejection_numbers(sums)
+    counts = corrected.counts
+    if counts is not None and decided is not None:
+        counts += decided.counts
+    numbers |= _rejection_numbers(sums, counts)
     if detailed and proximal is not None:
         numbers |= _detailed_numbers(batch, proximal, mask)
     return numbers
 
 
-def _gap_family(batch: PackedBatch, proximal: Tensor, runs: Stretches) -> dict[str, float]:
-    """Of all tokens of the runs, of those of staleness 0, of the older ones, and of whole sequences."""
-    sets = runs.staleness == 0, runs.staleness > 0
-    (fresh, stale, whole), by_sequence = gap_numbers(batch.behavior_logprobs, proximal, runs, sets, batch.num_sequences)
+def _rejection_sums(view: BatchView, keep: Tensor, weights: Tensor, entropy: Tensor | None) -> dict[str, float]:
+    """Sums over whole sequences, but for the largest weight. keep, weights, entropy: [N]."""
+    loss_mask, advantages = view.batch.loss_mask, view.batch.advantages
+    kept_weights = masked(weights, keep)
+    largest, kept_weights = kept_weights.max() if keep.numel() else 0.0, kept_weights.double()
+    sequences = view.levels.at(Level.SEQUENCE)
+    sums = {
+        "tokens": int(loss_mask.count_nonzero()),
+        "kept": int(keep.count_nonzero()),
+        "sequences": int(sequences.any(loss_mask).count_nonzero()),
+        "kept_sequences": int(sequences.any(keep).count_nonzero()),
+        "weight": float(kept_weights.sum()),
+        "weight_square": float(kept_weights.dot(kept_weights)),
+        "largest_weight": float(largest),
+    }
+    for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
+        sums |= {name: int((chosen & loss_mask).count_nonzero()), f"kept_{name}": int((chosen & keep).count_nonzero())}
+    dropped = (loss_mask & ~keep & view.mask).nonzero().squeeze(1)  # few
+    sums["dropped"] = dropped.numel()
+    if view.logprobs.proximal is not None:
+        sums["dropped_probability"] = float(view.logprobs.proximal[dropped].double().exp().sum())
+    if entropy is not None:
+        sums["dropped_entropy"] = float(entropy.detach()[dropped].double().sum())
+    return sums
+
+
+def _rejection_numbers(pieces: list[dict[str, float]], counts: DecisionCounts | None) -> dict[str, float]:
+    """About weights and rejection, from the sums of all pieces of the batch."""
+    sums = {name: sum(piece[name] for piece in pieces) for name in pieces[0]}
+    tokens, kept = sums["tokens"], sums["kept"]
+    if tokens == 0:
+        return {}
+    numbers = {
+        "kept_fraction": kept / tokens,
+        "rejected_fraction": (tokens - kept) / tokens,
+        "rejected_sequence_fraction": 1 - sums["kept_sequences"] / sums["sequences"],
+    }
+    for sign in ("positive", "negative"):
+        if sums[sign] > 0:
+            numbers[f"rejected_fraction_{sign}"] = (sums[sign] - sums[f"kept_{sign}"]) / sums[sign]
+    if counts is not None:
+        numbers |= _count_numbers(counts)
+    for name in ("probability", "entropy"):
+        if f"dropped_{name}" in sums and sums["dropped"] > 0:
+            numbers[f"rejected_{name}_mean"] = sums[f"dropped_{name}"] / sums["dropped"]
+    if kept > 0:
+        mean, square = sums["weight"] / kept, sums["weight_square"] / kept
+        largest = max(piece["largest_weight"] for piece in pieces)
+        numbers |= {"importance_weight_mean": mean, "importance_weight_max": largest}
+        if square > 0:
+            numbers["importance_weight_ess"] = mean**2 / square
+    return numbers
+
+
+def _count_numbers(counts: DecisionCounts) -> dict[str, float]:
+    numbers = {f"rejected_by_{label}": dropped / looked_at for label, (looked_at, dropped) in counts.by_criterion().items()}
+    by_unit = counts.by_unit()
+    if by_unit["units"] > 0:
+        for name, sign in itertools.product(("truncated", "masked"), ("", "_positive", "_negative")):
+            numbers[f"{name}_fraction{sign}"] = by_unit[f"{name}{sign}"] / by_unit["units"]
+    return numbers
+
+
+def _gap_family(batch: PackedBatch, proximal: Tensor, spans: TokenSpans) -> dict[str, float]:
+    """Of all tokens of the spans, of those of staleness 0, of the older ones, and of whole sequences."""
+    sets = spans.staleness == 0, spans.staleness > 0
+    (fresh, stale, whole), by_sequence = gap_numbers(batch.behavior_logprobs, proximal, spans, sets, batch.num_sequences)
     named = {f"mismatch_{name}": value for name, value in fresh.items()} | {f"stale_{name}": value for name, value in stale.items()}
     return whole | named | _sequence_numbers(by_sequence)
 
@@ -194,8 +253,8 @@ def _k3_mean(log_ratio: Tensor, tokens: int) -> float:
     return float((torch.expm1(log_ratio) - log_ratio).sum()) / tokens
 
 
-def _staleness_numbers(runs: Stretches, num_sequences: int) -> dict[str, float]:
-    counts = count_staleness(runs, num_sequences)
+def _staleness_numbers(spans: TokenSpans, num_sequences: int) -> dict[str, float]:
+    counts = count_staleness(spans, num_sequences)
     if counts is None:
         return {}
     shares = {"staleness": counts.total, "staleness_in_flight": counts.in_flight, "staleness_in_queue": counts.in_queue}

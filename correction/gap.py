@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from correction.ratios import LOG_RATIO_LIMIT
-from correction.staleness import Stretches
+from correction.staleness import TokenSpans
 
 CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22
@@ -50,13 +50,13 @@ def chunk_tokens(device: torch.device) -> int:
 
 
 def gap_numbers(
-    behavior: Tensor, proximal: Tensor, runs: Stretches, sets: Sequence[Tensor], num_sequences: int
+    behavior: Tensor, proximal: Tensor, spans: TokenSpans, sets: Sequence[Tensor], num_sequences: int
 ) -> tuple[list[dict[str, float]], Tensor]:
     """The numbers of diagnostics.GAP, for each of several disjoint sets of tokens and at the end for all of them together.
 
     Args:
-        behavior, proximal: [N] logprobs, nats, finite inside the runs.
-        sets: each as [R] bool, the runs that are in it. A set without tokens has no numbers.
+        behavior, proximal: [N] logprobs, nats, finite inside the spans.
+        sets: each as [R] bool, the spans that are in it. A set without tokens has no numbers.
     Returns: these numbers, and [S, 3] float64 of each sequence: tokens, sum of log mu, sum of log rho.
     """
     shift: Tensor | None = None
@@ -66,14 +66,14 @@ def gap_numbers(
     per_set = []
     for chosen in sets:
         rows = [empty]
-        for index, chunk in runs.token_index(chosen, chunk=chunk_tokens(behavior.device)):
+        for index, chunk in spans.token_index(chosen, chunk=chunk_tokens(behavior.device)):
             mu, prox = behavior.index_select(0, index), proximal.index_select(0, index).double()
             probability, log_mu = mu.exp().double(), mu.double()
             shift = probability.mean() if shift is None else shift
             x = prox.sub_(log_mu)
-            lengths = runs.lengths[chunk]
+            lengths = spans.lengths[chunk]
             sums = [lengths.double(), *(torch.segment_reduce(values, "sum", lengths=lengths) for values in (log_mu, x))]
-            by_sequence.index_add_(0, runs.sequences[chunk], torch.stack(sums, 1))
+            by_sequence.index_add_(0, spans.sequences[chunk], torch.stack(sums, 1))
             rows.append(_chunk_sums(log_mu, x, probability, shift))
         per_set.append(_added(torch.stack(rows)))
     whole = _added(torch.stack(per_set))

@@ -61,7 +61,7 @@ class RejectionLevel(enum.StrEnum):
         return {"token": Level.TOKEN, "turn": Level.TURN}.get(self.value, Level.SEQUENCE)
 
 
-class Side(enum.StrEnum):
+class AdvantageSign(enum.StrEnum):
     """Advantages for which a criterion holds."""
 
     ANY = "any"
@@ -146,11 +146,11 @@ def log_bound(bound: Tensor | float | None) -> Tensor | float | None:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def on_side(advantages: Tensor, side: Side) -> Tensor:
+def has_sign(advantages: Tensor, sign: AdvantageSign) -> Tensor:
     """[U] bool: units that a criterion looks at. Zero advantage is on neither side."""
-    if side is Side.NEGATIVE:
+    if sign is AdvantageSign.NEGATIVE:
         return advantages < 0
-    if side is Side.POSITIVE:
+    if sign is AdvantageSign.POSITIVE:
         return advantages > 0
     return torch.ones_like(advantages, dtype=torch.bool)
 

@@ -1,10 +1,14 @@
-"""Which parts go together, when each can run, and which combinations are refused.
+"""When each part of a correction runs: `Schedule.of` decides it, for a config and a way of preparing the batch.
 
-A part is early if it needs only mu and pi_prox: it runs in the correction service. It is late if it needs pi_theta, or a
-proximal policy that only exists inside the training forward: it runs there, by the same functions.
+A part is early if it needs only mu and pi_prox: it runs in the correction service. It is late if it needs pi_theta, or a proximal policy
+that exists only inside the training forward: it runs there, by the same functions. In a deferred batch (`defer`) pi_prox is the detached
+pi_theta, so that every part on it is late.
 """
 
 from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
 
 from correction.denominators import Count, DenominatorKind
 from correction.importance import Population, WeightMode
@@ -13,65 +17,76 @@ from correction.rejection import TOPK_STATISTICS, Statistic
 from correction.settings import CorrectionSettings
 
 
+class Stage(enum.Enum):
+    """When a part runs."""
+
+    EARLY = "early"
+    """In the correction service, before training: mu and pi_prox are known."""
+    LATE = "late"
+    """Inside the training forward, where pi_theta is known."""
+
+
 def effective_ratio(ratio: Ratio, config: CorrectionSettings) -> Ratio:
     """The ratio that a part really sees: in bypass rho would be 1, so it means q, and r is q."""
     return Ratio.Q if config.proximal is ProximalSource.BEHAVIOR else ratio
 
 
-def is_late(ratio: Ratio, config: CorrectionSettings, *, is_deferred: bool) -> bool:
-    """True if a part on this ratio can only run inside the training forward."""
-    if effective_ratio(ratio, config) is not Ratio.RHO:
-        return True
-    return is_deferred or config.proximal is ProximalSource.INTERPOLATE
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The stage of each part; None where a part is off."""
 
+    proximal: Stage
+    """From when on log pi_prox is known."""
+    criteria: tuple[Stage, ...]
+    """One for each criterion of rejection, in the config's order."""
+    veto: Stage | None
+    importance: Stage | None
+    """Importance weights."""
+    normalization: Stage | None
+    """The mean weight: late where it is known only after the forward of the whole batch."""
+    kept_count: Stage | None
+    """The kept tokens that the denominator counts; None: it counts the original ones."""
 
-def importance_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
-    """True if importance weights are made inside the training forward."""
-    return config.importance.mode is not WeightMode.OFF and is_late(config.importance.ratio, config, is_deferred=is_deferred)
+    @classmethod
+    def of(cls, config: CorrectionSettings, *, is_deferred: bool) -> Schedule:
+        """The one place where this is decided.
 
+        Args:
+            is_deferred: pi_prox is to be the detached target of the training forward.
+        """
+        waits_for_forward = is_deferred or config.proximal is ProximalSource.INTERPOLATE
+        proximal = Stage.LATE if waits_for_forward else Stage.EARLY
 
-def rejection_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
-    """True if a criterion or the veto runs inside the training forward."""
-    late = any(is_late(criterion.ratio, config, is_deferred=is_deferred) for criterion in config.rejection)
-    return late or veto_is_late(config, is_deferred=is_deferred)
+        def stage_on(ratio: Ratio) -> Stage:
+            return proximal if effective_ratio(ratio, config) is Ratio.RHO else Stage.LATE
 
-
-def veto_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
-    """True if the veto runs inside the training forward; a probability under mu (bypass) is known early."""
-    if config.veto is None:
-        return False
-    if config.veto.quantity == "probability":
-        return is_deferred or config.proximal is ProximalSource.INTERPOLATE
-    return is_late(config.veto.ratio, config, is_deferred=is_deferred)
-
-
-def normalization_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
-    """True if the mean weight is only known after the forward of the whole batch."""
-    if config.normalize.population is Population.OFF or config.importance.mode is WeightMode.OFF:
-        return False
-    kept_late = config.normalize.population is Population.KEPT and rejection_is_late(config, is_deferred=is_deferred)
-    return kept_late or importance_is_late(config, is_deferred=is_deferred)
-
-
-def kept_count_is_late(config: CorrectionSettings, *, is_deferred: bool) -> bool:
-    """True if the kept denominator is only known after the forward of the whole batch."""
-    return config.denominator.count is Count.KEPT and rejection_is_late(config, is_deferred=is_deferred)
-
-
-def adds_terms(config: CorrectionSettings) -> bool:
-    """True if the loss has terms beside the policy's, which a factor on the gradient would scale too."""
-    return config.kl.coefficient > 0 or config.entropy_coefficient > 0
+        criteria = tuple(stage_on(criterion.ratio) for criterion in config.rejection)
+        veto = importance = normalization = kept_count = None
+        if config.veto is not None:  # a probability under mu (bypass) is known early
+            veto = proximal if config.veto.quantity == "probability" else stage_on(config.veto.ratio)
+        rejection = Stage.LATE if Stage.LATE in (*criteria, veto) else Stage.EARLY
+        if config.importance.mode is not WeightMode.OFF:
+            importance = stage_on(config.importance.ratio)
+            if config.normalize.population is Population.KEPT:
+                normalization = Stage.LATE if Stage.LATE in (importance, rejection) else Stage.EARLY
+            elif config.normalize.population is Population.ALL:
+                normalization = importance
+        if config.denominator.count is Count.KEPT:
+            kept_count = rejection
+        return cls(proximal, criteria, veto, importance, normalization, kept_count)
 
 
 def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliary_loss: bool = False) -> str | None:
     """Why the late global quantities are no single factor on the gradient; None if they are."""
-    for criterion in config.rejection:
-        if criterion.statistic is Statistic.SECOND_MOMENT and is_late(criterion.ratio, config, is_deferred=is_deferred):
+    schedule = Schedule.of(config, is_deferred=is_deferred)
+    for criterion, stage in zip(config.rejection, schedule.criteria, strict=True):
+        if criterion.statistic is Statistic.SECOND_MOMENT and stage is Stage.LATE:
             return "the threshold of second_moment depends on all tokens of the batch"
-    if kept_count_is_late(config, is_deferred=is_deferred) and config.denominator.kind is DenominatorKind.PROMPT_MEAN:
+    if schedule.kept_count is Stage.LATE and config.denominator.kind is DenominatorKind.PROMPT_MEAN:
         return "kept counts of groups are no single factor"
-    has_factor = normalization_is_late(config, is_deferred=is_deferred) or kept_count_is_late(config, is_deferred=is_deferred)
-    if has_factor and (adds_terms(config) or has_auxiliary_loss):
+    has_factor = Stage.LATE in (schedule.normalization, schedule.kept_count)
+    adds_terms = config.kl.coefficient > 0 or config.entropy_coefficient > 0
+    if has_factor and (adds_terms or has_auxiliary_loss):
         return "normaliser or kept count would also scale the KL, entropy or auxiliary term"
     return None
 

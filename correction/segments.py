@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -110,25 +111,25 @@ def turn_segments(batch: PackedBatch, sequences: Segments) -> Segments:
     return segments_from_offsets(torch.cat([first, first.new_tensor([batch.num_tokens])]), batch.num_tokens)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Levels:
     """The segments of one batch, each made when first asked for."""
 
     batch: PackedBatch
-    _sequences: Segments | None = None
-    _turns: Segments | None = None
+
+    @cached_property
+    def sequences(self) -> Segments:
+        return sequence_segments(self.batch)
+
+    @cached_property
+    def turns(self) -> Segments:
+        return turn_segments(self.batch, self.sequences)
 
     def at(self, level: Level) -> Segments:
         """Segments of a level; sequence and geometric share theirs."""
         if level is Level.TOKEN:
             return token_segments(self.batch.num_tokens)
-        if self._sequences is None:
-            self._sequences = sequence_segments(self.batch)
-        if level is not Level.TURN:
-            return self._sequences
-        if self._turns is None:
-            self._turns = turn_segments(self.batch, self._sequences)
-        return self._turns
+        return self.turns if level is Level.TURN else self.sequences
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from correction.denominators import Count, DenominatorKind
 from correction.errors import ConfigError
 from correction.importance import Population, WeightMode
 from correction.ratios import ProximalSource, Ratio
-from correction.rejection import TOPK_STATISTICS, RejectionLevel, Side, Statistic
+from correction.rejection import TOPK_STATISTICS, AdvantageSign, RejectionLevel, Statistic
 from correction.segments import Level
 
 
@@ -86,7 +86,7 @@ class CriterionConfig(Part):
     """Entry s replaces lower on units of staleness s; the last entry holds for all older ones."""
     upper_by_staleness: tuple[float, ...] | None = None
     """Entry s replaces upper on units of staleness s; the last entry holds for all older ones."""
-    side: Side = Side.ANY
+    side: AdvantageSign = AdvantageSign.ANY
     """Advantages that it looks at: any, negative (OPSM), positive."""
     is_open: bool = False
     """Bounds themselves are outside."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
+from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import for_step
 from correction.engines.capture import Capture
@@ -27,7 +28,7 @@ from correction.engines.operators import head_logits
 from correction.engines.processor import Processor
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError
-from correction.loss import loss_metrics, policy_scale
+from correction.loss import late_normalizer, loss_metrics, policy_scale
 from correction.schedule import fold_obstacle
 from learner import balance, capture, checkpoint, convert, export, hf_folder, model, parallel
 from learner.config import LearnerConfig
@@ -191,7 +192,7 @@ class LearnerRank:
                 )
             )
         first_epoch = len(shares) // self.config.epochs_per_batch
-        logprobs, entropy = _first_values(corrected, shares[:first_epoch], [one[0] for one in done])
+        logprobs, entropy, decided = _first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics = loss_metrics(sums, correction_config)
         losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
@@ -201,6 +202,7 @@ class LearnerRank:
             loss=sum(losses) / len(losses),
             metrics={name: value for name, value in metrics.items() if name != "loss"},
             target_logprobs=logprobs,
+            decided=decided,
             entropy=entropy,
             grad_norms=tuple(update.norm for update in updates),
             group_norms={name: math.fsum(update.group_norms[name] for update in updates) / len(updates) for name in updates[0].group_norms},
@@ -401,15 +403,21 @@ def _parameters(policies: list[model.PolicyModel]) -> list[torch.nn.Parameter]:
 
 def _first_values(
     corrected: CorrectedBatch, shares: list[tuple[list[int], CorrectedBatch]], passes: list[Pass]
-) -> tuple[Tensor, float | None]:
-    """Logprobs [N] and mean entropy of the trained tokens, each from the first pass that it was in."""
+) -> tuple[Tensor, float | None, FinalDecision]:
+    """Logprobs [N], mean entropy of the trained tokens and what was decided about them, each from the first pass that it was in."""
     batch = corrected.batch
-    logprobs, entropies = torch.zeros(2, batch.num_tokens, dtype=torch.float32)
+    logprobs, entropies, weights = torch.zeros(3, batch.num_tokens, dtype=torch.float32)
+    keep = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    counts = []
     for (sequences, _), done in zip(shares, passes, strict=False):
+        assert done.decided is not None and done.sums is not None  # the correction's objective decides
         index = batch.token_index(sequences)
         logprobs[index], entropies[index] = done.logprobs, done.entropies
+        keep[index], weights[index] = done.decided.keep_mask, done.decided.importance_weights * late_normalizer(done.sums)
+        counts.append(done.decided.counts)
     trained = entropies[batch.loss_mask]
-    return logprobs, float(trained.double().mean()) if len(trained) else None
+    entropy = float(trained.double().mean()) if len(trained) else None
+    return logprobs, entropy, FinalDecision(keep, weights, reduce(operator.add, counts))
 
 
 def _mean(values: list[float | None]) -> float | None:

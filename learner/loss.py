@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
+from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.loss import policy_loss
 from learner.attention import pack
@@ -33,12 +33,14 @@ class TokenValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """Loss of a micro-batch: scalar with gradient, and sums that add up over micro-batches and ranks."""
+class MicrobatchLoss:
+    """What an objective says of a micro-batch: scalar with gradient, and sums that add up over micro-batches and ranks."""
 
     loss: Tensor
     sums: Tensor
     """1-D float64, detached."""
+    decided: FinalDecision | None = None
+    """What is in the loss, where the correction decides that."""
 
 
 def forward_hidden(
@@ -82,20 +84,20 @@ def token_values(
     return replace(values, topk_logprobs=listed)
 
 
-def correction_objective(config: CorrectionConfig) -> Callable[[CorrectedBatch, TokenValues], Objective]:
+def correction_objective(config: CorrectionConfig) -> Callable[[CorrectedBatch, TokenValues], MicrobatchLoss]:
     """The objective of reinforcement learning, as the correction settings describe it."""
 
-    def objective(corrected: CorrectedBatch, values: TokenValues) -> Objective:
+    def objective(corrected: CorrectedBatch, values: TokenValues) -> MicrobatchLoss:
         result = policy_loss(corrected, values.logprobs, config, values.entropies, target_topk_logprobs=values.topk_logprobs)
-        return Objective(result.loss, result.partials)
+        return MicrobatchLoss(result.loss, result.partials, result.decided)
 
     return objective
 
 
-def supervised_objective(corrected: CorrectedBatch, values: TokenValues) -> Objective:
+def supervised_objective(corrected: CorrectedBatch, values: TokenValues) -> MicrobatchLoss:
     """Cross-entropy of the tokens in the loss mask, scaled by token_scale. Sums: the loss."""
     loss = -(values.logprobs * corrected.token_scale).sum()
-    return Objective(loss, loss.detach().double()[None])
+    return MicrobatchLoss(loss, loss.detach().double()[None])
 
 
 def without_loss(corrected: CorrectedBatch) -> CorrectedBatch:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, correct, diagnose, gap, segments
+from correction import PRESETS, CorrectionConfig, correct, diagnose, gap, policy_loss, segments
 from correction import batch as batches
 from tests.correction.fixtures import random_batch
 
@@ -16,7 +16,8 @@ NAMES = sorted(name for name in PRESETS if "topk" not in name)
 
 def everything(batch, target, config):
     corrected = correct(batch, config)
-    numbers = diagnose(batch, corrected, target, config=config, entropy=target.abs(), detailed=True)
+    decided = policy_loss(corrected, target, config).decided
+    numbers = diagnose(batch, corrected, target, decided=decided, entropy=target.abs(), detailed=True)
     return numbers, torch.stack([corrected.importance_weights, corrected.keep_mask.double(), corrected.token_scale])
 
 

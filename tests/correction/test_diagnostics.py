@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
+from correction.batch import FinalDecision
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 MU_FLAT, PROX_FLAT = [p for row in MU for p in row], [p for row in PROX for p in row]
@@ -22,7 +23,9 @@ def mean(values):
 def numbers(preset="tis-token", batch=None, target=None, way=correct, **overrides):
     config = CorrectionConfig(preset=preset, **overrides)
     batch = worked_example() if batch is None else batch
-    return diagnose(batch, way(batch, config), target, config=config, detailed=True)
+    corrected = way(batch, config)
+    decided = None if target is None else policy_loss(corrected, target, config).decided
+    return diagnose(batch, corrected, target, decided=decided, detailed=True)
 
 
 def perplexities(rows):
@@ -148,14 +151,53 @@ def test_every_number_is_documented():
     assert set(diagnose(batch, correct(batch, CorrectionConfig()))) <= names
 
 
-def test_what_a_top_k_criterion_drops_is_counted_with_the_targets_table():
-    """The service has no such table, and takes the number from the learner; a caller who has one gets what the loss does."""
+def test_what_a_top_k_criterion_drops_is_what_the_loss_dropped():
+    """The target's top-K table never leaves the learner; its decision does."""
     batch, target = random_batch(5, topk=4)
     table = batch.topk_logprobs + 0.8 * torch.randn(batch.topk_logprobs.shape, generator=torch.Generator().manual_seed(6)).double()
     config = CorrectionConfig(preset="bypass", topk=4, rejection=[{"statistic": "topk_tv", "ratio": "q", "upper": 0.1}])
     corrected = correct(batch, config)
-    blind = diagnose(batch, corrected, target, config=config)
-    seen = diagnose(batch, corrected, target, config=config, target_topk_logprobs=table)
-    kept = loss_metrics(policy_loss(corrected, target, config, target_topk_logprobs=table).partials, config)["kept_fraction"]
-    assert 0.1 < kept < 0.9 and blind["rejected_fraction"] == 0
+    early = diagnose(batch, corrected, target)
+    trained = policy_loss(corrected, target, config, target_topk_logprobs=table)
+    seen = diagnose(batch, corrected, target, decided=trained.decided)
+    kept = loss_metrics(trained.partials, config)["kept_fraction"]
+    assert 0.1 < kept < 0.9 and early["rejected_fraction"] == 0
     assert seen["kept_fraction"] == kept and seen["rejected_by_topk_tv_token_q"] == pytest.approx(1 - kept)
+
+
+def test_numbers_of_a_batch_are_those_of_its_micro_batches_put_together():
+    """What each micro-batch decided, added up: an early criterion, a late one, the veto and late weights."""
+    batch, target = random_batch(8, sequences=20)
+    config = CorrectionConfig(
+        objective={"kind": "score", "ratio": None},
+        importance={"mode": "truncate", "ratio": "q", "upper": 1.2},
+        rejection=[{"lower": 0.7, "upper": 1.4}, {"statistic": "k3", "ratio": "q", "level": "sequence", "upper": 0.6}],
+        veto={"ratio": "q", "lower": 0.5},
+    )
+    corrected = correct(batch, config)
+    whole = policy_loss(corrected, target, config).decided
+    split = [[3, 0, 7], list(range(8, 20)), [1, 2], [4, 5, 6]]
+    parts = [policy_loss(corrected.select(part), target[batch.token_index(part)], config).decided for part in split]
+    keep, weights = torch.zeros_like(whole.keep_mask), torch.zeros_like(whole.importance_weights)
+    for sequences, decided in zip(split, parts, strict=True):
+        index = batch.token_index(sequences)
+        keep[index], weights[index] = decided.keep_mask, decided.importance_weights
+    counts = parts[0].counts + parts[1].counts + parts[2].counts + parts[3].counts
+    assert torch.equal(counts.values, whole.counts.values)
+    joined = diagnose(batch, corrected, target, decided=FinalDecision(keep, weights, counts))
+    assert joined == diagnose(batch, corrected, target, decided=whole)
+    labels = ("ratio_token_rho", "k3_sequence_q", "veto")
+    assert all(0 < joined[f"rejected_by_{label}"] < 1 for label in labels) and joined["truncated_fraction"] > 0
+
+
+def test_each_criterion_is_decided_in_one_stage():
+    """The early count is the service's, the late one the learner's: no stage counts what the other did, and their sum is all."""
+    batch, target = random_batch(8, sequences=20)
+    criteria = [{"upper": 1.4}, {"statistic": "k3", "ratio": "q", "upper": 0.1}]
+    config = CorrectionConfig(preset="bypass", proximal="recompute", rejection=criteria)
+    corrected = correct(batch, config)
+    late = policy_loss(corrected, target, config).decided.counts
+    tokens = int(batch.loss_mask.sum())
+    assert corrected.counts.by_criterion().keys() == {"ratio_token_rho"} and late.by_criterion().keys() == {"k3_token_q"}
+    rho = (batch.proximal_logprobs - batch.behavior_logprobs).exp()[batch.loss_mask]
+    assert (corrected.counts + late).by_criterion()["ratio_token_rho"] == (tokens, int((rho > 1.4).sum()))
