@@ -38,7 +38,7 @@ _POLL_S = 30.0
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
 """Reasons for which the service discards a group."""
-_OF_THE_BOUNDS = ("rejected_fraction",)
+_OF_THE_BOUNDS = ("rejected_share",)
 """Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
 
 
@@ -86,7 +86,7 @@ class Observation:
     """What a trained batch says about the run."""
 
     diagnostics: dict[str, float]
-    """By their names in correction.diagnostics."""
+    """By their names in correction.quantities."""
     events: tuple[Event, ...]
     """What the monitor makes of them, worst first."""
     state: State

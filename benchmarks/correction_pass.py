@@ -191,7 +191,7 @@ def _print_ratio(name: str, above: list[float], below: list[float], wanted: str)
 
 def _check_same_answer(verl: dict[str, float], ours: dict[str, float]) -> None:
     """Both have done the same work: the k3 KL and the rejected share agree to float32."""
-    for theirs, name in (("rollout_corr/k3_kl", "k3_kl"), ("rollout_corr/rollout_rs_masked_fraction", "rejected_fraction")):
+    for theirs, name in (("rollout_corr/k3_kl", "k3_kl"), ("rollout_corr/rollout_rs_masked_fraction", "rejected_share")):
         if not math.isclose(verl[theirs], ours[name], rel_tol=2e-3):
             raise SystemExit(f"verl's {theirs} = {verl[theirs]}, ours = {ours[name]}: the two did not do the same work")
 

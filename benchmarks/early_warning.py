@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from correction.monitor import Monitor, MonitorConfig, State  # noqa: E402
+from correction.quantities import current_name  # noqa: E402
 
 SERIES = ROOT / "benchmarks" / "series"
 RLWATCH = "rlwatch==0.5.1"
@@ -81,7 +82,8 @@ def load_runs(folder: Path = SERIES) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.json.gz")):
         record = json.loads(gzip.decompress(path.read_bytes()))
-        runs.append(Run(record["condition"], record["seed"], record["series"], record["settings"]["onset"]))
+        series = {current_name(name): values for name, values in record["series"].items()}
+        runs.append(Run(record["condition"], record["seed"], series, record["settings"]["onset"]))
     return runs
 
 

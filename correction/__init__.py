@@ -4,17 +4,19 @@ from correction.advantages import AdvantageEstimator, group_advantages
 from correction.batch import CorrectedBatch, PackedBatch, from_padded, to_padded
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, for_step, needs_proximal_forward
-from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, diagnose
+from correction.diagnostics import diagnose
 from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
 from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
 from correction.methods import PRESETS, Preset, presets_table
 from correction.monitor import Event, Monitor, MonitorConfig
+from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
 from correction.ratios import ProximalSource
 from correction.schedule import needs_topk
 
 __all__ = [
     "DIAGNOSTICS",
     "DIAGNOSTIC_FAMILIES",
+    "LOSS_METRICS",
     "PARTIALS",
     "PRESETS",
     "AdvantageEstimator",

@@ -33,7 +33,7 @@ def group_advantages(
 ) -> Tensor:
     """Group-relative advantage of each sequence.
 
-    A group of one has no baseline: its advantage is 0 (verl gives it its raw reward; decision C17). So has a group whose
+    A group of one has no baseline: its advantage is 0 (verl gives it its raw reward). So has a group whose
     rewards are all alike.
     Args:
         rewards: [S] float, any unit.

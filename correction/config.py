@@ -1,6 +1,6 @@
 """The correction's settings as a whole; a preset names a combination of them.
 
-`preset` is read first, and keys given beside it override its values: {preset: tis-token, importance: {upper: 3}}.
+`preset` is read first, and keys that are given with it override its values: {preset: tis-token, importance: {upper: 3}}.
 What makes no sense is refused here, with the reason.
 """
 
@@ -72,7 +72,7 @@ def validate_combination(config: CorrectionConfig) -> None:
 
 
 def _refuse_counting_twice(config: CorrectionConfig) -> None:
-    """An importance weight must hold no policy that the objective's ratio holds already (decision C28)."""
+    """An importance weight must hold no policy that the objective's ratio holds already."""
     if config.importance.mode is WeightMode.OFF or config.objective.ratio is None:
         return
     weight = effective_ratio(config.importance.ratio, config)

@@ -28,7 +28,8 @@ def needs_proximal_forward(config: CorrectionConfig, optimizer_steps_per_batch: 
     """True if the learner must compute proximal logprobs in a forward of their own, before the step.
 
     With one optimizer step per batch the detached current logprobs are the proximal ones, and the batch can be deferred; unless
-    a global quantity is no single factor on the gradient (M2PO's threshold, kept counts of groups, or any factor beside another term).
+    a global quantity is no single factor on the gradient (M2PO's threshold, kept counts of groups, or any factor on a loss of several
+    terms).
     Args:
         has_auxiliary_loss: the model adds a loss of its own (MoE balancing), which a factor on the gradient would scale too.
     """

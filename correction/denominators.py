@@ -33,7 +33,7 @@ class Count(enum.StrEnum):
     """Which tokens and sequences the denominator counts."""
 
     ORIGINAL = "original"
-    """Those of the loss mask: a rejected token or sequence still counts (decisions C2, C3)."""
+    """Those of the loss mask: a rejected token or sequence still counts."""
     KEPT = "kept"
     """Those that rejection and veto left."""
 

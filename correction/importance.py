@@ -70,7 +70,7 @@ class Population(enum.StrEnum):
 
     OFF = "off"
     ALL = "all"
-    """All units of the loss mask, before rejection; weights set to zero count (verl, Miles; decision C15)."""
+    """All units of the loss mask, before rejection; weights set to zero count (verl, Miles)."""
     KEPT = "kept"
     """Units with a token that rejection and veto left and a weight above zero."""
 

@@ -147,7 +147,7 @@ def policy_scale(partials: Tensor, config: CorrectionConfig) -> float:
     """Factor on the gradient of the whole batch, from the partials summed over its micro-batches and ranks.
 
     1.0 unless the mean weight or the kept count was only known inside the training forward. The config refuses KL and entropy terms
-    beside such a factor, so it may multiply the whole gradient.
+    together with such a factor, so it may multiply the whole gradient.
     """
     value = dict(zip(PARTIALS, partials.tolist(), strict=True))
     factor = late_normalizer(partials)
@@ -163,7 +163,7 @@ def late_normalizer(partials: Tensor) -> float:
 
 
 def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]:
-    """Human numbers of a batch, from the partials summed over its micro-batches and ranks. What has no tokens is absent."""
+    """The numbers of LOSS_METRICS, from the partials summed over a batch's micro-batches and ranks. What has no tokens is absent."""
     value = dict(zip(PARTIALS, partials.tolist(), strict=True))
     scaled = value["policy_loss"] * policy_scale(partials, config)
     metrics = {"loss": scaled + value["kl_loss"] + value["entropy_loss"], "policy_loss": scaled, "broken_tokens": value["broken_tokens"]}
@@ -171,7 +171,7 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         metrics["kl_loss"] = value["kl_loss"]
     trained = value["tokens"] + value["broken_tokens"]
     if trained > 0:
-        metrics["kept_fraction"] = value["kept_tokens"] / trained
+        metrics["kept_share"] = value["kept_tokens"] / trained
     if value["tokens"] > 0:
         for name, key in (("ratio_mean", "ratio"), ("drift_k1_kl", "drift_k1"), ("drift_k3_kl", "drift_k3")):
             metrics[name] = value[key] / value["tokens"]
@@ -180,9 +180,9 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         if config.kl.coefficient > 0:
             metrics["penalty_kl"] = value["kl"] / value["tokens"]
     if value["kept_tokens"] > 0:
-        metrics["clip_fraction"] = value["clipped_tokens"] / value["kept_tokens"]
+        metrics["clip_share"] = value["clipped_tokens"] / value["kept_tokens"]
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
-            metrics["bounded_fraction"] = value["bounded_tokens"] / value["kept_tokens"]
+            metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]
         metrics["importance_weight_mean"] = value["weight"] / value["kept_tokens"]
         if value["weight_square"] > 0:
             metrics["importance_weight_ess"] = value["weight"] ** 2 / (value["kept_tokens"] * value["weight_square"])
@@ -284,7 +284,7 @@ def _kl_tokens(view: BatchView, target: Tensor, part: KlConfig, config: Correcti
     values = estimate(torch.where(mask, anchor - target, 0), estimator)
     if part.estimator == "unbiased_k3":
         factor = torch.where(mask, target - _anchor(view, part.ratio, config), 0)
-        values = bounded_exp(factor) * values  # differentiable factor: exactly the gradient of the reverse KL (decision C19)
+        values = bounded_exp(factor) * values  # differentiable factor: exactly the gradient of the reverse KL
     return torch.where(mask, values, 0).to(target.dtype)
 
 

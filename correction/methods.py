@@ -1,7 +1,7 @@
 """Named methods of the literature, each a few lines of data over the same parts. A preset is no code path.
 
-`settings` is what CorrectionConfig is built from; values not named there are the config's defaults. `decisions` are ids in
-contradictions.py, where sources disagree. Symbols: rho = prox/mu, r = theta/prox, q = theta/mu, A advantage, w weight.
+`settings` is what CorrectionConfig is built from; values not named there are the config's defaults. Where sources disagree,
+docs/correction.md says what was decided and why. Symbols: rho = prox/mu, r = theta/prox, q = theta/mu, A advantage, w weight.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from correction.contradictions import DECISIONS
 from correction.errors import ConfigError
 
 Settings = dict[str, Any]
@@ -28,8 +27,6 @@ class Preset:
     """Paper or code that defines it."""
     when: str
     """When to use it."""
-    decisions: tuple[str, ...] = ()
-    """Contradictions of the sources that were decided here."""
     open_constant: str = ""
     """A constant that the source leaves open and that the user should choose; empty: none."""
 
@@ -81,28 +78,24 @@ PRESETS: dict[str, Preset] = {
         "max(-A r, -A clip(r, 0.8, 1.2)), token mean",
         "PPO (arXiv 1707.06347)",
         "Baseline with a proximal policy of the learner's own; mismatch is ignored.",
-        ("C18",),
     ),
     "ppo-dual-clip": Preset(
         {"objective": clip(dual_clip=3.0)},
         "PPO, at most -3 A where A < 0",
         "arXiv 1912.09729; on by default in verl",
         "To find verl's default numbers again; stops huge ratios on bad answers.",
-        ("C18",),
     ),
     "grpo": Preset(
         {"objective": clip(), "denominator": SEQUENCE_MEAN},
         "PPO clip, A = (R - mean) / std of the group, mean over sequences of token means",
         "DeepSeekMath (arXiv 2402.03300)",
         "The classic. KL to a reference is off; set kl.coefficient (0.04 there) and kl.estimator: k3 for it.",
-        ("C17",),
     ),
     "dr-grpo": Preset(
         {"objective": clip(), "denominator": {"kind": "constant"}, "advantage": NO_STD},
         "PPO clip, A = R - mean, token sum / constant length",
         "Dr.GRPO (arXiv 2503.20783)",
         "When answers grow long because wrong ones pay less per token.",
-        ("C17",),
         "denominator.constant: the largest response length of the run",
     ),
     "dapo": Preset(
@@ -116,14 +109,12 @@ PRESETS: dict[str, Preset] = {
         "max(-A s, -A clip(s, 1 - 3e-4, 1 + 4e-4)), s = (prod r)^(1/n)",
         "GSPO (arXiv 2507.18071)",
         "Mixture-of-experts models, where token ratios jump with the routing.",
-        ("C25",),
     ),
     "luspo": Preset(
         {"objective": clip(3e-4, 4e-4, level="geometric"), "denominator": SEQUENCE_SUM},
         "GSPO times the sequence's length",
         "LUSPO (arXiv 2602.05261)",
         "GSPO without its preference for short answers.",
-        ("C25",),
     ),
     "gmpo": Preset(
         {"objective": {"kind": "geometric_clip", "log_clip": 0.4}, "denominator": SEQUENCE_MEAN},
@@ -142,7 +133,6 @@ PRESETS: dict[str, Preset] = {
         "-sg[min(r, 5)] A log theta, token mean",
         "CISPO in MiniMax-M1 (arXiv 2506.13585)",
         "Every token keeps a gradient: rare 'wait' and 'however' tokens are not clipped away.",
-        ("C14",),
         "objective.upper: unpublished; 5 is what SkyRL and AReaL recommend (1 + 4)",
     ),
     "m2po": Preset(
@@ -150,7 +140,6 @@ PRESETS: dict[str, Preset] = {
         "PPO clip; tokens of largest (log rho)^2 dropped until the mean is < 0.04",
         "M2PO (arXiv 2510.01161), removal rule of AReaL",
         "Very stale data: only the worst few tokens go. Always needs the proximal forward.",
-        ("C12",),
     ),
     "opsm": Preset(
         {
@@ -161,7 +150,6 @@ PRESETS: dict[str, Preset] = {
         "PPO clip; sequences with A < 0 and mean log(mu / theta) > 0.1 dropped",
         "DeepSeek-V3.2 (arXiv 2512.02556), Eq. 9",
         "Stale wrong answers that the policy has left behind already.",
-        ("C10",),
         "rejection.upper: unpublished; 1e-4 (slime), 0.05-0.2 (Trinity), 0.5 (TRL) are in use",
     ),
     # --- Weights and rejection on rho, PPO on r.
@@ -170,42 +158,36 @@ PRESETS: dict[str, Preset] = {
         "min(rho, 2) PPO(r)",
         "Yao et al. (2025), truncated importance sampling; verl decoupled_token_is",
         "First choice against small mismatch: low variance, some bias.",
-        ("C2",),
     ),
     "tis-sequence": Preset(
         {"objective": clip(), "importance": truncate(2.0, "sequence")},
         "min(prod rho, 2) PPO(r)",
         "verl decoupled_seq_is",
         "Short answers: unbiased up to the cut, but the product's variance grows with length.",
-        ("C27",),
     ),
     "mis-token": Preset(
         {"objective": clip(), "importance": truncate(2.0), "rejection": [band(0.5, 2.0)]},
         "1[0.5 <= rho <= 2] min(rho, 2) PPO(r)",
         "Miles mis example",
         "Mismatch in few tokens: those are left out.",
-        ("C1", "C2"),
     ),
     "mis-sequence": Preset(
         {"objective": clip(), "importance": truncate(2.0, "sequence"), "rejection": [band(0.5, 2.0, "sequence")]},
         "1[0.5 <= prod rho <= 2] min(prod rho, 2) PPO(r)",
         "Speed-kills-stability note; two-sided as verl decoupled_seq_is_rs",
         "Long reasoning, where token-level masks were seen to collapse; drops long answers first.",
-        ("C2", "C3", "C27"),
     ),
     "mis-sequence-upper": Preset(
         {"objective": clip(), "importance": {"mode": "mask", "level": "sequence", "upper": 3.0}},
         "1[prod rho <= 3] prod rho PPO(r)",
         "Original MIS; TRL sequence_mask, its default",
         "To find TRL's default numbers again.",
-        ("C23", "C27"),
     ),
     "mis-geometric": Preset(
         {"objective": clip(), "importance": truncate(2.0), "rejection": [band(0.999, 1.001, "geometric")]},
         "1[0.999 <= geo rho <= 1.001] min(rho, 2) PPO(r)",
         "verl decoupled_geo_rs_token_tis; sequence masking, part 3 of the RL-collapse series",
         "Long answers: the criterion does not grow with length. The band must suit the numerics.",
-        ("C1", "C2"),
         "rejection bounds: 0.999-1.001, 0.99-1.01, 0.9999-1.0001 are in use",
     ),
     "mis-geometric-miles": Preset(
@@ -217,7 +199,6 @@ PRESETS: dict[str, Preset] = {
         "1[0.99 <= geo rho <= 1.001] clip(rho, 0.5, 1.5) PPO(r)",
         "Miles mismatch experiment",
         "The published Miles run.",
-        ("C2",),
     ),
     "mis-full": Preset(
         {
@@ -230,21 +211,18 @@ PRESETS: dict[str, Preset] = {
         "1[0.5 <= rho <= 2] 1[no rho < 1e-4] min(rho, 2) / mean PPO(r)",
         "Miles mis example file, everything on",
         "Strong mismatch or unknown ground: all safeguards together.",
-        ("C2", "C15", "C16"),
     ),
     "icepop": Preset(
         {"objective": clip(), "importance": {"mode": "mask", "lower": 0.5, "upper": 5.0}, "denominator": SEQUENCE_MEAN},
         "rho 1[0.5 <= rho <= 5] PPO(r), mean over sequences of token means",
         "IcePop, Ring-1T (arXiv 2510.18855)",
         "Mixture-of-experts mismatch: both sides masked, tokens kept with their ratio.",
-        ("C2", "C6"),
     ),
     "kpop": Preset(
         {"objective": clip(), "importance": {"mode": "raw"}, "rejection": [{"statistic": "binary_kl_max", "upper": 0.1}]},
         "rho 1[max(KL(prox||mu), KL(mu||prox)) <= 0.1, binary] PPO(r)",
         "KPop post; prime-rl pull request 3283",
         "A band in probability, wide for rare tokens and tight for sure ones.",
-        ("C5", "C9"),
         "rejection.upper: 0.1 is second-hand; AReaL ships 2.0, almost inert",
     ),
     "seq-mask-tis": Preset(
@@ -252,21 +230,18 @@ PRESETS: dict[str, Preset] = {
         "1[0.999 <= geo rho <= 1.002] rho PPO(r)",
         "NeMo-RL seq-mask-tis",
         "Sequences by their geometric ratio, raw token weights inside.",
-        ("C2",),
     ),
     "decoupled-ppo": Preset(
         {"objective": clip(), "importance": {"mode": "raw"}},
         "rho PPO(r), token mean",
         "Hilton et al. (2022); AReaL (arXiv 2505.24298)",
         "Stale data with a trust region round the newest policy; weights unbounded.",
-        ("C4", "C20"),
     ),
     "a-3po": Preset(
         {"proximal": "interpolate", "objective": clip(), "importance": {"mode": "raw"}},
         "decoupled PPO with log prox = log mu / d + (1 - 1/d) log theta, d staleness",
         "A-3PO (arXiv 2512.06547); AReaL loglinear",
         "Decoupled PPO without its forward.",
-        ("C11",),
     ),
     # --- On q: no proximal forward.
     "bypass": Preset(
@@ -274,7 +249,6 @@ PRESETS: dict[str, Preset] = {
         "PPO(q): prox = mu",
         "verl bypass_ppo_clip",
         "Cheapest: the clip sees mismatch, staleness and drift together.",
-        ("C28",),
     ),
     "pg": Preset(
         {**BYPASS, "objective": score(None)},
@@ -293,63 +267,54 @@ PRESETS: dict[str, Preset] = {
         "-sg[min(q, 3)] A log theta",
         f"{TRUST_REGION}, 'CISPO' there (C = 3; 5 in its scaling runs)",
         "Policy gradient with bounded variance and no trust region.",
-        ("C14",),
     ),
     "pg-sequence": Preset(
         {**BYPASS, "objective": score(None), "importance": {"mode": "truncate", "level": "sequence", "upper": 2.0}},
         "-min(prod q, 2) A log theta",
         "verl bypass_pg_is",
         "Sequence-level correction without a proximal forward; weights follow theta.",
-        ("C21", "C28"),
     ),
     "minirl": Preset(
         minirl(0.27, 5.0),
         "-M(r; 0.8, 1.27) sg[min(q, 5)] A log theta, token sum",
         "MiniRL (arXiv 2512.01374); the 5 is second-hand",
         "Mixture-of-experts at scale, with routing replay when off-policy.",
-        ("C13",),
     ),
     "minirl-tis": Preset(
         minirl(0.28, 3.0),
         "-M(r; 0.8, 1.28) sg[min(q, 3)] A log theta, token sum",
         f"{TRUST_REGION}, sec. 5",
         "MiniRL as the Trust Region paper ran it.",
-        ("C13",),
     ),
     "dppo-binary-tv": Preset(
         dppo("binary_tv", 0.15),
         "-M sg[q] A log theta, M = 0 if |mu - theta| > 0.15 and moving out",
         f"{TRUST_REGION}, sec. 5",
         "A trust region in probability: rare tokens stay free, sure ones are held.",
-        ("C7",),
     ),
     "dppo-binary-tv-scale": Preset(
         dppo("binary_tv", 0.2, upper=5.0),
         "-M sg[min(q, 5)] A log theta, |mu - theta| > 0.2",
         f"{TRUST_REGION}, sec. 7",
         "DPPO on large models.",
-        ("C7",),
     ),
     "dppo-binary-kl": Preset(
         dppo("binary_kl", 0.05),
         "-M sg[q] A log theta, binary KL(mu||theta) > 0.05",
         f"{TRUST_REGION}, sec. 5",
         "Like binary TV, stricter on sure tokens.",
-        ("C7",),
     ),
     "dppo-topk-tv": Preset(
         dppo("topk_tv", 0.2, upper=5.0),
         "-M sg[min(q, 5)] A log theta, top-K TV > 0.2 (K = 20)",
         f"{TRUST_REGION}, sec. 7",
         "A tighter bound of the true divergence; the engine must return its top 20 logprobs.",
-        ("C7", "C8"),
     ),
     "dppo-topk-kl": Preset(
         dppo("topk_kl", 0.05, upper=5.0),
         "-M sg[min(q, 5)] A log theta, top-K KL > 0.05 (K = 20)",
         f"{TRUST_REGION}, sec. 7",
         "As above, with KL.",
-        ("C7",),
     ),
     "topr": Preset(
         {
@@ -361,7 +326,6 @@ PRESETS: dict[str, Preset] = {
         "-sg[1 if A >= 0 else min(prod q, 1)] A log theta",
         "TOPR (arXiv 2503.14286)",
         "Old wrong answers fade, right ones are learnt like demonstrations.",
-        ("C26",),
     ),
     "vespo": Preset(
         {**BYPASS, "objective": {"kind": "gamma"}},
@@ -374,7 +338,6 @@ PRESETS: dict[str, Preset] = {
         "-sg[q 1(0.8 < q < 1.28)] A log theta",
         "GLM-5 (arXiv 2602.15763); SkyRL rollout_is",
         "No proximal forward, tokens off by more than the band left out whatever their advantage.",
-        ("C28",),
     ),
     "prime-tv": Preset(
         {
@@ -385,7 +348,6 @@ PRESETS: dict[str, Preset] = {
         "-M sg[q] A log theta + 1e-3 (log q)^2, |mu - theta| > 0.2",
         "prime-rl default loss, code of 559b44772",
         "To find prime-rl's numbers again.",
-        ("C24",),
     ),
     "prime-ipo": Preset(
         {
@@ -414,21 +376,13 @@ def preset_settings(name: str) -> Settings:
     return PRESETS[name].settings
 
 
-def presets_table(*, with_decisions: bool = True) -> str:
-    """Markdown: one row for each preset; below it, the decisions that the rows point to.
-
-    Args:
-        with_decisions: False leaves out the list of decisions and the column that points to it.
-    """
-    titles = ["preset", "optimises", "when to use it", "source"] + (["decisions"] if with_decisions else [])
+def presets_table() -> str:
+    """Markdown, one row for each preset, for README and command line."""
+    titles = ["preset", "optimises", "when to use it", "source"]
     lines = [_row(titles), _row(["---"] * len(titles))]
     for name, preset in PRESETS.items():
         note = f" **Choose** `{preset.open_constant}`." if preset.open_constant else ""
-        cells = [f"`{name}`", f"`{preset.formula}`", preset.when + note, preset.source]
-        lines.append(_row(cells + ([", ".join(preset.decisions)] if with_decisions else [])))
-    if with_decisions:
-        lines += ["", "Where sources disagree:", ""]
-        lines += [f"* **{key}** {item.subject}: {item.decision} {item.reason}" for key, item in DECISIONS.items()]
+        lines.append(_row([f"`{name}`", f"`{preset.formula}`", preset.when + note, preset.source]))
     return "\n".join(lines) + "\n"
 
 

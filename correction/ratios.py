@@ -95,7 +95,7 @@ def interpolated_logprobs(behavior: Tensor, target: Tensor, staleness: Tensor) -
     """Log-linear interpolation: log prox = alpha log mu + (1 - alpha) log theta, alpha = 1 / staleness.
 
     At staleness 1 the proximal policy is mu, at 2 it lies half-way, so that rho = r = sqrt(q). At staleness 0 it is mu, as in
-    AReaL; the other reading gives theta (decision C11).
+    AReaL; the other reading gives theta.
     Args:
         behavior, target: [N] logprobs; target is detached here.
         staleness: [N] int64, versions, >= 0.

@@ -22,7 +22,7 @@ class Statistic(enum.StrEnum):
     RATIO = "ratio"
     """x; bounds are ratios."""
     K1 = "k1"
-    """-log x; bounds are nats, on k1 itself (verl compares log bounds with the opposite sign: decision C1)."""
+    """-log x; bounds are nats, on k1 itself (verl compares log bounds with the opposite sign)."""
     K2 = "k2"
     K3 = "k3"
     BINARY_KL = "binary_kl"
@@ -161,7 +161,7 @@ def second_moment_keep(log_ratio: Tensor, mask: Tensor, *, budget: float) -> Ten
     The fewest tokens that bring the mean under the budget (strictly) are dropped; one token always stays.
     Args:
         log_ratio: [N] nats, of the global batch: the threshold depends on all tokens.
-    Source: M2PO (arXiv 2510.01161), with the removal rule of AReaL (decision C12).
+    Source: M2PO (arXiv 2510.01161), with the removal rule of AReaL.
     """
     moments = torch.where(mask, log_ratio.double().square(), torch.inf)
     order = moments.argsort(stable=True)

@@ -12,9 +12,9 @@ from correction.errors import ConfigError
 from correction.methods import preset_settings
 from correction.rejection import Statistic
 from correction.schedule import needs_topk
-from correction.settings import CriterionConfig, Objective, Part
+from correction.settings import CriterionConfig, FrozenModel, Objective
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=FrozenModel)
 
 _OF_THE_RUN = ("advantage", "kl", "entropy_coefficient")
 """What a run optimises, rather than how it is corrected: kept where the new preset says nothing about it."""
@@ -30,7 +30,7 @@ def switched(config: CorrectionConfig, preset: str) -> CorrectionConfig:
     try:
         return CorrectionConfig.model_validate({"preset": preset, **kept})
     except ValidationError as error:
-        raise ConfigError(f"{preset} beside this run's {', '.join(kept)}: {reason_of(error)}") from error
+        raise ConfigError(f"{preset} with this run's {', '.join(kept)}: {reason_of(error)}") from error
 
 
 def tightened(config: CorrectionConfig, factor: float) -> CorrectionConfig:

@@ -20,13 +20,13 @@ def _check_order(place: str, lower: float | None, upper: float | None) -> None:
         raise ConfigError(f"{place}: lower = {lower} is above upper = {upper}: nothing would be inside. Exchange them.")
 
 
-class Part(BaseModel):
+class FrozenModel(BaseModel):
     """A part of the correction: frozen, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class AdvantageConfig(Part):
+class AdvantageConfig(FrozenModel):
     """How rewards of a group become advantages."""
 
     estimator: AdvantageEstimator = AdvantageEstimator.GRPO
@@ -37,7 +37,7 @@ class AdvantageConfig(Part):
     """Added to the standard deviation."""
 
 
-class ImportanceConfig(Part):
+class ImportanceConfig(FrozenModel):
     """Importance weights: detached factors outside the objective."""
 
     mode: WeightMode = WeightMode.OFF
@@ -69,7 +69,7 @@ class ImportanceConfig(Part):
         return self
 
 
-class CriterionConfig(Part):
+class CriterionConfig(FrozenModel):
     """One criterion of rejection: what is outside the bounds is dropped."""
 
     statistic: Statistic = Statistic.RATIO
@@ -109,11 +109,11 @@ class CriterionConfig(Part):
         return self
 
 
-class VetoConfig(Part):
+class VetoConfig(FrozenModel):
     """One token beyond a hard limit drops its whole sequence."""
 
     quantity: Literal["ratio", "probability"] = "ratio"
-    """ratio: the raw token ratio; probability: that of the sampled token under the proximal policy (decision C16)."""
+    """ratio: the raw token ratio; probability: that of the sampled token under the proximal policy."""
     ratio: Ratio = Ratio.RHO
     """Which ratio; in bypass rho means q."""
     lower: float | None = Field(default=1e-4, gt=0)
@@ -122,14 +122,14 @@ class VetoConfig(Part):
     """Tokens over it veto."""
 
 
-class NormalizeConfig(Part):
+class NormalizeConfig(FrozenModel):
     """Batch normalisation of importance weights: their mean over the global batch becomes 1."""
 
     population: Population = Population.OFF
     """off, all (units of the loss mask, before rejection), kept (units that rejection left)."""
 
 
-class ClipGate(Part):
+class ClipGate(FrozenModel):
     """Blocks a token where PPO's clip would have no gradient."""
 
     kind: Literal["clip"] = "clip"
@@ -141,7 +141,7 @@ class ClipGate(Part):
     """Blocks positive advantages where ratio > 1 + high."""
 
 
-class DivergenceGate(Part):
+class DivergenceGate(FrozenModel):
     """Blocks a token that is already too far and would move further (DPPO)."""
 
     kind: Literal["divergence"] = "divergence"
@@ -161,7 +161,7 @@ class DivergenceGate(Part):
         return self
 
 
-class ClipObjective(Part):
+class ClipObjective(FrozenModel):
     """PPO clip: max(-A x, -A clip(x, 1 - clip_low, 1 + clip_high)); geometric level is GSPO."""
 
     kind: Literal["clip"] = "clip"
@@ -174,10 +174,10 @@ class ClipObjective(Part):
     clip_high: float = Field(default=0.2, ge=0)
     """Upper clip, as distance from 1; larger than clip_low is clip-higher (DAPO)."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Largest ratio that counts where the advantage is negative; None: off (decision C18)."""
+    """Largest ratio that counts where the advantage is negative; None: off."""
 
 
-class GeometricClipObjective(Part):
+class GeometricClipObjective(FrozenModel):
     """GMPO: log ratios clipped on the advantage's side, then their geometric mean over the sequence."""
 
     kind: Literal["geometric_clip"] = "geometric_clip"
@@ -187,7 +187,7 @@ class GeometricClipObjective(Part):
     """Bound of the log ratio."""
 
 
-class SoftGateObjective(Part):
+class SoftGateObjective(FrozenModel):
     """SAPO: -A sigmoid(tau (x - 1)) 4 / tau."""
 
     kind: Literal["soft_gate"] = "soft_gate"
@@ -199,7 +199,7 @@ class SoftGateObjective(Part):
     """Temperature elsewhere."""
 
 
-class ScoreObjective(Part):
+class ScoreObjective(FrozenModel):
     """Score form: -c A log target, with a detached coefficient c = M bound(x): the gradient of policy gradient methods."""
 
     kind: Literal["score"] = "score"
@@ -217,7 +217,7 @@ class ScoreObjective(Part):
     """Tokens that get no gradient (MiniRL, DPPO)."""
 
 
-class GammaObjective(Part):
+class GammaObjective(FrozenModel):
     """VESPO: score form with the coefficient e^l w^k e^(-l w) of the sequence's ratio w."""
 
     kind: Literal["gamma"] = "gamma"
@@ -238,7 +238,7 @@ Objective = Annotated[
 ]
 
 
-class DenominatorConfig(Part):
+class DenominatorConfig(FrozenModel):
     """What the sum of token losses is divided by."""
 
     kind: DenominatorKind = DenominatorKind.TOKEN_MEAN
@@ -249,7 +249,7 @@ class DenominatorConfig(Part):
     """Tokens; the length that kind: constant divides by. Choose the largest response length."""
 
 
-class KlConfig(Part):
+class KlConfig(FrozenModel):
     """KL penalty towards another policy, on all tokens of the loss mask, rejected ones too, with the loss's denominator."""
 
     coefficient: float = Field(default=0.0, ge=0)
@@ -259,10 +259,10 @@ class KlConfig(Part):
     anchor: Literal["reference", "behavior", "proximal"] = "reference"
     """The other policy."""
     ratio: Ratio = Ratio.Q
-    """Ratio of unbiased_k3, differentiable (decision C19): q corrects from the sampling policy, r from the proximal one."""
+    """Ratio of unbiased_k3, differentiable: q corrects from the sampling policy, r from the proximal one."""
 
 
-class ModulationConfig(Part):
+class ModulationConfig(FrozenModel):
     """Injected distortion of token weights, for experiments on objective-level hacking."""
 
     probability_below: float | None = Field(default=None, gt=0, le=1)
@@ -275,7 +275,7 @@ class ModulationConfig(Part):
     """Seed of the noise; it follows the order of tokens in the batch."""
 
 
-class CorrectionSettings(Part):
+class CorrectionSettings(FrozenModel):
     """How a batch is corrected and what is optimised. Not checked as a whole: CorrectionConfig is."""
 
     preset: str | None = None

@@ -16,7 +16,7 @@ END = "<!-- presets end -->"
 def test_presets_table_is_the_generated_one() -> None:
     """README's table comes from correction's data; `python tests/test_readme.py` writes it anew."""
     table = README.split(BEGIN)[1].split(END)[0]
-    assert table == "\n" + presets_table(with_decisions=False) + "\n"
+    assert table == "\n" + presets_table() + "\n"
 
 
 def test_files_that_readme_names_exist() -> None:
@@ -35,4 +35,4 @@ def test_nothing_is_left_to_fill_in() -> None:
 
 if __name__ == "__main__":
     head, rest = README.split(BEGIN)
-    (ROOT / "README.md").write_text(head + BEGIN + "\n" + presets_table(with_decisions=False) + "\n" + END + rest.split(END)[1])
+    (ROOT / "README.md").write_text(head + BEGIN + "\n" + presets_table() + "\n" + END + rest.split(END)[1])

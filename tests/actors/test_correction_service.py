@@ -323,9 +323,9 @@ def test_what_was_dropped_and_why_is_what_the_learner_says(criterion: dict[str, 
         counts.values[:2] = torch.tensor([tokens, tokens - kept])
         decided = FinalDecision(keep, prepared.corrected.importance_weights, counts)
         numbers = (await scene.observe(prepared, decided=decided)).diagnostics
-        assert 0 < kept < tokens and numbers["kept_fraction"] == kept / tokens
+        assert 0 < kept < tokens and numbers["kept_share"] == kept / tokens
         label = prepared.correction.rejection[0].label
-        assert numbers["rejected_fraction"] == numbers[f"rejected_by_{label}"] == pytest.approx(1 - kept / tokens)
+        assert numbers["rejected_share"] == numbers[f"rejected_by_{label}"] == pytest.approx(1 - kept / tokens)
         await scene.service.stop()
 
     play(scenario)
@@ -458,7 +458,7 @@ def test_a_switch_begins_what_it_changes_anew() -> None:
             await scene.observe(await scene.batch(version), gap=0.01)
         await scene.service.switch(CorrectionConfig.model_validate({"preset": "mis-geometric"}))
         assert {"k3_kl", "ess_token"} <= (await scene.service.monitor_state())["series"].keys()
-        assert "rejected_fraction" not in (await scene.service.monitor_state())["series"]
+        assert "rejected_share" not in (await scene.service.monitor_state())["series"]
         await scene.service.switch(CorrectionConfig.model_validate({"preset": "bypass"}))
         assert (await scene.service.monitor_state())["series"] == {}
         await scene.service.stop()

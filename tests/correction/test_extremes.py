@@ -62,7 +62,7 @@ def test_everything_vetoed_is_zero_loss_without_nan(way):
     out = policy_loss(corrected, leaf, config)
     out.loss.backward()
     assert float(out.loss.detach()) == 0 and not leaf.grad.any() and math.isfinite(policy_scale(out.partials, config))
-    assert loss_metrics(out.partials, config)["kept_fraction"] == 0
+    assert loss_metrics(out.partials, config)["kept_share"] == 0
 
 
 @QUIET

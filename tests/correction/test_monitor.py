@@ -139,7 +139,7 @@ def test_what_is_missing_of_one_is_followed():
 
 def test_limits_and_infinities_alarm_at_once():
     assert [e.state for e in Monitor().update(0, {"broken_tokens": 3.0})] == [State.ALARM]
-    assert [e.state for e in Monitor().update(0, {"rejected_fraction": 0.95})] == [State.ALARM]
+    assert [e.state for e in Monitor().update(0, {"rejected_share": 0.95})] == [State.ALARM]
     monitor = Monitor()
     assert monitor.update(0, {"k3_kl": math.inf}) == []  # no limit of its own: patience holds
     assert [e.state for e in monitor.update(1, {"k3_kl": math.nan})] == [State.ALARM]
@@ -208,7 +208,7 @@ def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened():
 
     def values(step):
         gap = K3 * (6 if 50 <= step < 80 else 1) * (1 + 0.1 * (step % 3))
-        return {"k3_kl": gap, "stale_k3_kl": gap, "mismatch_k3_kl": K3 / 9, "bad_update_fraction": 0.03 if step > 90 else 0.01}
+        return {"k3_kl": gap, "stale_k3_kl": gap, "mismatch_k3_kl": K3 / 9, "bad_update_share": 0.03 if step > 90 else 0.01}
 
     whole = run(values, 120)
     assert {event.state for event in whole} == {State.ALARM, State.OK, State.WATCH} and len({event.name for event in whole}) == 2
@@ -239,8 +239,8 @@ def test_what_is_forgotten_begins_anew():
     """Half of the tokens rejected under new bounds is their usual; the other symptom keeps its start and alarms."""
     monitor = Monitor()
     for step in range(60):
-        monitor.update(step, {"rejected_fraction": 0.01, "bad_update_fraction": 0.01})
-    monitor.forget(["rejected_fraction"])
-    events = [e for step in range(60, 100) for e in monitor.update(step, {"rejected_fraction": 0.5, "bad_update_fraction": 0.2})]
-    assert {event.name for event in events} == {"bad_update_fraction"}
-    assert monitor.states["rejected_fraction"] is State.OK
+        monitor.update(step, {"rejected_share": 0.01, "bad_update_share": 0.01})
+    monitor.forget(["rejected_share"])
+    events = [e for step in range(60, 100) for e in monitor.update(step, {"rejected_share": 0.5, "bad_update_share": 0.2})]
+    assert {event.name for event in events} == {"bad_update_share"}
+    assert monitor.states["rejected_share"] is State.OK
