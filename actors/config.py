@@ -8,11 +8,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from correction.config import CorrectionConfig
-from correction.correct import needs_proximal_forward
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.schedule import fold_obstacle
+from correction.schedule import fold_obstacle, needs_proximal_forward
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig

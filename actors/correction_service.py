@@ -26,9 +26,10 @@ from actors.trajectory_queue import ANSWER_S
 from correction.advantages import group_advantages
 from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
-from correction.correct import correct, defer, needs_proximal_forward
+from correction.correct import correct, defer
 from correction.diagnostics import diagnose
 from correction.monitor import Event, Monitor, MonitorConfig, State
+from correction.schedule import needs_proximal_forward
 from rollout.config import OverlongConfig
 from rollout.packing import PackingCounts, pack_groups
 from rollout.trajectory import Group

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from actors.config import RunConfig
 from correction.batch import PackedBatch
-from correction.correct import needs_proximal_forward
 from correction.engines.agreement import Agreement, compare
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ConfigError, EngineError
+from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 

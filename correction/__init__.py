@@ -1,17 +1,17 @@
 """Train-inference mismatch correction on packed batches. Needs torch and pydantic, nothing else."""
 
-from correction.advantages import AdvantageEstimator, group_advantages
+from correction.advantages import group_advantages
 from correction.batch import CorrectedBatch, PackedBatch, from_padded, to_padded
+from correction.choices import AdvantageEstimator, ProximalSource
 from correction.config import CorrectionConfig
-from correction.correct import correct, defer, for_step, needs_proximal_forward
+from correction.correct import correct, defer, for_step
 from correction.diagnostics import diagnose
 from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
 from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
 from correction.methods import PRESETS, Preset, presets_table
 from correction.monitor import Event, Monitor, MonitorConfig
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
-from correction.ratios import ProximalSource
-from correction.schedule import needs_topk
+from correction.schedule import needs_proximal_forward, needs_topk
 
 __all__ = [
     "DIAGNOSTICS",

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-
 import torch
 from torch import Tensor
 
+from correction.choices import AdvantageEstimator
 from correction.errors import DataError
-
-
-class AdvantageEstimator(enum.StrEnum):
-    """How rewards of a group become advantages."""
-
-    GRPO = "grpo"
-    """(R - mean) / (std + epsilon)."""
-    GRPO_NO_STD = "grpo_no_std"
-    """R - mean (Dr.GRPO, MiniRL, DPPO)."""
-    RLOO = "rloo"
-    """R - mean of the others = G / (G - 1) * (R - mean)."""
-    MAX_RL = "max_rl"
-    """(R - mean) / mean, for rewards >= 0 (prime-rl)."""
 
 
 def group_advantages(

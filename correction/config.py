@@ -10,12 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
+from correction.choices import Population, Ratio, WeightMode
 from correction.errors import ConfigError
-from correction.importance import Population, WeightMode
 from correction.methods import preset_settings
-from correction.ratios import Ratio
+from correction.parts import CorrectionSettings
 from correction.schedule import effective_ratio, fold_obstacle
-from correction.settings import CorrectionSettings
 
 
 class CorrectionConfig(CorrectionSettings):

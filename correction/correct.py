@@ -14,30 +14,15 @@ import torch
 from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch, batch_slices
+from correction.choices import DenominatorKind, ProximalSource
 from correction.config import CorrectionConfig
 from correction.decision import BatchView, decide, needs_all_tokens, no_counts
-from correction.denominators import DenominatorKind, sequence_scale
+from correction.denominators import sequence_scale
 from correction.errors import ConfigError, DataError
 from correction.importance import normalizer, weight_sums
-from correction.ratios import Logprobs, ProximalSource
+from correction.ratios import Logprobs
 from correction.schedule import Schedule, Stage, fold_obstacle, uses_proximal
 from correction.segments import running_counts
-
-
-def needs_proximal_forward(config: CorrectionConfig, optimizer_steps_per_batch: int, *, has_auxiliary_loss: bool = False) -> bool:
-    """True if the learner must compute proximal logprobs in a forward of their own, before the step.
-
-    With one optimizer step per batch the detached current logprobs are the proximal ones, and the batch can be deferred; unless
-    a global quantity is no single factor on the gradient (M2PO's threshold, kept counts of groups, or any factor on a loss of several
-    terms).
-    Args:
-        has_auxiliary_loss: the model adds a loss of its own (MoE balancing), which a factor on the gradient would scale too.
-    """
-    if config.proximal is not ProximalSource.RECOMPUTE or not uses_proximal(config):
-        return False
-    if optimizer_steps_per_batch > 1:
-        return True
-    return fold_obstacle(config, is_deferred=True, has_auxiliary_loss=has_auxiliary_loss) is not None
 
 
 def correct(batch: PackedBatch, config: CorrectionConfig) -> CorrectedBatch:

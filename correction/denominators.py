@@ -6,36 +6,11 @@ by plain sum. A sequence without any counted token is no sequence here: padding 
 
 from __future__ import annotations
 
-import enum
-
 import torch
 from torch import Tensor
 
+from correction.choices import DenominatorKind
 from correction.segments import Segments
-
-
-class DenominatorKind(enum.StrEnum):
-    """The mean that the loss is."""
-
-    TOKEN_MEAN = "token_mean"
-    """Sum over tokens / number of tokens (DAPO)."""
-    SEQUENCE_MEAN = "sequence_mean"
-    """Mean over sequences of the mean over their tokens (GRPO, GSPO)."""
-    SEQUENCE_SUM = "sequence_sum"
-    """Mean over sequences of the sum over their tokens (MiniRL)."""
-    CONSTANT = "constant"
-    """Mean over sequences of the sum over their tokens / a constant length (Dr.GRPO)."""
-    PROMPT_MEAN = "prompt_mean"
-    """Mean over groups of the mean over all tokens of a group (SkyRL)."""
-
-
-class Count(enum.StrEnum):
-    """Which tokens and sequences the denominator counts."""
-
-    ORIGINAL = "original"
-    """Those of the loss mask: a rejected token or sequence still counts."""
-    KEPT = "kept"
-    """Those that rejection and veto left."""
 
 
 def sequence_scale(tokens: Tensor, group_ids: Tensor, *, kind: DenominatorKind, constant: float = 1.0) -> Tensor:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
+from correction.choices import Level
 from correction.decision import BatchView
 from correction.quantities import BUCKET_EDGES, PERCENTS
 from correction.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
-from correction.segments import Level, masked
+from correction.segments import masked
 from correction.staleness import TokenSpans, count_staleness, token_spans
 
 BAD_UPDATE = 0.5

@@ -10,25 +10,14 @@ same up to a constant.
 
 from __future__ import annotations
 
-import enum
-
 import torch
 from torch import Tensor
 
+from correction.choices import Population, WeightMode
 from correction.segments import Segments, masked
 
 SMALLEST_MEAN = 1e-8
 """A mean weight of less than this is not divided by (verl): the batch has no usable token, and noise would be blown up."""
-
-
-class WeightMode(enum.StrEnum):
-    """What is done to the ratio."""
-
-    OFF = "off"
-    RAW = "raw"
-    TRUNCATE = "truncate"
-    CLIP = "clip"
-    MASK = "mask"
 
 
 def bounded_weights(ratios: Tensor, *, mode: WeightMode, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:
@@ -63,16 +52,6 @@ def staleness_bound(table: tuple[float, ...], staleness: Tensor) -> Tensor:
     Returns: [U] float32.
     """
     return torch.tensor(table, device=staleness.device).index_select(0, staleness.clamp(max=len(table) - 1))
-
-
-class Population(enum.StrEnum):
-    """Units over which the mean weight is 1 afterwards."""
-
-    OFF = "off"
-    ALL = "all"
-    """All units of the loss mask, before rejection; weights set to zero count (verl, Miles)."""
-    KEPT = "kept"
-    """Units with a token that rejection and veto left and a weight above zero."""
 
 
 def weight_sums(unit_weights: Tensor, mask: Tensor, keep: Tensor, segments: Segments, population: Population) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import CorrectedBatch, FinalDecision
+from correction.choices import Level, ProximalSource, Ratio
 from correction.config import CorrectionConfig
 from correction.correct import early_proximal, probability_factor
 from correction.decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages, unit_weights
@@ -31,10 +32,10 @@ from correction.objectives import (
     score_loss,
     soft_gate_loss,
 )
-from correction.ratios import Logprobs, ProximalSource, Ratio, aggregate_log_ratio, bounded_exp, interpolated_logprobs
+from correction.parts import ClipGate, DivergenceGate, KlConfig, ScoreObjective
+from correction.ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
 from correction.schedule import Schedule, Stage, effective_ratio
-from correction.segments import Level, Segments
-from correction.settings import ClipGate, DivergenceGate, KlConfig, ScoreObjective
+from correction.segments import Segments
 from correction.staleness import token_staleness
 
 PARTIALS = (

@@ -24,8 +24,8 @@ from typing import Any
 
 from pydantic import Field
 
+from correction.parts import FrozenModel
 from correction.quantities import BUCKET_EDGES, current_name
-from correction.settings import FrozenModel
 
 _MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
@@ -77,7 +77,7 @@ class Symptom:
     """A diagnostic that is followed."""
 
     name: str
-    """Of correction.diagnostics.DIAGNOSTICS."""
+    """Of correction.quantities.DIAGNOSTICS."""
     meaning: str
     """What is wrong when it grows."""
     remedy: str

@@ -7,38 +7,16 @@ three. Not here: what is done with the ratios.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from correction.segments import Level, Segments, masked
+from correction.choices import Level, Ratio
+from correction.segments import Segments, masked
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are cut to +-20 after they have been summed and before exp, as verl and Miles do: e^20 = 4.9e8 stays finite squared."""
-
-
-class ProximalSource(enum.StrEnum):
-    """Where log pi_prox comes from."""
-
-    BEHAVIOR = "behavior"
-    """Bypass: pi_prox = mu, no extra forward; the ratio of the update is q."""
-    RECOMPUTE = "recompute"
-    """Decoupled: the learner's own forward with the weights from which the update starts."""
-    INTERPOLATE = "interpolate"
-    """Between behaviour and target by staleness (A-3PO): no extra forward."""
-
-
-class Ratio(enum.StrEnum):
-    """Which two policies a part compares."""
-
-    RHO = "rho"
-    """proximal / behaviour: mismatch and staleness."""
-    R = "r"
-    """target / proximal: drift, what the optimizer did within this batch."""
-    Q = "q"
-    """target / behaviour: all of it."""
 
 
 @dataclass(frozen=True, slots=True)

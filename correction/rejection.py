@@ -6,67 +6,14 @@ look at the raw ratio, never at the bounded weight. They only ever shrink the ma
 
 from __future__ import annotations
 
-import enum
 import math
 
 import torch
 from torch import Tensor
 
+from correction.choices import AdvantageSign, RejectionLevel, Statistic
 from correction.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
-from correction.segments import Level, Segments, masked
-
-
-class Statistic(enum.StrEnum):
-    """What a criterion looks at. x is the ratio, numerator over denominator; divergences go from denominator to numerator."""
-
-    RATIO = "ratio"
-    """x; bounds are ratios."""
-    K1 = "k1"
-    """-log x; bounds are nats, on k1 itself (verl compares log bounds with the opposite sign)."""
-    K2 = "k2"
-    K3 = "k3"
-    BINARY_KL = "binary_kl"
-    """KL(denominator || numerator) of the sampled token against all others."""
-    BINARY_KL_MAX = "binary_kl_max"
-    """The larger of both directions (KPop)."""
-    BINARY_TV = "binary_tv"
-    """|numerator - denominator|, probabilities of the sampled token."""
-    TOPK_KL = "topk_kl"
-    """KL(behaviour || target) over the sampler's K tokens, the sampled one, and the rest merged."""
-    TOPK_TV = "topk_tv"
-    SECOND_MOMENT = "second_moment"
-    """(log x)^2 of tokens, the largest dropped until the mean of the rest is under the upper bound (M2PO): needs the whole batch."""
-
-
-TOPK_STATISTICS = (Statistic.TOPK_KL, Statistic.TOPK_TV)
-"""Statistics of more than the sampled token."""
-
-
-class RejectionLevel(enum.StrEnum):
-    """What one decision covers, and how the tokens' statistics become one."""
-
-    TOKEN = "token"
-    TURN = "turn"
-    """Sum over a model turn (ratio: product)."""
-    SEQUENCE = "sequence"
-    """Sum over a trajectory (ratio: product)."""
-    GEOMETRIC = "geometric"
-    """Mean over a trajectory (ratio: geometric mean)."""
-    MAXIMUM = "maximum"
-    """The trajectory's largest token."""
-
-    @property
-    def unit(self) -> Level:
-        """Level whose segments the decision covers."""
-        return {"token": Level.TOKEN, "turn": Level.TURN}.get(self.value, Level.SEQUENCE)
-
-
-class AdvantageSign(enum.StrEnum):
-    """Advantages for which a criterion holds."""
-
-    ANY = "any"
-    NEGATIVE = "negative"
-    POSITIVE = "positive"
+from correction.segments import Segments, masked
 
 
 def token_statistic(statistic: Statistic, numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:

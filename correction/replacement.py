@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from correction.choices import Statistic
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.methods import preset_settings
-from correction.rejection import Statistic
+from correction.parts import CriterionConfig, FrozenModel, Objective
 from correction.schedule import needs_topk
-from correction.settings import CriterionConfig, FrozenModel, Objective
 
 P = TypeVar("P", bound=FrozenModel)
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from correction.denominators import Count, DenominatorKind
-from correction.importance import Population, WeightMode
-from correction.ratios import ProximalSource, Ratio
-from correction.rejection import TOPK_STATISTICS, Statistic
-from correction.settings import CorrectionSettings
+from correction.choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
+from correction.parts import CorrectionSettings
 
 
 class Stage(enum.Enum):
@@ -114,3 +111,19 @@ def needs_topk(config: CorrectionSettings) -> int:
     if config.objective.kind == "score" and config.objective.gate is not None and config.objective.gate.kind == "divergence":
         statistics.append(config.objective.gate.divergence)
     return config.topk if any(statistic in TOPK_STATISTICS for statistic in statistics) else 0
+
+
+def needs_proximal_forward(config: CorrectionSettings, optimizer_steps_per_batch: int, *, has_auxiliary_loss: bool = False) -> bool:
+    """True if the learner must compute proximal logprobs in a forward of their own, before the step.
+
+    With one optimizer step per batch the detached current logprobs are the proximal ones, and the batch can be deferred; unless
+    a global quantity is no single factor on the gradient (M2PO's threshold, kept counts of groups, or any factor on a loss of several
+    terms).
+    Args:
+        has_auxiliary_loss: the model adds a loss of its own (MoE balancing), which a factor on the gradient would scale too.
+    """
+    if config.proximal is not ProximalSource.RECOMPUTE or not uses_proximal(config):
+        return False
+    if optimizer_steps_per_batch > 1:
+        return True
+    return fold_obstacle(config, is_deferred=True, has_auxiliary_loss=has_auxiliary_loss) is not None

@@ -9,7 +9,6 @@ Masks select without multiplication, so that an infinity outside the mask can't 
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,22 +17,11 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
+from correction.choices import Level
 
 # On a CPU torch.where runs one element at a time (2 ns each, where an addition takes 0.1), and `masked` and `where_finite` are most of
 # what the correction does to a token. For tensors without a gradient they select on the bits instead: same values, an eighth of the time.
 _BITS = {torch.float32: torch.int32, torch.int32: torch.int32, torch.float64: torch.int64, torch.int64: torch.int64}
-
-
-class Level(enum.StrEnum):
-    """What a ratio is taken over."""
-
-    TOKEN = "token"
-    TURN = "turn"
-    """The product over the tokens of one model turn of a trajectory."""
-    SEQUENCE = "sequence"
-    """The product over the tokens of a trajectory."""
-    GEOMETRIC = "geometric"
-    """The sequence's product to the power of one over its number of tokens: does not grow with length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from correction import PRESETS, CorrectionConfig, needs_topk
-from correction.settings import FrozenModel
+from correction.parts import FrozenModel
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -34,9 +34,9 @@ from actors.init_model import init_model_folder
 from correction.advantages import group_advantages
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
-from correction.correct import correct, defer, needs_proximal_forward
+from correction.correct import correct, defer
 from correction.diagnostics import diagnose
-from correction.schedule import needs_topk
+from correction.schedule import needs_proximal_forward, needs_topk
 from learner.learner_rank import LearnerRank
 from learner.step import StepResult
 from rollout.chat import ChatEncoder, load_tokenizer

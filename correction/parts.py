@@ -6,13 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from correction.advantages import AdvantageEstimator
-from correction.denominators import Count, DenominatorKind
+from correction.choices import (
+    TOPK_STATISTICS,
+    AdvantageEstimator,
+    AdvantageSign,
+    Count,
+    DenominatorKind,
+    Level,
+    Population,
+    ProximalSource,
+    Ratio,
+    RejectionLevel,
+    Statistic,
+    WeightMode,
+)
 from correction.errors import ConfigError
-from correction.importance import Population, WeightMode
-from correction.ratios import ProximalSource, Ratio
-from correction.rejection import TOPK_STATISTICS, AdvantageSign, RejectionLevel, Statistic
-from correction.segments import Level
 
 
 def _check_order(place: str, lower: float | None, upper: float | None) -> None:
