@@ -137,10 +137,10 @@ def _count(
 ) -> DecisionCounts:
     """Tokens that each criterion drops, and units whose weight is not their ratio."""
     counts = no_counts(config, view.mask.device)
-    criteria = len(counts.labels)
+    criteria, looked_at = len(counts.labels), view.mask.count_nonzero()
     for number, result in results.items():
-        counts.values[number] = view.mask.count_nonzero()
-        counts.values[criteria + number] = (view.mask & ~result.keep).count_nonzero()
+        counts.values[number] = looked_at
+        counts.values[criteria + number] = looked_at - (view.mask & result.keep).count_nonzero()
     if by_unit is not None:
         counts.values[2 * criteria :] = _unit_counts(view, by_unit, config.importance)
     return counts
@@ -152,13 +152,13 @@ def _unit_counts(view: BatchView, by_unit: UnitWeights, part: ImportanceConfig) 
     advantages = view.batch.advantages if by_unit.segments.offsets is None else unit_advantages(view, by_unit.segments)
     is_zero = counted & ~by_unit.weights.bool()
     is_cut = counted & (by_unit.weights - by_unit.ratios).bool() & ~is_zero  # both are finite
-    is_positive, is_negative = advantages > 0, advantages < 0
     if part.only_negative:
-        is_cut &= is_negative  # the others have weight 1 whatever their ratio: no bound was met
-    sets = [counted]
+        is_cut &= advantages < 0  # the others have weight 1 whatever their ratio: no bound was met
+    found = [counted.count_nonzero()]
     for chosen in (is_cut, is_zero):
-        sets += [chosen, chosen & is_positive, chosen & is_negative]
-    return torch.stack([chosen.count_nonzero() for chosen in sets]).double()
+        few = advantages[chosen]
+        found += [chosen.count_nonzero(), (few > 0).count_nonzero(), (few < 0).count_nonzero()]
+    return torch.stack(found).double()
 
 
 def drop_broken_units(view: BatchView, keep: Tensor, units: list[Segments]) -> Tensor:
