@@ -115,9 +115,10 @@ def decide(view: BatchView, config: CorrectionSettings, schedule: Schedule, stag
         results[len(config.rejection)] = _apply_veto(view, config.veto, config)
     keep = view.mask
     units = [result.units for result in results.values()]
-    by_unit, weights = None, torch.ones_like(view.logprobs.behavior)
-    if schedule.importance is stage:
-        by_unit = unit_weights(view, config)
+    by_unit = unit_weights(view, config) if schedule.importance is stage else None
+    if by_unit is None:
+        weights = torch.ones_like(view.logprobs.behavior)
+    else:
         units.append(by_unit.segments)
         weights = by_unit.segments.spread(by_unit.weights).to(view.logprobs.behavior.dtype)
     for result in results.values():
