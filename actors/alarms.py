@@ -9,7 +9,7 @@ from actors.config import RunConfig
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 
-_MADE_WORSE_BY_BOUNDS = ("rejected_fraction", "broken_tokens")
+_MADE_WORSE_BY_BOUNDS = ("rejected_share", "broken_tokens")
 """Symptoms that narrower bounds would only add to."""
 
 

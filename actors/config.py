@@ -11,7 +11,7 @@ from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
-from correction.sense import fold_obstacle, needs_proximal_forward
+from correction.schedule import fold_obstacle, needs_proximal_forward
 from correction.settings import Settings
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig

@@ -35,7 +35,7 @@ from actors.trajectory_queue import Ticket, TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of, with_both_sides
 from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
-from correction.sense import needs_topk
+from correction.schedule import needs_topk
 from rollout.tasks import Task
 from rollout.trajectory import Prompt, SyncReceipt
 
@@ -203,7 +203,8 @@ class Controller:
     def _observe(self, step: FinishedStep) -> Awaitable[Observation | None]:
         """Diagnostics of a step's batch, in the making; their alarms are answered between two steps, once known."""
         batch, result = step.batch, step.result
-        reference = self._service.observe.remote(step.number, batch.version, result.target_logprobs, learned_numbers(batch, result))
+        learned = learned_numbers(batch, result)
+        reference = self._service.observe.remote(step.number, batch.version, result.target_logprobs, result.decided, learned)
 
         async def with_alarms() -> Observation | None:
             observation: Observation | None = await reference

@@ -24,12 +24,12 @@ from actors.scatter import ScatterReservoir, ScatterSample
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
 from correction.advantages import group_advantages
-from correction.batch import CorrectedBatch, PackedBatch
+from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
 from correction.monitor import Event, Monitor, MonitorConfig, State
-from correction.sense import needs_proximal_forward, needs_topk
+from correction.schedule import needs_proximal_forward
 from rollout.config import OverlongConfig
 from rollout.packing import pack_groups
 from rollout.trajectory import Group
@@ -39,7 +39,7 @@ _POLL_S = 30.0
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
 """Reasons for which the service discards a group."""
-_OF_THE_BOUNDS = ("rejected_fraction",)
+_OF_THE_BOUNDS = ("rejected_share",)
 """Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
 
 
@@ -86,7 +86,7 @@ class Observation:
     """What a trained batch says about the run."""
 
     diagnostics: dict[str, float]
-    """By their names in correction.diagnostics."""
+    """By their names in correction.quantities."""
     events: tuple[Event, ...]
     """What the monitor makes of them, worst first."""
     state: State
@@ -139,33 +139,33 @@ class CorrectionService:
             self._ahead[1].cancel()
             self._ahead = None
 
-    async def observe(self, step: int, version: int, target_logprobs: Tensor, learned: Mapping[str, float]) -> Observation | None:
+    async def observe(
+        self, step: int, version: int, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
+    ) -> Observation | None:
         """Diagnostics of the batch of `version` and what the monitor says about them; None if it isn't held (any more).
 
         Args:
             step: number of the batch's step.
             target_logprobs: [N] float32, the learner's at the weights from which the update started; the proximal ones of a fused step.
+            decided: what the step trained with, and why.
             learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
         if trained is None:
             return None
         async with self._observing:
-            return await asyncio.to_thread(self._observe, step, trained, target_logprobs, learned)
+            return await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned)
 
-    def _observe(self, step: int, trained: PreparedBatch, target_logprobs: Tensor, learned: Mapping[str, float]) -> Observation:
+    def _observe(
+        self, step: int, trained: PreparedBatch, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
+    ) -> Observation:
         """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
         began = time.monotonic()
         corrected, version = trained.corrected, trained.version
-        if corrected.is_deferred:  # one step: those logprobs are the proximal ones, and the service can redo what the learner did
-            batch = replace(corrected.batch, proximal_logprobs=target_logprobs)
-            corrected = correct(batch, trained.correction)
         batch = corrected.batch
         proximal = target_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
         self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, batch.loss_mask)
-        numbers = diagnose(batch, corrected, target_logprobs=target_logprobs, config=trained.correction, detailed=self._config.detailed)
-        if needs_topk(trained.correction) and "kept_fraction" in learned:  # the table of the target's top-K is the learner's alone
-            numbers |= {"kept_fraction": learned["kept_fraction"], "rejected_fraction": 1 - learned["kept_fraction"]}
+        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, detailed=self._config.detailed)
         events = self._monitor.update(step, {**learned, **numbers})
         return Observation(dict(numbers), tuple(events), self._monitor.state, time.monotonic() - began)
 

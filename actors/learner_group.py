@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from correction.engines.weight_bucket import WeightBucket
 
 from actors.actor_info import ActorInfo, listen_address, node_address
 from actors.exporter import MetricsEndpoint
 from actors.supervision import USUAL_START, wait_for
 from correction.config import CorrectionConfig
 from correction.errors import DeadlineExceeded, SyncError
-from correction.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from torch import Tensor
 
     from correction.batch import CorrectedBatch, PackedBatch
-    from correction.invariance import Processor
-    from correction.weight_spec import WeightSpec
+    from correction.engines.processor import Processor
+    from correction.engines.weight_spec import WeightSpec
     from learner.broadcast import WeightBroadcaster
     from learner.learner_rank import Proximal
     from learner.step import StepResult

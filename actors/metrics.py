@@ -5,7 +5,8 @@ names only. metrics.jsonl, TensorBoard, Prometheus, Weights & Biases, the termin
 `python -m actors.metrics` prints docs/metrics.md.
 
 Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix whose last
-part is open ("reward/component/" + the name that a reward function chose).
+part is open ("reward/component/" + the name that a reward function chose). The correction's own numbers are listed in
+correction/quantities.py, and are taken from there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from correction.errors import EvenkeelError
+from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity
 
 
 class MetricError(EvenkeelError, LookupError):
@@ -78,7 +80,7 @@ _NAME_SUFFIX = re.compile(r"(/tokens|_tokens_per_s|_share|_versions|_tokens|_byt
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One listed number, or a family of them when the name ends in a slash."""
+    """One listed number, or a family of them when the name ends in a slash or an underscore."""
 
     name: str
     kind: Kind
@@ -93,12 +95,12 @@ class Metric:
 
     @property
     def is_family(self) -> bool:
-        return self.name.endswith("/")
+        return self.name.endswith(("/", "_"))
 
     @property
     def prometheus_name(self) -> str:
         """Conventional name: evenkeel_ prefix, base unit as suffix, _total on counters (the client library appends that)."""
-        stem = _NAME_SUFFIX.sub("", self.name.rstrip("/"))
+        stem = _NAME_SUFFIX.sub("", self.name.rstrip("/_"))
         suffix = _PROMETHEUS_SUFFIX[self.unit]
         stem = re.sub(r"[^a-zA-Z0-9]+", "_", stem)
         return f"evenkeel_{stem}" if stem.endswith(suffix) else f"evenkeel_{stem}{suffix}"
@@ -250,6 +252,39 @@ def _gap(prefix: str, of_what: str) -> list[Metric]:
     ]
 
 
+DIAGNOSTIC_PLACES: dict[str, str | None] = {
+    **{
+        f"{prefix}{ours}": f"{name}/{theirs}"
+        for prefix, name in (("mismatch_", "mismatch"), ("", "mismatch_and_staleness"))
+        for ours, theirs in (
+            ("k1_kl", "k1"),
+            ("k3_kl", "k3"),
+            ("log_ratio_abs_max", "max_abs_log_ratio"),
+            ("log_ratio_std", "log_ratio_std"),
+        )
+    },
+    "rho_max": "rho/max",
+    "ess_token": "rho/ess",
+    "rejected_share": "rejection/rejected_share",
+    "rejected_by_veto": "rejection/vetoed_share",
+    "truncated_share": "rejection/truncated_share",
+    **dict.fromkeys(("drift_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
+}
+"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities; None: another source has that number."""
+LOSS_PLACES: dict[str, str | None] = {
+    "clip_share": "learner/clip_share",
+    "drift_k3_kl": "learner/drift_k3",
+    "penalty_kl": "learner/reference_kl",
+    **dict.fromkeys(("loss", "entropy")),
+}
+"""The same for the numbers of the loss."""
+
+
+def _from_source(group: str, quantities: Mapping[str, Quantity], places: Mapping[str, str | None]) -> list[Metric]:
+    """What has no place of its own, under its own name in the group."""
+    return [_gauge(group + name, Unit(q.unit), _R.LAST, q.label, q.help) for name, q in quantities.items() if name not in places]
+
+
 _CORRECTION = [
     *_gap("mismatch", "on tokens of staleness 0: kernels, precision and routing alone"),
     *_gap("mismatch_and_staleness", "on all trained tokens: mismatch and staleness together"),
@@ -265,10 +300,7 @@ _CORRECTION = [
         "rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut",
         "Share of trained tokens whose importance weight was cut to its bound.",
     ),
-    _gauge(
-        "correction/", _U.ONE, _R.LAST, "correction",
-        "One of the correction's other diagnostics; docs/correction.md lists them.",
-    ),
+    *_from_source("correction/", DIAGNOSTICS | DIAGNOSTIC_FAMILIES, DIAGNOSTIC_PLACES),
 ]
 _MONITOR = [
     _gauge(
@@ -319,7 +351,7 @@ _LEARNER = [
     _gauge("learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference", "KL from the target policy to the frozen reference policy."),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
     _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
-    _gauge("loss/", _U.ONE, _R.LAST, "loss part", "Another number of the policy loss."),
+    *_from_source("loss/", LOSS_METRICS, LOSS_PLACES),
 ]
 _LENGTH = [
     _gauge(
@@ -400,6 +432,8 @@ CATALOGUE: dict[str, Metric] = {
     for metric in section
 }
 
+_FAMILIES = [metric for metric in CATALOGUE.values() if metric.is_family]
+
 
 def lookup(name: str) -> Metric:
     """The catalogue's entry for a name, that of its family for an open one.
@@ -422,10 +456,10 @@ def is_listed(name: str) -> bool:
 
 def _find(name: str) -> Metric | None:
     metric = CATALOGUE.get(name)
-    if metric is not None and not metric.is_family:
-        return metric
-    stem, slash, rest = name.rpartition("/")
-    return CATALOGUE.get(stem + slash) if rest else None
+    if metric is not None:
+        return None if metric.is_family else metric
+    families = (one for one in _FAMILIES if name.startswith(one.name) and "/" not in name[len(one.name) :])
+    return next(families, None)
 
 
 def member(name: str) -> str:
@@ -500,6 +534,7 @@ def markdown() -> str:
         "Every number that a run shows, generated from `actors/metrics.py` by `python -m actors.metrics > docs/metrics.md`.",
         "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
         "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
+        "The [glossary](glossary.md) explains the terms.",
         "The [glossary](glossary.md) explains the terms.",
     ]
     group = None

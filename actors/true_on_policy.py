@@ -10,9 +10,10 @@ from torch import Tensor
 
 from actors.config import RunConfig
 from correction.batch import PackedBatch
+from correction.engines.agreement import Agreement, compare
+from correction.engines.contract import Contract, SideSettings
 from correction.errors import ConfigError, EngineError
-from correction.invariance import Agreement, Contract, Side, compare
-from correction.sense import needs_proximal_forward
+from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 
@@ -55,7 +56,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
     on_cpu = engine.resolved_device == "cpu"
     return Contract.of(
         json.loads((model / "config.json").read_text()),
-        Side(
+        SideSettings(
             name="rollout.engine",
             device=engine.resolved_device,
             dtype=learner.dtype if on_cpu and engine.dtype == "auto" else engine.dtype,
@@ -64,7 +65,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
             weight_update_mode=engine.weight_update_mode,
             arguments=engine.engine_args,
         ),
-        Side(
+        SideSettings(
             name="learner",
             device="cpu" if learner.device == "auto" and on_cpu else learner.device,
             dtype=learner.dtype,

@@ -84,7 +84,7 @@ def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
 
 def full_pass(batch: PackedBatch) -> dict[str, float]:
     """What is timed."""
-    return diagnose(batch, correct(batch, CONFIG), config=CONFIG)
+    return diagnose(batch, correct(batch, CONFIG))
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> None:
     def diagnosis(turn: int) -> float:
         batch = batches[turn % copies]
         corrected = correct(batch, CONFIG)
-        return seconds_of(lambda: diagnose(batch, corrected, config=CONFIG))
+        return seconds_of(lambda: diagnose(batch, corrected))
 
     sides: dict[str, Callable[[int], float]] = {
         "copy": lambda turn: seconds_of(lambda: copy(turn % copies)),
@@ -160,7 +160,7 @@ def _print_ratio(name: str, above: list[float], below: list[float], wanted: str)
 
 def _check_same_answer(verl: dict[str, float], ours: dict[str, float]) -> None:
     """Both have done the same work: the k3 KL and the rejected share agree to float32."""
-    for theirs, name in (("rollout_corr/k3_kl", "k3_kl"), ("rollout_corr/rollout_rs_masked_fraction", "rejected_fraction")):
+    for theirs, name in (("rollout_corr/k3_kl", "k3_kl"), ("rollout_corr/rollout_rs_masked_fraction", "rejected_share")):
         if not math.isclose(verl[theirs], ours[name], rel_tol=2e-3):
             raise SystemExit(f"verl's {theirs} = {verl[theirs]}, ours = {ours[name]}: the two did not do the same work")
 

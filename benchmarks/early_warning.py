@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sides import ROOT, Peer, options
 from correction.monitor import Monitor, MonitorConfig, State
+from correction.quantities import current_name
 
 SERIES = ROOT / "benchmarks" / "series"
 RLWATCH = Peer("rlwatch", "rlwatch_worker.py", (("rlwatch==0.5.1",),))
@@ -79,7 +80,8 @@ def load_runs(folder: Path = SERIES) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.json.gz")):
         record = json.loads(gzip.decompress(path.read_bytes()))
-        runs.append(Run(record["condition"], record["seed"], record["series"], record["settings"]["onset"]))
+        series = {current_name(name): values for name, values in record["series"].items()}
+        runs.append(Run(record["condition"], record["seed"], series, record["settings"]["onset"]))
     return runs
 
 

@@ -9,32 +9,32 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from correction.advantages import AdvantageEstimator, group_advantages
-    from correction.batch import CorrectedBatch, PackedBatch
+    from correction.advantages import group_advantages
+    from correction.batch import CorrectedBatch, PackedBatch, from_padded, to_padded
+    from correction.choices import AdvantageEstimator, ProximalSource
     from correction.config import CorrectionConfig
     from correction.correct import correct, defer, for_step
-    from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, diagnose
+    from correction.diagnostics import diagnose
     from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
     from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
+    from correction.methods import PRESETS, Preset, presets_table
     from correction.monitor import Event, Monitor, MonitorConfig
-    from correction.padded import from_padded, to_padded
-    from correction.presets import PRESETS, Preset, presets_table
-    from correction.proximal import ProximalSource
-    from correction.sense import needs_proximal_forward, needs_topk
+    from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
+    from correction.schedule import needs_proximal_forward, needs_topk
 
 _HOMES = {
     "advantages": ("group_advantages",),
-    "batch": ("CorrectedBatch", "PackedBatch"),
-    "choices": ("AdvantageEstimator", "ProximalSource"),
+    "batch": ("CorrectedBatch", "PackedBatch", "from_padded", "to_padded",),
+    "choices": ("AdvantageEstimator", "ProximalSource",),
     "config": ("CorrectionConfig",),
-    "correct": ("correct", "defer", "for_step"),
-    "diagnostics": ("DIAGNOSTICS", "DIAGNOSTIC_FAMILIES", "diagnose"),
-    "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError"),
-    "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale"),
-    "monitor": ("Event", "Monitor", "MonitorConfig"),
-    "padded": ("from_padded", "to_padded"),
-    "presets": ("PRESETS", "Preset", "presets_table"),
-    "sense": ("needs_proximal_forward", "needs_topk"),
+    "correct": ("correct", "defer", "for_step",),
+    "diagnostics": ("diagnose",),
+    "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
+    "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
+    "methods": ("PRESETS", "Preset", "presets_table",),
+    "monitor": ("Event", "Monitor", "MonitorConfig",),
+    "quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
+    "schedule": ("needs_proximal_forward", "needs_topk",),
 }
 """Module of each public name."""
 
@@ -59,6 +59,7 @@ sys.modules[__name__].__class__ = _Package
 __all__ = [
     "DIAGNOSTICS",
     "DIAGNOSTIC_FAMILIES",
+    "LOSS_METRICS",
     "PARTIALS",
     "PRESETS",
     "AdvantageEstimator",

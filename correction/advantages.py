@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from correction.choices import AdvantageEstimator as AdvantageEstimator
+from correction.choices import AdvantageEstimator
 from correction.errors import DataError
 
 
@@ -19,7 +19,7 @@ def group_advantages(
 ) -> Tensor:
     """Group-relative advantage of each sequence.
 
-    A group of one has no baseline: its advantage is 0 (verl gives it its raw reward; decision C17). So has a group whose
+    A group of one has no baseline: its advantage is 0 (verl gives it its raw reward). So has a group whose
     rewards are all alike.
     Args:
         rewards: [S] float, any unit.

@@ -7,7 +7,7 @@ Nothing is changed in place after hand-over; `replace` and `select` make new bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -16,6 +16,11 @@ from torch import Tensor
 from correction.errors import DataError
 
 _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
+CPU_TOKENS = 2**19
+"""Tokens of a part on a CPU, more or less: smaller parts cost more in calls than they save in cache misses."""
+_PER_SEQUENCE = ("offsets", "group_ids")
+UNIT_COUNTS = ("units", "truncated", "truncated_positive", "truncated_negative", "masked", "masked_positive", "masked_negative")
+"""Units that have an importance weight; those whose weight was cut to a bound, or set to 0; of these, by the sign of the advantage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,41 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class DecisionCounts:
+    """How often each criterion and each bound took hold: sums, which add up over the stages and over any split of a batch."""
+
+    labels: tuple[str, ...]
+    """Of the C criteria, in the config's order; "veto" at the end if there is one."""
+    values: Tensor
+    """[2 C + len(UNIT_COUNTS)] float64: tokens that each criterion looked at, tokens that it drops, and UNIT_COUNTS."""
+
+    def __add__(self, other: DecisionCounts) -> DecisionCounts:
+        return DecisionCounts(self.labels, self.values + other.values.to(self.values.device))
+
+    def by_criterion(self) -> dict[str, tuple[int, int]]:
+        """Label -> (tokens that it looked at, tokens that it drops); one that hasn't run is left out."""
+        count = len(self.labels)
+        looked_at, dropped = self.values[:count].tolist(), self.values[count : 2 * count].tolist()
+        return {name: (int(n), int(k)) for name, n, k in zip(self.labels, looked_at, dropped, strict=True) if n > 0}
+
+    def by_unit(self) -> dict[str, int]:
+        """The entries of UNIT_COUNTS."""
+        return dict(zip(UNIT_COUNTS, map(int, self.values[2 * len(self.labels) :].tolist()), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class FinalDecision:
+    """What the tokens were trained with, late parts included: made by `policy_loss`, read by `diagnose`."""
+
+    keep_mask: Tensor
+    """[N] bool, a subset of the corrected batch's: what is in the loss."""
+    importance_weights: Tensor
+    """[N] float32, detached, with all that was known before the step; `policy_loss` leaves a late normaliser out."""
+    counts: DecisionCounts
+    """Of the late parts alone; the corrected batch has those of the early ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class CorrectedBatch:
     """A packed batch with what the correction decided: the learner's input.
 
@@ -128,8 +168,8 @@ class CorrectedBatch:
     """[N] float32: one over the loss denominator of the *global* batch, so that sums over any split of it add up."""
     is_deferred: bool = False
     """True: the parts on rho run inside the training forward, with proximal = detached current logprobs."""
-    decision_sums: tuple[dict[str, float], ...] = ()
-    """What rejection, veto and bounds did, by part of the batch (correction.parts); read by `diagnose`. Empty for a share of a batch."""
+    counts: DecisionCounts | None = None
+    """Of the parts that ran in the service; None for a share of a batch, which isn't counted apart."""
 
     def select(self, sequences: Sequence[int]) -> CorrectedBatch:
         """The given sequences alone; scales stay those of the global batch."""
@@ -140,7 +180,7 @@ class CorrectedBatch:
             importance_weights=self.importance_weights[index],
             keep_mask=self.keep_mask[index],
             token_scale=self.token_scale[index],
-            decision_sums=(),
+            counts=None,
         )
 
     def to(self, device: torch.device | str) -> CorrectedBatch:
@@ -151,3 +191,112 @@ class CorrectedBatch:
             keep_mask=self.keep_mask.to(device),
             token_scale=self.token_scale.to(device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSlice:
+    """Sequences first to last, exclusive, of a batch."""
+
+    sequences: slice
+    tokens: slice
+
+    def of_batch(self, batch: PackedBatch) -> PackedBatch:
+        """The part's own batch, its offsets counted from its first token."""
+        changes: dict[str, Tensor] = {}
+        for field in fields(batch):
+            value = getattr(batch, field.name)
+            if isinstance(value, Tensor) and field.name not in _PER_SEQUENCE:
+                changes[field.name] = value[self.tokens]
+        bounds = batch.offsets[self.sequences.start : self.sequences.stop + 1]
+        changes |= {"offsets": bounds - self.tokens.start, "group_ids": batch.group_ids[self.sequences]}
+        return replace(batch, **changes)  # type: ignore[arg-type]
+
+    def of_corrected(self, corrected: CorrectedBatch) -> CorrectedBatch:
+        """The same of a corrected batch."""
+        return replace(
+            corrected,
+            batch=self.of_batch(corrected.batch),
+            importance_weights=corrected.importance_weights[self.tokens],
+            keep_mask=corrected.keep_mask[self.tokens],
+            token_scale=corrected.token_scale[self.tokens],
+        )
+
+    def of_tokens(self, values: Tensor | None) -> Tensor | None:
+        """The part's share of per-token values [N]."""
+        return None if values is None else values[self.tokens]
+
+
+def batch_slices(batch: PackedBatch, *, is_divisible: bool = True) -> Iterator[BatchSlice]:
+    """The parts of a batch, at least one, in order.
+
+    Args:
+        is_divisible: False gives the batch as one part, for what looks at all tokens together.
+    """
+    inner: list[int] = []
+    if is_divisible and batch.offsets.device.type == "cpu" and batch.num_tokens > CPU_TOKENS:
+        wanted = torch.arange(CPU_TOKENS, batch.num_tokens, CPU_TOKENS)
+        inner = sorted(set(torch.searchsorted(batch.offsets, wanted).tolist()) - {0, batch.num_sequences})
+    edges = [0, *inner, batch.num_sequences]
+    tokens = batch.offsets[torch.tensor(edges, device=batch.offsets.device)].tolist()
+    for k in range(len(edges) - 1):
+        yield BatchSlice(slice(edges[k], edges[k + 1]), slice(tokens[k], tokens[k + 1]))
+
+
+def from_padded(
+    token_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    group_ids: Tensor,
+    *,
+    proximal_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    weight_versions: Tensor | None = None,
+    turn_ids: Tensor | None = None,
+    learner_version: int = 0,
+    temperature: float = 1.0,
+) -> PackedBatch:
+    """The packed batch of padded tensors; where the padding stands does not matter, nor what is in it.
+
+    Args:
+        token_ids, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions, turn_ids: [B, T], the value of a token at
+            its own place (frameworks that shift logprobs by one must shift them back).
+        attention_mask: [B, T], true at real tokens; loss_mask: [B, T], true at trained ones, none outside attention_mask.
+        advantages: [B] or [B, T]; group_ids: [B].
+        weight_versions: None means that learner_version sampled everything.
+    Raises: DataError if shapes differ or the loss mask reaches into the padding.
+    """
+    real = attention_mask.bool()
+    if bool((loss_mask.bool() & ~real).any()):
+        raise DataError("from_padded: loss_mask is true at padding. Both masks must have one shape [B, T] and one alignment.")
+    rows = [token_ids, loss_mask, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions, turn_ids]
+    if any(row is not None and row.shape != real.shape for row in rows):
+        raise DataError(f"from_padded: every token tensor must be [B, T] = {tuple(real.shape)}")
+    by_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(real.shape)
+    versions = torch.full_like(token_ids, learner_version) if weight_versions is None else weight_versions
+    return PackedBatch(
+        token_ids=token_ids[real].long(),
+        offsets=torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0)]),
+        loss_mask=loss_mask.bool()[real],
+        behavior_logprobs=behavior_logprobs[real],
+        advantages=by_token[real].to(behavior_logprobs.dtype),
+        weight_versions=versions[real].int(),
+        group_ids=group_ids.long(),
+        learner_version=learner_version,
+        temperature=temperature,
+        proximal_logprobs=None if proximal_logprobs is None else proximal_logprobs[real],
+        reference_logprobs=None if reference_logprobs is None else reference_logprobs[real],
+        turn_ids=None if turn_ids is None else turn_ids[real].int(),
+    ).validate()
+
+
+def to_padded(values: Tensor, attention_mask: Tensor, *, padding: float = 0.0) -> Tensor:
+    """Per-token values [N] back at their places [B, T]; differentiable.
+
+    Args:
+        attention_mask: the one that `from_padded` was given.
+    """
+    real = attention_mask.bool()
+    empty = torch.full(real.shape, padding, dtype=values.dtype, device=values.device)
+    return empty.masked_scatter(real, values)

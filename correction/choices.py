@@ -1,14 +1,11 @@
 """The words that settings may have: which ratio, which level, which bound. Without torch, so that settings are checked before it is loaded.
 
-What a word does is in the module of its part: ratios, segments, importance, rejection, normalize, denominators, advantages, proximal.
+What a word does is in the module of its part: ratios, segments, importance, rejection, denominators, advantages.
 """
 
 from __future__ import annotations
 
 import enum
-
-BUCKET_EDGES = (0.1, 0.25, 0.5, 0.75)
-"""Edges of the proximal probability in `bucket_`; the paper prints its own only in a figure."""
 
 
 class AdvantageEstimator(enum.StrEnum):
@@ -74,7 +71,7 @@ class Statistic(enum.StrEnum):
     RATIO = "ratio"
     """x; bounds are ratios."""
     K1 = "k1"
-    """-log x; bounds are nats, on k1 itself (verl compares log bounds with the opposite sign: decision C1)."""
+    """-log x; bounds are nats, on k1 itself (verl compares log bounds with the opposite sign)."""
     K2 = "k2"
     K3 = "k3"
     BINARY_KL = "binary_kl"
@@ -113,7 +110,7 @@ class RejectionLevel(enum.StrEnum):
         return {"token": Level.TOKEN, "turn": Level.TURN}.get(self.value, Level.SEQUENCE)
 
 
-class Side(enum.StrEnum):
+class AdvantageSign(enum.StrEnum):
     """Advantages for which a criterion holds."""
 
     ANY = "any"
@@ -126,7 +123,7 @@ class Population(enum.StrEnum):
 
     OFF = "off"
     ALL = "all"
-    """All units of the loss mask, before rejection; weights set to zero count (verl, Miles; decision C15)."""
+    """All units of the loss mask, before rejection; weights set to zero count (verl, Miles)."""
     KEPT = "kept"
     """Units with a token that rejection and veto left and a weight above zero."""
 
@@ -150,6 +147,6 @@ class Count(enum.StrEnum):
     """Which tokens and sequences the denominator counts."""
 
     ORIGINAL = "original"
-    """Those of the loss mask: a rejected token or sequence still counts (decisions C2, C3)."""
+    """Those of the loss mask: a rejected token or sequence still counts."""
     KEPT = "kept"
     """Those that rejection and veto left."""

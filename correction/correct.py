@@ -13,17 +13,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
+from correction.batch import CorrectedBatch, PackedBatch, batch_slices
+from correction.choices import DenominatorKind, ProximalSource
 from correction.config import CorrectionConfig
-from correction.decision import Scene, decide, decision_sums, make_scene, needs_all_tokens
-from correction.denominators import Count, DenominatorKind, sequence_scale
+from correction.decision import BatchView, decide, needs_all_tokens, no_counts
+from correction.denominators import sequence_scale
 from correction.errors import ConfigError, DataError
-from correction.normalize import Population, normalizer, weight_sums
-from correction.parts import parts
-from correction.proximal import ProximalSource
+from correction.importance import normalizer, weight_sums
 from correction.ratios import Logprobs
+from correction.schedule import Schedule, Stage, fold_obstacle, uses_proximal
 from correction.segments import running_counts
-from correction.sense import fold_obstacle, kept_count_is_late, normalization_is_late, uses_proximal
 
 
 def correct(batch: PackedBatch, config: CorrectionConfig) -> CorrectedBatch:
@@ -47,11 +46,14 @@ def defer(batch: PackedBatch, config: CorrectionConfig) -> CorrectedBatch:
     return _prepare(replace(batch, proximal_logprobs=None), config, is_deferred=True)
 
 
-def staged_proximal(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool) -> Tensor | None:
-    """[N] the proximal logprobs as far as they are known before the training forward."""
+def early_proximal(batch: PackedBatch, config: CorrectionConfig, schedule: Schedule) -> Tensor | None:
+    """[N] the proximal logprobs as far as they are known before the training forward.
+
+    Raises: DataError if they are to be recomputed, some part needs them, and the batch has none.
+    """
     if config.proximal is ProximalSource.BEHAVIOR:
         return batch.behavior_logprobs
-    if config.proximal is ProximalSource.INTERPOLATE or is_deferred:
+    if schedule.proximal is Stage.LATE:
         return None
     if batch.proximal_logprobs is None and uses_proximal(config):
         raise DataError(
@@ -62,20 +64,22 @@ def staged_proximal(batch: PackedBatch, config: CorrectionConfig, *, is_deferred
 
 
 def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool) -> CorrectedBatch:
-    proximal = staged_proximal(batch, config, is_deferred=is_deferred)
-    is_normalized = config.normalize.population is not Population.OFF and not normalization_is_late(config, is_deferred=is_deferred)
+    schedule = Schedule.of(config, is_deferred=is_deferred)
+    proximal = early_proximal(batch, config, schedule)
+    is_normalized = schedule.normalization is Stage.EARLY
     weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
     sums = torch.zeros(2, dtype=torch.float64, device=weights.device)
-    settled = []
-    for part in parts(batch, is_divisible=not needs_all_tokens(config)):
-        own = part.of_batch(batch)
-        scene = make_scene(own, Logprobs(own.behavior_logprobs, part.of_tokens(proximal), None))
-        decision = decide(scene, config, late=False, is_deferred=is_deferred)
-        settled.append(decision_sums(scene, decision, config, late=False))
-        weights[part.tokens], keep[part.tokens] = decision.weights, decision.keep
-        if is_normalized and decision.unit_weights is not None:
-            segments = scene.levels.at(config.importance.level)
-            sums += weight_sums(decision.unit_weights, scene.mask, decision.keep, segments, config.normalize.population)
+    counts = no_counts(config, weights.device)
+    for piece in batch_slices(batch, is_divisible=not needs_all_tokens(config)):
+        own = piece.of_batch(batch)
+        view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), None))
+        decision = decide(view, config, schedule, Stage.EARLY)
+        counts += decision.counts
+        weights[piece.tokens], keep[piece.tokens] = decision.weights, decision.keep
+        if is_normalized and decision.by_unit is not None:
+            sums += weight_sums(
+                decision.by_unit.weights, view.mask, decision.keep, decision.by_unit.segments, config.normalize.population
+            )
     if is_normalized:
         weights *= normalizer(*sums.tolist())
     if int(keep.count_nonzero()) == 0 and bool(batch.loss_mask.any()):
@@ -86,9 +90,9 @@ def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool)
         keep_mask=keep,
         token_scale=torch.empty_like(weights),
         is_deferred=is_deferred,
-        decision_sums=tuple(settled),
+        counts=counts,
     )
-    return replace(corrected, token_scale=batch_scale(corrected, config))
+    return replace(corrected, token_scale=_batch_scale(corrected, config, schedule))
 
 
 def for_step(corrected: CorrectedBatch, sequences: Sequence[int], config: CorrectionConfig) -> CorrectedBatch:
@@ -97,13 +101,13 @@ def for_step(corrected: CorrectedBatch, sequences: Sequence[int], config: Correc
     Weights and their normaliser stay those of the whole batch.
     """
     share = corrected.select(sequences)
-    return replace(share, token_scale=batch_scale(share, config))
+    return replace(share, token_scale=_batch_scale(share, config, Schedule.of(config, is_deferred=share.is_deferred)))
 
 
-def batch_scale(corrected: CorrectedBatch, config: CorrectionConfig) -> Tensor:
+def _batch_scale(corrected: CorrectedBatch, config: CorrectionConfig, schedule: Schedule) -> Tensor:
     """[N] one over the denominator, counted on this batch as the global one."""
     batch = corrected.batch
-    count_kept = config.denominator.count is Count.KEPT and not kept_count_is_late(config, is_deferred=corrected.is_deferred)
+    count_kept = schedule.kept_count is Stage.EARLY
     counted = corrected.keep_mask if count_kept else batch.loss_mask
     part = config.denominator
     if part.kind is DenominatorKind.TOKEN_MEAN and not count_kept:  # one number; where a sequence has no token, nothing is scaled
@@ -124,15 +128,15 @@ def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None
         noise = 1 + part.noise_std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
         weights = weights * noise.to(weights.device)
     if part.probability_below is not None and proximal is not None:
-        scene = make_scene(batch, Logprobs(batch.behavior_logprobs, proximal, None))
-        weights = weights * probability_factor(scene, config)
+        view = BatchView.of(batch, Logprobs(batch.behavior_logprobs, proximal, None))
+        weights = weights * probability_factor(view, config)
     return weights
 
 
-def probability_factor(scene: Scene, config: CorrectionConfig) -> Tensor | float:
+def probability_factor(view: BatchView, config: CorrectionConfig) -> Tensor | float:
     """[N] the distortion's factor on tokens with a low proximal probability; 1.0 if there is none."""
     part = config.modulation
-    if part.probability_below is None or scene.logprobs.proximal is None:
+    if part.probability_below is None or view.logprobs.proximal is None:
         return 1.0
-    is_low = scene.mask & (scene.logprobs.proximal.exp() < part.probability_below)
-    return torch.where(is_low, part.factor, torch.ones_like(scene.logprobs.behavior))
+    is_low = view.mask & (view.logprobs.proximal.exp() < part.probability_below)
+    return torch.where(is_low, part.factor, torch.ones_like(view.logprobs.behavior))

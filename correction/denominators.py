@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from correction.choices import Count as Count
-from correction.choices import DenominatorKind as DenominatorKind
+from correction.choices import DenominatorKind
 from correction.segments import Segments
 
 

@@ -2,99 +2,37 @@
 
 Behaviour to proximal on all tokens is mismatch and staleness together; names that begin with `mismatch_` are from tokens of
 staleness 0 alone. Where the batch has no proximal logprobs (deferred, bypass, interpolate) the target's stand in for them: with
-one optimizer step per batch they are the same policy. What has no tokens is absent, not 0. `DIAGNOSTICS` says what each number is.
+one optimizer step per batch they are the same policy. What has no tokens is absent, not 0. quantities.py says what each is.
+
+The numbers of the gap come from one pass over the tokens, in chunks that stay in the processor's cache: sums of chunks add up to
+those of a set of tokens, and sums of sets to those of the batch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
-from correction.choices import BUCKET_EDGES as BUCKET_EDGES
-from correction.config import CorrectionConfig
-from correction.decision import make_scene, needs_all_tokens
-from correction.gap import gap_numbers
-from correction.masking import masked
-from correction.parts import parts
+from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
+from correction.choices import Level
+from correction.decision import BatchView
+from correction.quantities import BUCKET_EDGES, PERCENTS
 from correction.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
-from correction.staleness import Stretches, count_staleness, stretches
-from correction.tally import joined, rejection_numbers, tally
+from correction.segments import masked
+from correction.staleness import TokenSpans, count_staleness, token_spans
 
-PERCENTS = (1, 10, 50, 90, 99)
 BAD_UPDATE = 0.5
 """mu - pi of a token with negative advantage from which an update is called bad: Trust Region (arXiv 2602.04879), sec. 5.3."""
-
-GAP = {
-    "k1_kl": "KL(behaviour || proximal), estimator -log rho (nats)",
-    "k2_kl": "KL(behaviour || proximal), estimator (log rho)^2 / 2 (nats)",
-    "k3_kl": "KL(behaviour || proximal), estimator rho - 1 - log rho (nats)",
-    "chi2_token": "mean of rho^2, minus 1",
-    "log_ratio_mean": "mean of log rho (nats)",
-    "log_ratio_std": "standard deviation of log rho (nats)",
-    "log_ratio_abs_max": "largest |log rho| (nats)",
-    "rho_std": "standard deviation of rho: 'mismatch' in the paper on objective-level hacking",
-    "rho_max": "largest rho",
-    "rho_min": "smallest rho",
-    "probability_gap_mean": "mean |pi_prox - mu| of the sampled token",
-    "pearson": "correlation of pi_prox and mu over sampled tokens",
-    "ess_token": "effective sample size of the raw rho, share of the tokens",
-    "tokens": "tokens that these numbers are from",
-}
-"""Numbers of one set of tokens: all; `mismatch_`, staleness 0; `stale_`, older."""
-
-DIAGNOSTICS = {
-    **GAP,
-    **{f"mismatch_{name}": f"{text}; tokens of staleness 0" for name, text in GAP.items()},
-    **{f"stale_{name}": f"{text}; tokens of staleness 1 and more" for name, text in GAP.items()},
-    "chi2_sequence": "mean of the squared product of rho over a sequence, minus 1",
-    "ess_sequence": "effective sample size of the products of rho, share of the sequences, each counted once",
-    "perplexity_behavior": "mean over sequences of exp(-mean log mu)",
-    "perplexity_proximal": "mean over sequences of exp(-mean log pi_prox)",
-    "perplexity_ratio": "mean over sequences of perplexity under pi_prox / under mu",
-    "target_k1_kl": "KL(behaviour || target), estimator k1 (nats)",
-    "target_k2_kl": "KL(behaviour || target), estimator k2 (nats)",
-    "target_k3_kl": "KL(behaviour || target), estimator k3 (nats)",
-    "target_rho_max": "largest target / behaviour",
-    "drift_k3_kl": "KL(proximal || target), estimator k3 (nats); needs recomputed proximal logprobs",
-    "bad_update_fraction": "tokens with negative advantage and mu - pi >= 0.5",
-    "broken_tokens": "tokens of the loss mask with a value that is not finite",
-    "kept_fraction": "tokens that rejection and veto left",
-    "rejected_fraction": "tokens dropped by rejection, veto or not being finite",
-    "rejected_fraction_positive": "the same, among tokens of positive advantage",
-    "rejected_fraction_negative": "the same, among tokens of negative advantage",
-    "rejected_sequence_fraction": "sequences of which no token is left",
-    "rejected_probability_mean": "mean pi_prox of the dropped tokens",
-    "rejected_entropy_mean": "mean entropy of the target at the dropped tokens (nats)",
-    "truncated_fraction": "units whose importance weight was cut to a bound",
-    "truncated_fraction_positive": "those of positive advantage, also as a share of all units",
-    "truncated_fraction_negative": "those of negative advantage, also as a share of all units",
-    "masked_fraction": "units whose importance weight was set to 0",
-    "masked_fraction_positive": "those of positive advantage, also as a share of all units",
-    "masked_fraction_negative": "those of negative advantage, also as a share of all units",
-    "importance_weight_mean": "mean importance weight of the kept tokens, normalised",
-    "importance_weight_max": "largest importance weight of the kept tokens",
-    "importance_weight_ess": "effective sample size of these weights, share of the kept tokens",
-    "staleness_mean": "mean staleness of the trained tokens (versions)",
-    "staleness_max": "largest staleness (versions)",
-    "staleness_in_flight_mean": "updates while the rest of the sequence was sampled (versions)",
-    "staleness_in_queue_mean": "updates between the last token and this step (versions)",
-    "mixed_version_fraction": "sequences with tokens of more than one version",
-    "spurious_objective": "J: sum of A (phi - 1) with phi = 2 under pi_prox 0.1 (objective-level hacking, Eq. 23)",
-}
-"""Name and meaning of each number. `diagnose` also gives the families in DIAGNOSTIC_FAMILIES."""
-
-DIAGNOSTIC_FAMILIES = {
-    "rejected_by_": "tokens outside one criterion, by its label, or `veto`",
-    "staleness_fraction_": "trained tokens of this staleness",
-    "staleness_in_flight_fraction_": "trained tokens with so many updates in flight",
-    "staleness_in_queue_fraction_": "trained tokens with so many updates in the queue",
-    "log_ratio_quantile_": "quantile of log rho (nats)",
-    "bucket_rho_mean_": "mean rho of tokens in a bucket of pi_prox",
-    "bucket_rho_std_": "standard deviation of rho of tokens in a bucket of pi_prox",
-}
+CPU_CHUNK = 2**17
+OTHER_CHUNK = 2**22
+"""Tokens of a chunk; on an accelerator it need only be small against its memory."""
+_CONSTANT = 1e-28
+"""Variance over squared mean under which a probability does not vary: the rounding of the mean in float64 is 1e-16."""
 
 
 def diagnose(
@@ -102,9 +40,8 @@ def diagnose(
     corrected: CorrectedBatch,
     target_logprobs: Tensor | None = None,
     *,
-    config: CorrectionConfig | None = None,
+    decided: FinalDecision | None = None,
     entropy: Tensor | None = None,
-    target_topk_logprobs: Tensor | None = None,
     detailed: bool = False,
 ) -> dict[str, float]:
     """The numbers of a batch; run it after the step, off the learner's path.
@@ -112,43 +49,105 @@ def diagnose(
     Args:
         corrected: of this batch, from correct() or defer().
         target_logprobs: [N] the learner's logprobs of the step; None leaves what needs them out.
-        config: gives fractions by criterion and the truncated share; with target_logprobs also those of the late parts.
+        decided: of the step, from `policy_loss`, for the whole batch; None: rejection and weights are those of the early parts alone.
         entropy: [N] of the target policy, for the entropy of dropped tokens.
-        target_topk_logprobs: [N, K] of batch.topk_ids; without it what a top-K criterion drops isn't counted: `policy_loss` has done so.
         detailed: quantiles, buckets and the spurious objective as well; they sort the tokens, which takes longer than all the rest.
     """
     target = None if target_logprobs is None else target_logprobs.detach().to(batch.behavior_logprobs.dtype)
     proximal = target if batch.proximal_logprobs is None else batch.proximal_logprobs
+    keep = corrected.keep_mask if decided is None else decided.keep_mask
+    weights = corrected.importance_weights if decided is None else decided.importance_weights
     mask = torch.empty_like(batch.loss_mask)
-    tallies = []
-    known = iter(corrected.decision_sums if config else ())
-    for part in parts(batch, is_divisible=config is None or not needs_all_tokens(config)):
-        own = part.of_batch(batch)
-        logprobs = Logprobs(own.behavior_logprobs, part.of_tokens(proximal), part.of_tokens(target))
-        scene = make_scene(own, logprobs, part.of_tokens(target_topk_logprobs))
-        mask[part.tokens] = scene.mask
-        settled = next(known, None)
-        if scene.mask is not own.loss_mask:  # a number that is not finite: the target's were not known to `correct`
-            settled = None
-        tallies.append(tally(scene, part.of_corrected(corrected), part.of_tokens(target), config, part.of_tokens(entropy), settled))
-    runs = stretches(batch, batch.loss_mask)
-    sums = joined(tallies)
-    numbers = {"broken_tokens": float(sums["tokens"] - sums["finite"])}
-    numbers |= _staleness_numbers(runs, batch.num_sequences)
+    sums = []
+    for piece in batch_slices(batch):
+        own = piece.of_batch(batch)
+        view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), piece.of_tokens(target)))
+        mask[piece.tokens] = view.mask
+        sums.append(_rejection_sums(view, keep[piece.tokens], weights[piece.tokens], piece.of_tokens(entropy)))
+    spans = token_spans(batch, batch.loss_mask)
+    numbers = {"broken_tokens": float(int(batch.loss_mask.count_nonzero()) - int(mask.count_nonzero()))}
+    numbers |= _staleness_numbers(spans, batch.num_sequences)
     if proximal is not None:
-        numbers |= _gap_family(batch, proximal, stretches(batch, mask) if numbers["broken_tokens"] > 0 else runs)
+        numbers |= _gap_family(batch, proximal, token_spans(batch, mask) if numbers["broken_tokens"] > 0 else spans)
     if target is not None:
         numbers |= _target_numbers(batch, target, mask)
-    numbers |= rejection_numbers(sums)
+    counts = corrected.counts
+    if counts is not None and decided is not None:
+        counts += decided.counts
+    numbers |= _rejection_numbers(sums, counts)
     if detailed and proximal is not None:
         numbers |= _detailed_numbers(batch, proximal, mask)
     return numbers
 
 
-def _gap_family(batch: PackedBatch, proximal: Tensor, runs: Stretches) -> dict[str, float]:
-    """Of all tokens of the runs, of those of staleness 0, of the older ones, and of whole sequences."""
-    sets = runs.staleness == 0, runs.staleness > 0
-    (fresh, stale, whole), by_sequence = gap_numbers(batch.behavior_logprobs, proximal, runs, sets, batch.num_sequences)
+def _rejection_sums(view: BatchView, keep: Tensor, weights: Tensor, entropy: Tensor | None) -> dict[str, float]:
+    """Sums over whole sequences, but for the largest weight. keep, weights, entropy: [N]."""
+    loss_mask, advantages = view.batch.loss_mask, view.batch.advantages
+    kept_weights = masked(weights, keep)
+    largest, kept_weights = kept_weights.max() if keep.numel() else 0.0, kept_weights.double()
+    sequences = view.levels.at(Level.SEQUENCE)
+    sums = {
+        "tokens": int(loss_mask.count_nonzero()),
+        "kept": int(keep.count_nonzero()),
+        "sequences": int(sequences.any(loss_mask).count_nonzero()),
+        "kept_sequences": int(sequences.any(keep).count_nonzero()),
+        "weight": float(kept_weights.sum()),
+        "weight_square": float(kept_weights.dot(kept_weights)),
+        "largest_weight": float(largest),
+    }
+    for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
+        sums |= {name: int((chosen & loss_mask).count_nonzero()), f"kept_{name}": int((chosen & keep).count_nonzero())}
+    dropped = (loss_mask & ~keep & view.mask).nonzero().squeeze(1)  # few
+    sums["dropped"] = dropped.numel()
+    if view.logprobs.proximal is not None:
+        sums["dropped_probability"] = float(view.logprobs.proximal[dropped].double().exp().sum())
+    if entropy is not None:
+        sums["dropped_entropy"] = float(entropy.detach()[dropped].double().sum())
+    return sums
+
+
+def _rejection_numbers(pieces: list[dict[str, float]], counts: DecisionCounts | None) -> dict[str, float]:
+    """About weights and rejection, from the sums of all pieces of the batch."""
+    sums = {name: sum(piece[name] for piece in pieces) for name in pieces[0]}
+    tokens, kept = sums["tokens"], sums["kept"]
+    if tokens == 0:
+        return {}
+    numbers = {
+        "kept_share": kept / tokens,
+        "rejected_share": (tokens - kept) / tokens,
+        "rejected_sequence_share": 1 - sums["kept_sequences"] / sums["sequences"],
+    }
+    for sign in ("positive", "negative"):
+        if sums[sign] > 0:
+            numbers[f"rejected_{sign}_share"] = (sums[sign] - sums[f"kept_{sign}"]) / sums[sign]
+    if counts is not None:
+        numbers |= _count_numbers(counts)
+    for name in ("probability", "entropy"):
+        if f"dropped_{name}" in sums and sums["dropped"] > 0:
+            numbers[f"rejected_{name}_mean"] = sums[f"dropped_{name}"] / sums["dropped"]
+    if kept > 0:
+        mean, square = sums["weight"] / kept, sums["weight_square"] / kept
+        largest = max(piece["largest_weight"] for piece in pieces)
+        numbers |= {"importance_weight_mean": mean, "importance_weight_max": largest}
+        if square > 0:
+            numbers["importance_weight_ess"] = mean**2 / square
+    return numbers
+
+
+def _count_numbers(counts: DecisionCounts) -> dict[str, float]:
+    numbers = {f"rejected_by_{label}": dropped / looked_at for label, (looked_at, dropped) in counts.by_criterion().items()}
+    by_unit = counts.by_unit()
+    if by_unit["units"] > 0:
+        for name, sign in itertools.product(("truncated", "masked"), ("", "positive", "negative")):
+            share = by_unit[f"{name}_{sign}"] if sign else by_unit[name]
+            numbers["_".join(filter(None, (name, sign, "share")))] = share / by_unit["units"]
+    return numbers
+
+
+def _gap_family(batch: PackedBatch, proximal: Tensor, spans: TokenSpans) -> dict[str, float]:
+    """Of all tokens of the spans, of those of staleness 0, of the older ones, and of whole sequences."""
+    sets = spans.staleness == 0, spans.staleness > 0
+    (fresh, stale, whole), by_sequence = _gap_numbers(batch.behavior_logprobs, proximal, spans, sets, batch.num_sequences)
     named = {f"mismatch_{name}": value for name, value in fresh.items()} | {f"stale_{name}": value for name, value in stale.items()}
     return whole | named | _sequence_numbers(by_sequence)
 
@@ -182,7 +181,7 @@ def _target_numbers(batch: PackedBatch, target: Tensor, mask: Tensor) -> dict[st
         "target_k2_kl": 0.5 * float(x.dot(x)) / tokens,
         "target_k3_kl": _k3_mean(x, tokens),
         "target_rho_max": math.exp(float((x + (mask.double() - 1) * 1e3).max())),
-        "bad_update_fraction": float(is_bad.sum()) / tokens,
+        "bad_update_share": float(is_bad.sum()) / tokens,
     }
     if batch.proximal_logprobs is not None:
         drift = (chosen.double() - masked(batch.proximal_logprobs, mask)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -194,17 +193,17 @@ def _k3_mean(log_ratio: Tensor, tokens: int) -> float:
     return float((torch.expm1(log_ratio) - log_ratio).sum()) / tokens
 
 
-def _staleness_numbers(runs: Stretches, num_sequences: int) -> dict[str, float]:
-    counts = count_staleness(runs, num_sequences)
+def _staleness_numbers(spans: TokenSpans, num_sequences: int) -> dict[str, float]:
+    counts = count_staleness(spans, num_sequences)
     if counts is None:
         return {}
     shares = {"staleness": counts.total, "staleness_in_flight": counts.in_flight, "staleness_in_queue": counts.in_queue}
     tokens = float(counts.total.sum())
-    numbers = {"staleness_max": float(counts.total.numel() - 1), "mixed_version_fraction": counts.mixed_sequences / counts.sequences}
+    numbers = {"staleness_max": float(counts.total.numel() - 1), "mixed_version_share": counts.mixed_sequences / counts.sequences}
     for name, histogram in shares.items():
         by_version = [count / tokens for count in histogram.tolist()]
         numbers[f"{name}_mean"] = sum(versions * share for versions, share in enumerate(by_version))
-        numbers |= {f"{name}_fraction_{versions}": share for versions, share in enumerate(by_version)}
+        numbers |= {f"{name}_share_{versions}": share for versions, share in enumerate(by_version)}
     return numbers
 
 
@@ -225,3 +224,116 @@ def _detailed_numbers(batch: PackedBatch, proximal: Tensor, mask: Tensor) -> dic
             numbers[f"bucket_rho_std_{index}"] = float(inside.std(correction=0))
     numbers["spurious_objective"] = float(batch.advantages[mask].double()[probability < 0.1].sum())
     return numbers
+
+
+# -- the gap between mu and pi_prox ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _GapSums:
+    """Sums over one set of tokens: x = log rho, e = rho - 1, r = rho, m = mu minus a constant near its mean, g = pi_prox - mu."""
+
+    n: float
+    x: float
+    xx: float
+    e: float
+    ee: float
+    rr: float
+    k3: float
+    distance: float
+    m: float
+    mm: float
+    g: float
+    gg: float
+    mg: float
+    high: float
+    low: float
+
+
+def _chunk_tokens(device: torch.device) -> int:
+    """Tokens that are best looked at together on a device."""
+    return CPU_CHUNK if device.type == "cpu" else OTHER_CHUNK
+
+
+def _gap_numbers(
+    behavior: Tensor, proximal: Tensor, spans: TokenSpans, sets: Sequence[Tensor], num_sequences: int
+) -> tuple[list[dict[str, float]], Tensor]:
+    """The numbers of quantities.GAP, for each of several disjoint sets of tokens and at the end for all of them together.
+
+    Args:
+        behavior, proximal: [N] logprobs, nats, finite inside the spans.
+        sets: each as [R] bool, the spans that are in it. A set without tokens has no numbers.
+    Returns: these numbers, and [S, 3] float64 of each sequence: tokens, sum of log mu, sum of log rho.
+    """
+    shift: Tensor | None = None
+    empty = torch.zeros(len(fields(_GapSums)), dtype=torch.float64, device=behavior.device)
+    empty[-2], empty[-1] = -torch.inf, torch.inf
+    by_sequence = empty.new_zeros(num_sequences, 3)
+    per_set = []
+    for chosen in sets:
+        rows = [empty]
+        for index, chunk in spans.token_index(chosen, chunk=_chunk_tokens(behavior.device)):
+            mu, prox = behavior.index_select(0, index), proximal.index_select(0, index).double()
+            probability, log_mu = mu.exp().double(), mu.double()
+            shift = probability.mean() if shift is None else shift
+            x = prox.sub_(log_mu)
+            lengths = spans.lengths[chunk]
+            sums = [lengths.double(), *(torch.segment_reduce(values, "sum", lengths=lengths) for values in (log_mu, x))]
+            by_sequence.index_add_(0, spans.sequences[chunk], torch.stack(sums, 1))
+            rows.append(_chunk_sums(log_mu, x, probability, shift))
+        per_set.append(_add_up(torch.stack(rows)))
+    whole = _add_up(torch.stack(per_set))
+    return [_gap_of(_GapSums(*row)) for row in torch.stack([*per_set, whole]).tolist()], by_sequence
+
+
+def _chunk_sums(log_mu: Tensor, x: Tensor, mu: Tensor, shift: Tensor) -> Tensor:
+    """[fields of _GapSums] float64, of log mu, log rho and mu of n > 0 tokens, each [n] float64; mu is overwritten."""
+    low, high = x.aminmax()
+    if bool((low < -LOG_RATIO_LIMIT) | (high > LOG_RATIO_LIMIT)):
+        gap = (log_mu + x).exp() - mu
+        x, low, high = (values.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for values in (x, low, high))
+        e = torch.expm1(x)
+    else:
+        e = torch.expm1(x)
+        gap = mu * e  # pi_prox - mu, without an exponential of its own
+    rho = e + 1
+    m = mu.sub_(shift)
+    sums = [torch.full_like(shift, x.numel()), x.sum(), x.dot(x), e.sum(), e.dot(e), rho.dot(rho), (e - x).sum()]
+    sums += [gap.abs().sum(), m.sum(), m.dot(m), gap.sum(), gap.dot(gap), m.dot(gap), high, low]
+    return torch.stack(sums)
+
+
+def _add_up(rows: Tensor) -> Tensor:
+    """[fields of _GapSums] of all rows together: the last two columns are extremes."""
+    return torch.cat([rows[:, :-2].sum(0), rows[:, -2:-1].amax(0), rows[:, -1:].amin(0)])
+
+
+def _gap_of(s: _GapSums) -> dict[str, float]:
+    """The numbers of quantities.GAP; empty for no tokens."""
+    if s.n == 0:
+        return {}
+    numbers = {
+        "k1_kl": -s.x / s.n,
+        "k2_kl": 0.5 * s.xx / s.n,
+        "k3_kl": s.k3 / s.n,
+        "chi2_token": s.ee / s.n + 2 * s.e / s.n,  # rho^2 - 1 = (rho - 1)^2 + 2 (rho - 1), without cancellation
+        "log_ratio_mean": s.x / s.n,
+        "log_ratio_std": math.sqrt(_variance(s.xx, s.x, s.n)),
+        "log_ratio_abs_max": max(-s.low, s.high),
+        "rho_std": math.sqrt(_variance(s.ee, s.e, s.n)),
+        "rho_max": math.exp(s.high),
+        "rho_min": math.exp(s.low),
+        "probability_gap_mean": s.distance / s.n,
+        "ess_token": (s.n + s.e) ** 2 / (s.n * s.rr),
+        "tokens": s.n,
+    }
+    mean_m, mean_g = s.m / s.n, s.g / s.n
+    variance_m, with_gap = _variance(s.mm, s.m, s.n), s.mg / s.n - mean_m * mean_g
+    variance_p = variance_m + 2 * with_gap + _variance(s.gg, s.g, s.n)
+    if min(variance_m, variance_p) > _CONSTANT:
+        numbers["pearson"] = max(-1.0, min(1.0, (variance_m + with_gap) / math.sqrt(variance_m * variance_p)))
+    return numbers
+
+
+def _variance(square: float, total: float, n: float) -> float:
+    return max(square / n - (total / n) ** 2, 0.0)

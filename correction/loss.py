@@ -13,14 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch
-from correction.config import ClipGate, CorrectionConfig, DivergenceGate, KlConfig, ScoreObjective
-from correction.correct import probability_factor, staged_proximal
-from correction.decision import Scene, decide, divergence_of_tokens, drop_broken_units, make_scene, unit_advantages, unit_weights
+from correction.batch import CorrectedBatch, FinalDecision
+from correction.choices import Level, ProximalSource, Ratio
+from correction.config import CorrectionConfig
+from correction.correct import early_proximal, probability_factor
+from correction.decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages, unit_weights
 from correction.denominators import global_counts, kept_local_factor
 from correction.divergence import Estimator, estimate
 from correction.errors import DataError
-from correction.normalize import normalizer, weight_sums
+from correction.importance import normalizer, weight_sums
 from correction.objectives import (
     clip_gate,
     clipped_loss,
@@ -31,10 +32,10 @@ from correction.objectives import (
     score_loss,
     soft_gate_loss,
 )
-from correction.proximal import ProximalSource, interpolated_logprobs
-from correction.ratios import Logprobs, Ratio, aggregate_log_ratio, bounded_exp
-from correction.segments import Level, Segments
-from correction.sense import effective_ratio, kept_count_is_late, normalization_is_late
+from correction.parts import ClipGate, DivergenceGate, KlConfig, ScoreObjective
+from correction.ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
+from correction.schedule import Schedule, Stage, effective_ratio
+from correction.segments import Segments
 from correction.staleness import token_staleness
 
 PARTIALS = (
@@ -69,6 +70,8 @@ class PolicyLoss:
     """Scalar with gradient, in parts of the global batch's loss: sums over micro-batches and ranks add up to it."""
     partials: Tensor
     """[len(PARTIALS)] float64, detached: see PARTIALS."""
+    decided: FinalDecision
+    """What is in the loss, with which weight, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,53 +110,61 @@ def policy_loss(
     if target_logprobs.shape != batch.behavior_logprobs.shape:
         raise DataError(f"policy_loss: target_logprobs {tuple(target_logprobs.shape)} for {batch.num_tokens} tokens of the batch")
     listed = None if target_topk_logprobs is None else target_topk_logprobs.detach()
-    scene = training_scene(corrected, target_logprobs.detach(), config, listed)
+    schedule = Schedule.of(config, is_deferred=corrected.is_deferred)
+    view = _training_view(corrected, target_logprobs.detach(), config, schedule, listed)
     target = _at_least_float32(target_logprobs)
-    late = decide(scene, config, late=True, is_deferred=corrected.is_deferred)
-    tokens = token_losses(scene, target, config)
+    late = decide(view, config, schedule, Stage.LATE)
+    tokens = token_losses(view, target, config)
     keep = corrected.keep_mask & late.keep
     if tokens.units is not None:
-        keep = drop_broken_units(scene, keep, [tokens.units])
+        keep = drop_broken_units(view, keep, [tokens.units])
 
     weights = corrected.importance_weights * late.weights
-    if staged_proximal(batch, config, is_deferred=corrected.is_deferred) is None:
-        weights = weights * probability_factor(scene, config)
-    sequences = scene.levels.at(Level.SEQUENCE)
+    if schedule.proximal is Stage.LATE:
+        weights = weights * probability_factor(view, config)
+    sequences = view.levels.at(Level.SEQUENCE)
     scale = corrected.token_scale
-    if kept_count_is_late(config, is_deferred=corrected.is_deferred):
+    if schedule.kept_count is Stage.LATE:
         scale = scale * kept_local_factor(batch.loss_mask, keep, sequences, kind=config.denominator.kind)
 
     policy = (torch.where(keep, weights * tokens.loss, 0) * scale).sum()
-    kl_tokens = _kl_tokens(scene, target, config.kl, config)
+    kl_tokens = _kl_tokens(view, target, config.kl, config)
     kl = config.kl.coefficient * (kl_tokens * corrected.token_scale).sum()
-    bonus = _entropy_bonus(scene, entropy, corrected.token_scale, config)
+    bonus = _entropy_bonus(view, entropy, corrected.token_scale, config)
     sums = {
         "policy_loss": policy.detach(),
         "kl_loss": kl.detach(),
         "entropy_loss": -bonus.detach(),
         "kl": kl_tokens.detach().sum(dtype=torch.float64),
-        **_token_sums(scene, keep, tokens, weights, entropy),
-        **_global_sums(scene, keep, config, is_deferred=corrected.is_deferred),
+        **_token_sums(view, keep, tokens, weights, entropy),
+        **_global_sums(view, late, keep, config, schedule),
     }
     partials = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=policy.device) for name in PARTIALS])
-    return PolicyLoss(loss=policy + kl - bonus, partials=partials)
+    decided = FinalDecision(keep_mask=keep, importance_weights=weights, counts=late.counts)
+    return PolicyLoss(loss=policy + kl - bonus, partials=partials, decided=decided)
 
 
 def policy_scale(partials: Tensor, config: CorrectionConfig) -> float:
     """Factor on the gradient of the whole batch, from the partials summed over its micro-batches and ranks.
 
     1.0 unless the mean weight or the kept count was only known inside the training forward. The config refuses KL and entropy terms
-    beside such a factor, so it may multiply the whole gradient.
+    together with such a factor, so it may multiply the whole gradient.
     """
     value = dict(zip(PARTIALS, partials.tolist(), strict=True))
-    factor = normalizer(value["normalizer_weight"], value["normalizer_units"])
+    factor = late_normalizer(partials)
     if value["kept_count"] > 0:
         factor *= value["original_count"] / value["kept_count"]
     return factor
 
 
+def late_normalizer(partials: Tensor) -> float:
+    """The part of `policy_scale` that is batch normalisation: factor on the importance weights; 1.0 where that was settled early."""
+    value = dict(zip(PARTIALS, partials.tolist(), strict=True))
+    return normalizer(value["normalizer_weight"], value["normalizer_units"])
+
+
 def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]:
-    """Numbers of a batch for people, from the partials summed over its micro-batches and ranks. A number over no tokens is absent."""
+    """The numbers of LOSS_METRICS, from the partials summed over a batch's micro-batches and ranks. What has no tokens is absent."""
     value = dict(zip(PARTIALS, partials.tolist(), strict=True))
     scaled = value["policy_loss"] * policy_scale(partials, config)
     metrics = {"loss": scaled + value["kl_loss"] + value["entropy_loss"], "policy_loss": scaled, "broken_tokens": value["broken_tokens"]}
@@ -161,7 +172,7 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         metrics["kl_loss"] = value["kl_loss"]
     trained = value["tokens"] + value["broken_tokens"]
     if trained > 0:
-        metrics["kept_fraction"] = value["kept_tokens"] / trained
+        metrics["kept_share"] = value["kept_tokens"] / trained
     if value["tokens"] > 0:
         for name, key in (("ratio_mean", "ratio"), ("drift_k1_kl", "drift_k1"), ("drift_k3_kl", "drift_k3")):
             metrics[name] = value[key] / value["tokens"]
@@ -170,44 +181,45 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
         if config.kl.coefficient > 0:
             metrics["penalty_kl"] = value["kl"] / value["tokens"]
     if value["kept_tokens"] > 0:
-        metrics["clip_fraction"] = value["clipped_tokens"] / value["kept_tokens"]
+        metrics["clip_share"] = value["clipped_tokens"] / value["kept_tokens"]
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
-            metrics["bounded_fraction"] = value["bounded_tokens"] / value["kept_tokens"]
+            metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]
         metrics["importance_weight_mean"] = value["weight"] / value["kept_tokens"]
         if value["weight_square"] > 0:
             metrics["importance_weight_ess"] = value["weight"] ** 2 / (value["kept_tokens"] * value["weight_square"])
     return metrics
 
 
-def training_scene(
-    corrected: CorrectedBatch, target: Tensor, config: CorrectionConfig, target_topk_logprobs: Tensor | None = None
-) -> Scene:
+def _training_view(
+    corrected: CorrectedBatch, target: Tensor, config: CorrectionConfig, schedule: Schedule, target_topk_logprobs: Tensor | None
+) -> BatchView:
     """The batch with all three policies; target [N] is detached."""
     batch = corrected.batch
     target = _at_least_float32(target)
-    proximal = staged_proximal(batch, config, is_deferred=corrected.is_deferred)
+    proximal = early_proximal(batch, config, schedule)
     if proximal is None and config.proximal is ProximalSource.INTERPOLATE:
         proximal = interpolated_logprobs(batch.behavior_logprobs, target, token_staleness(batch))
-    return make_scene(batch, Logprobs(batch.behavior_logprobs, target if proximal is None else proximal, target), target_topk_logprobs)
+    logprobs = Logprobs(batch.behavior_logprobs, target if proximal is None else proximal, target)
+    return BatchView.of(batch, logprobs, target_topk_logprobs)
 
 
-def token_losses(scene: Scene, target: Tensor, config: CorrectionConfig) -> TokenLoss:
+def token_losses(view: BatchView, target: Tensor, config: CorrectionConfig) -> TokenLoss:
     """The objective of config on every token; target [N] has the gradient."""
     part = config.objective
-    advantages = torch.where(scene.mask, scene.batch.advantages, 0)
+    advantages = torch.where(view.mask, view.batch.advantages, 0)
     if part.kind == "score":
-        return _score(scene, target, advantages, part, config)
+        return _score(view, target, advantages, part, config)
     level = {"clip": getattr(part, "level", Level.TOKEN), "gamma": Level.SEQUENCE}.get(part.kind, Level.TOKEN)
-    segments = scene.levels.at(level)
-    log_ratio = leveled_log_ratio(target, _anchor(scene, part.ratio, config), scene.mask, segments, level=level)
-    nothing = torch.zeros_like(scene.mask)
+    segments = view.levels.at(level)
+    log_ratio = leveled_log_ratio(target, _anchor(view, part.ratio, config), view.mask, segments, level=level)
+    nothing = torch.zeros_like(view.mask)
     if part.kind == "clip":
         limits = {"clip_low": part.clip_low, "clip_high": part.clip_high, "dual_clip": part.dual_clip}
         loss, is_clipped = clipped_loss(log_ratio, advantages, **limits)  # type: ignore[arg-type]  # dual_clip alone may be None
         return TokenLoss(loss, is_clipped, log_ratio.detach(), units=segments)
     if part.kind == "geometric_clip":
-        segments = scene.levels.at(Level.SEQUENCE)
-        loss, is_clipped = geometric_clip_loss(log_ratio, advantages, scene.mask, segments, log_clip=part.log_clip)
+        segments = view.levels.at(Level.SEQUENCE)
+        loss, is_clipped = geometric_clip_loss(log_ratio, advantages, view.mask, segments, log_clip=part.log_clip)
         return TokenLoss(loss, is_clipped, log_ratio.detach(), units=segments)
     if part.kind == "soft_gate":
         loss = soft_gate_loss(log_ratio, advantages, tau_positive=part.tau_positive, tau_negative=part.tau_negative)
@@ -217,50 +229,50 @@ def token_losses(scene: Scene, target: Tensor, config: CorrectionConfig) -> Toke
     return TokenLoss(score_loss(target, advantages, coefficient), nothing, log_ratio.detach(), units=segments)
 
 
-def _score(scene: Scene, target: Tensor, advantages: Tensor, part: ScoreObjective, config: CorrectionConfig) -> TokenLoss:
+def _score(view: BatchView, target: Tensor, advantages: Tensor, part: ScoreObjective, config: CorrectionConfig) -> TokenLoss:
     coefficient = torch.ones_like(target)
     watched = torch.zeros_like(target)
-    bounded = torch.zeros_like(scene.mask)
-    segments = scene.levels.at(part.level)
+    bounded = torch.zeros_like(view.mask)
+    segments = view.levels.at(part.level)
     if part.ratio is not None:
-        watched = scene.logprobs.log_ratio(effective_ratio(part.ratio, config), scene.mask).to(target.dtype)
-        raw = bounded_exp(aggregate_log_ratio(watched, scene.mask, segments, level=part.level))
+        watched = view.logprobs.log_ratio(effective_ratio(part.ratio, config), view.mask).to(target.dtype)
+        raw = bounded_exp(aggregate_log_ratio(watched, view.mask, segments, level=part.level))
         units = raw if part.lower is None and part.upper is None else raw.clamp(min=part.lower, max=part.upper)
         is_cut = units != raw
         if part.only_negative:
-            is_negative = unit_advantages(scene, segments) < 0
+            is_negative = unit_advantages(view, segments) < 0
             units, is_cut = torch.where(is_negative, units, 1), is_cut & is_negative
         coefficient, bounded = segments.spread(units), segments.spread(is_cut)
-    blocked = torch.zeros_like(scene.mask)
+    blocked = torch.zeros_like(view.mask)
     if part.gate is not None:
-        blocked = ~_gate(scene, advantages, part.gate, config)
+        blocked = ~_gate(view, advantages, part.gate, config)
     loss = score_loss(target, advantages, torch.where(blocked, 0, coefficient))
     return TokenLoss(loss, blocked, watched, bounded, units=segments if part.ratio is not None else None)
 
 
-def _gate(scene: Scene, advantages: Tensor, gate: ClipGate | DivergenceGate, config: CorrectionConfig) -> Tensor:
+def _gate(view: BatchView, advantages: Tensor, gate: ClipGate | DivergenceGate, config: CorrectionConfig) -> Tensor:
     """[N] bool: tokens that may move."""
     ratio = effective_ratio(gate.ratio, config)
-    log_ratio = scene.logprobs.log_ratio(ratio, scene.mask)
+    log_ratio = view.logprobs.log_ratio(ratio, view.mask)
     if isinstance(gate, ClipGate):
         return clip_gate(log_ratio, advantages, low=gate.low, high=gate.high)
-    divergence = divergence_of_tokens(scene, gate.divergence, ratio)
+    divergence = divergence_of_tokens(view, gate.divergence, ratio)
     return divergence_gate(divergence, log_ratio, advantages, threshold=gate.threshold)
 
 
-def _anchor(scene: Scene, ratio: Ratio, config: CorrectionConfig) -> Tensor:
+def _anchor(view: BatchView, ratio: Ratio, config: CorrectionConfig) -> Tensor:
     """[N] the policy below the target in a ratio."""
-    return scene.logprobs.pair(effective_ratio(ratio, config))[1]
+    return view.logprobs.pair(effective_ratio(ratio, config))[1]
 
 
-def _kl_tokens(scene: Scene, target: Tensor, part: KlConfig, config: CorrectionConfig) -> Tensor:
+def _kl_tokens(view: BatchView, target: Tensor, part: KlConfig, config: CorrectionConfig) -> Tensor:
     """[N] estimate of KL(target || anchor) at each token, with gradient; 0 outside the mask and when off."""
     if part.coefficient == 0:
         return torch.zeros_like(target)
     known = {
-        "reference": scene.batch.reference_logprobs,
-        "behavior": scene.logprobs.behavior,
-        "proximal": scene.logprobs.proximal,
+        "reference": view.batch.reference_logprobs,
+        "behavior": view.logprobs.behavior,
+        "proximal": view.logprobs.proximal,
     }
     anchor = known[part.anchor]
     if anchor is None:
@@ -268,32 +280,32 @@ def _kl_tokens(scene: Scene, target: Tensor, part: KlConfig, config: CorrectionC
             f"kl.anchor = {part.anchor}: the batch has no {part.anchor}_logprobs. "
             "Have the learner compute them, or set kl.coefficient: 0."
         )
-    mask = scene.mask & anchor.isfinite()
+    mask = view.mask & anchor.isfinite()
     estimator = Estimator.K3 if part.estimator == "unbiased_k3" else Estimator(part.estimator)
     values = estimate(torch.where(mask, anchor - target, 0), estimator)
     if part.estimator == "unbiased_k3":
-        factor = torch.where(mask, target - _anchor(scene, part.ratio, config), 0)
-        values = bounded_exp(factor) * values  # differentiable factor: exactly the gradient of the reverse KL (decision C19)
+        factor = torch.where(mask, target - _anchor(view, part.ratio, config), 0)
+        values = bounded_exp(factor) * values  # differentiable factor: exactly the gradient of the reverse KL
     return torch.where(mask, values, 0).to(target.dtype)
 
 
-def _entropy_bonus(scene: Scene, entropy: Tensor | None, scale: Tensor, config: CorrectionConfig) -> Tensor:
+def _entropy_bonus(view: BatchView, entropy: Tensor | None, scale: Tensor, config: CorrectionConfig) -> Tensor:
     if config.entropy_coefficient == 0:
         return torch.zeros((), device=scale.device)
     if entropy is None:
         raise DataError("entropy_coefficient > 0 needs the entropy of each token: give policy_loss `entropy`, or set it to 0.")
-    return config.entropy_coefficient * (torch.where(scene.mask, entropy, 0) * scale).sum()
+    return config.entropy_coefficient * (torch.where(view.mask, entropy, 0) * scale).sum()
 
 
-def _token_sums(scene: Scene, keep: Tensor, tokens: TokenLoss, weights: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-    drift = scene.logprobs.log_ratio(Ratio.R, scene.mask)
+def _token_sums(view: BatchView, keep: Tensor, tokens: TokenLoss, weights: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+    drift = view.logprobs.log_ratio(Ratio.R, view.mask)
     kept_weights = torch.where(keep, weights, 0).double()
     sums = {
-        "tokens": scene.mask.sum(),
+        "tokens": view.mask.sum(),
         "kept_tokens": keep.sum(),
-        "broken_tokens": scene.broken.sum(),
+        "broken_tokens": view.broken.sum(),
         "clipped_tokens": (keep & tokens.is_clipped).sum(),
-        "ratio": torch.where(scene.mask, bounded_exp(tokens.log_ratio), 0).sum(dtype=torch.float64),
+        "ratio": torch.where(view.mask, bounded_exp(tokens.log_ratio), 0).sum(dtype=torch.float64),
         "drift_k1": estimate(drift, Estimator.K1).sum(),
         "drift_k3": estimate(drift, Estimator.K3).sum(),
         "weight": kept_weights.sum(),
@@ -302,20 +314,20 @@ def _token_sums(scene: Scene, keep: Tensor, tokens: TokenLoss, weights: Tensor, 
     if tokens.is_bounded is not None:
         sums["bounded_tokens"] = (keep & tokens.is_bounded).sum()
     if entropy is not None:
-        sums["entropy"] = torch.where(scene.mask, entropy.detach(), 0).sum(dtype=torch.float64)
+        sums["entropy"] = torch.where(view.mask, entropy.detach(), 0).sum(dtype=torch.float64)
     return sums
 
 
-def _global_sums(scene: Scene, keep: Tensor, config: CorrectionConfig, *, is_deferred: bool) -> dict[str, Tensor]:
+def _global_sums(view: BatchView, late: Decision, keep: Tensor, config: CorrectionConfig, schedule: Schedule) -> dict[str, Tensor]:
     """Sums behind policy_scale; absent where the service has settled it already."""
     sums: dict[str, Tensor] = {}
-    if normalization_is_late(config, is_deferred=is_deferred):
-        segments = scene.levels.at(config.importance.level)
-        units = weight_sums(unit_weights(scene, config), scene.mask, keep, segments, config.normalize.population)
+    if schedule.normalization is Stage.LATE:
+        by_unit = late.by_unit or unit_weights(view, config)  # early weights, of which those that are kept late are averaged
+        units = weight_sums(by_unit.weights, view.mask, keep, by_unit.segments, config.normalize.population)
         sums["normalizer_weight"], sums["normalizer_units"] = units[0], units[1]
-    if kept_count_is_late(config, is_deferred=is_deferred):
-        sequences = scene.levels.at(Level.SEQUENCE)
-        counts = global_counts(scene.batch.loss_mask, keep, sequences, kind=config.denominator.kind)
+    if schedule.kept_count is Stage.LATE:
+        sequences = view.levels.at(Level.SEQUENCE)
+        counts = global_counts(view.batch.loss_mask, keep, sequences, kind=config.denominator.kind)
         sums["original_count"], sums["kept_count"] = counts[0], counts[1]
     return sums
 

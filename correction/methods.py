@@ -1,22 +1,25 @@
 """Named methods of the literature, each a few lines of data over the same parts. A preset is no code path.
 
-`settings` is what CorrectionConfig is built from; values not named there are the config's defaults. `decisions` are ids in
-contradictions.py, where sources disagree. Symbols: rho = prox/mu, r = theta/prox, q = theta/mu, A advantage, w weight.
+`settings` is what CorrectionConfig is built from; values not named there are the config's defaults. Where sources disagree,
+docs/correction.md says what was decided and why. Symbols: rho = prox/mu, r = theta/prox, q = theta/mu, A advantage, w weight.
 """
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
-Settings = dict[str, Any]
+from correction.errors import ConfigError
+
+PresetSettings = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
     """One method."""
 
-    settings: Settings
+    settings: PresetSettings
     """Keys of CorrectionConfig."""
     formula: str
     """What is optimised, in one line."""
@@ -24,45 +27,43 @@ class Preset:
     """Paper or code that defines it."""
     when: str
     """When to use it."""
-    decisions: tuple[str, ...] = ()
-    """Contradictions of the sources that were decided here."""
     open_constant: str = ""
     """A constant that the source leaves open and that the user should choose; empty: none."""
 
 
-def clip(low: float = 0.2, high: float = 0.2, **more: Any) -> Settings:
+def clip(low: float = 0.2, high: float = 0.2, **more: Any) -> PresetSettings:
     """PPO's objective."""
     return {"kind": "clip", "clip_low": low, "clip_high": high, **more}
 
 
-def score(ratio: str | None = "q", **more: Any) -> Settings:
+def score(ratio: str | None = "q", **more: Any) -> PresetSettings:
     """A score-form objective."""
     return {"kind": "score", "ratio": ratio, **more}
 
 
-def band(lower: float, upper: float, level: str = "token", **more: Any) -> Settings:
+def band(lower: float, upper: float, level: str = "token", **more: Any) -> PresetSettings:
     """A criterion on a ratio, rho unless said otherwise."""
     return {"statistic": "ratio", "level": level, "lower": lower, "upper": upper, **more}
 
 
-def truncate(upper: float, level: str = "token") -> Settings:
+def truncate(upper: float, level: str = "token") -> PresetSettings:
     """Truncated importance weights on rho."""
     return {"mode": "truncate", "level": level, "upper": upper}
 
 
-SEQUENCE_MEAN: Settings = {"kind": "sequence_mean"}
-SEQUENCE_SUM: Settings = {"kind": "sequence_sum"}
-NO_STD: Settings = {"estimator": "grpo_no_std"}
-BYPASS: Settings = {"proximal": "behavior"}
+SEQUENCE_MEAN: PresetSettings = {"kind": "sequence_mean"}
+SEQUENCE_SUM: PresetSettings = {"kind": "sequence_sum"}
+NO_STD: PresetSettings = {"estimator": "grpo_no_std"}
+BYPASS: PresetSettings = {"proximal": "behavior"}
 
 
-def dppo(divergence: str, threshold: float, *, upper: float | None = None) -> Settings:
+def dppo(divergence: str, threshold: float, *, upper: float | None = None) -> PresetSettings:
     """DPPO: policy gradient on q with a divergence gate anchored on the behaviour policy."""
     gate = {"kind": "divergence", "divergence": divergence, "threshold": threshold}
     return {**BYPASS, "objective": score(upper=upper, gate=gate), "denominator": SEQUENCE_SUM, "advantage": NO_STD}
 
 
-def minirl(high: float, upper: float | None) -> Settings:
+def minirl(high: float, upper: float | None) -> PresetSettings:
     """MiniRL: policy gradient on q, gated like PPO on r."""
     gate = {"kind": "clip", "ratio": "r", "low": 0.2, "high": high}
     return {"objective": score(upper=upper, gate=gate), "denominator": SEQUENCE_SUM, "advantage": NO_STD}
@@ -77,28 +78,24 @@ PRESETS: dict[str, Preset] = {
         "max(-A r, -A clip(r, 0.8, 1.2)), token mean",
         "PPO (arXiv 1707.06347)",
         "Baseline with a proximal policy of the learner's own; mismatch is ignored.",
-        ("C18",),
     ),
     "ppo-dual-clip": Preset(
         {"objective": clip(dual_clip=3.0)},
         "PPO, at most -3 A where A < 0",
         "arXiv 1912.09729; on by default in verl",
         "To reproduce verl's defaults; bounds the loss of bad answers whose ratio is huge.",
-        ("C18",),
     ),
     "grpo": Preset(
         {"objective": clip(), "denominator": SEQUENCE_MEAN},
         "PPO clip, A = (R - mean) / std of the group, mean over sequences of token means",
         "DeepSeekMath (arXiv 2402.03300)",
         "The usual first choice. The paper's KL to a reference policy is off; set kl.coefficient: 0.04 and kl.estimator: k3 for it.",
-        ("C17",),
     ),
     "dr-grpo": Preset(
         {"objective": clip(), "denominator": {"kind": "constant"}, "advantage": NO_STD},
         "PPO clip, A = R - mean, token sum / constant length",
         "Dr.GRPO (arXiv 2503.20783)",
         "When answers grow long because wrong ones pay less per token.",
-        ("C17",),
         "denominator.constant: the largest response length of the run",
     ),
     "dapo": Preset(
@@ -112,14 +109,12 @@ PRESETS: dict[str, Preset] = {
         "max(-A s, -A clip(s, 1 - 3e-4, 1 + 4e-4)), s = (prod r)^(1/n)",
         "GSPO (arXiv 2507.18071)",
         "Mixture-of-experts models, where token ratios jump with the routing.",
-        ("C25",),
     ),
     "luspo": Preset(
         {"objective": clip(3e-4, 4e-4, level="geometric"), "denominator": SEQUENCE_SUM},
         "GSPO times the sequence's length",
         "LUSPO (arXiv 2602.05261)",
         "Like GSPO, but long answers count by their length, so short ones are not preferred.",
-        ("C25",),
     ),
     "gmpo": Preset(
         {"objective": {"kind": "geometric_clip", "log_clip": 0.4}, "denominator": SEQUENCE_MEAN},
@@ -138,7 +133,6 @@ PRESETS: dict[str, Preset] = {
         "-sg[min(r, 5)] A log theta, token mean",
         "CISPO in MiniMax-M1 (arXiv 2506.13585)",
         "When rare tokens such as 'wait' and 'however' must not lose their gradient: every token keeps one.",
-        ("C14",),
         "objective.upper: unpublished; 5 is what SkyRL and AReaL recommend (1 + 4)",
     ),
     "m2po": Preset(
@@ -146,7 +140,6 @@ PRESETS: dict[str, Preset] = {
         "PPO clip; tokens of largest (log rho)^2 dropped until the mean is < 0.04",
         "M2PO (arXiv 2510.01161), removal rule of AReaL",
         "Very stale data: only the few worst tokens are left out. Always needs the proximal forward.",
-        ("C12",),
     ),
     "opsm": Preset(
         {
@@ -157,7 +150,6 @@ PRESETS: dict[str, Preset] = {
         "PPO clip; sequences with A < 0 and mean log(mu / theta) > 0.1 dropped",
         "DeepSeek-V3.2 (arXiv 2512.02556), Eq. 9",
         "When wrong answers are stale: leaves out those that the policy would hardly give any more.",
-        ("C10",),
         "rejection.upper: unpublished; 1e-4 (slime), 0.05-0.2 (Trinity), 0.5 (TRL) are in use",
     ),
     # --- Weights and rejection on rho, PPO on r.
@@ -166,42 +158,36 @@ PRESETS: dict[str, Preset] = {
         "min(rho, 2) PPO(r)",
         "Yao et al. (2025), truncated importance sampling; verl decoupled_token_is",
         "The first choice against a small mismatch: low variance, some bias.",
-        ("C2",),
     ),
     "tis-sequence": Preset(
         {"objective": clip(), "importance": truncate(2.0, "sequence")},
         "min(prod rho, 2) PPO(r)",
         "verl decoupled_seq_is",
         "Short answers: unbiased up to the bound, but the variance of the product grows with length.",
-        ("C27",),
     ),
     "mis-token": Preset(
         {"objective": clip(), "importance": truncate(2.0), "rejection": [band(0.5, 2.0)]},
         "1[0.5 <= rho <= 2] min(rho, 2) PPO(r)",
         "Miles mis example",
         "When few tokens have a large mismatch: those are left out.",
-        ("C1", "C2"),
     ),
     "mis-sequence": Preset(
         {"objective": clip(), "importance": truncate(2.0, "sequence"), "rejection": [band(0.5, 2.0, "sequence")]},
         "1[0.5 <= prod rho <= 2] min(prod rho, 2) PPO(r)",
         "Speed-kills-stability note; two-sided as verl decoupled_seq_is_rs",
         "Long reasoning, where runs with token-level masks were seen to collapse; it drops long answers first.",
-        ("C2", "C3", "C27"),
     ),
     "mis-sequence-upper": Preset(
         {"objective": clip(), "importance": {"mode": "mask", "level": "sequence", "upper": 3.0}},
         "1[prod rho <= 3] prod rho PPO(r)",
         "Original MIS; TRL sequence_mask, its default",
         "To reproduce TRL's defaults.",
-        ("C23", "C27"),
     ),
     "mis-geometric": Preset(
         {"objective": clip(), "importance": truncate(2.0), "rejection": [band(0.999, 1.001, "geometric")]},
         "1[0.999 <= geo rho <= 1.001] min(rho, 2) PPO(r)",
         "verl decoupled_geo_rs_token_tis; sequence masking, part 3 of the RL-collapse series",
         "Long answers: the criterion does not grow with length. The band must suit the precision of engine and learner.",
-        ("C1", "C2"),
         "rejection bounds: 0.999-1.001, 0.99-1.01, 0.9999-1.0001 are in use",
     ),
     "mis-geometric-miles": Preset(
@@ -213,7 +199,6 @@ PRESETS: dict[str, Preset] = {
         "1[0.99 <= geo rho <= 1.001] clip(rho, 0.5, 1.5) PPO(r)",
         "Miles mismatch experiment",
         "To repeat the mismatch experiment that Miles published.",
-        ("C2",),
     ),
     "mis-full": Preset(
         {
@@ -226,21 +211,18 @@ PRESETS: dict[str, Preset] = {
         "1[0.5 <= rho <= 2] 1[no rho < 1e-4] min(rho, 2) / mean PPO(r)",
         "Miles mis example file, everything on",
         "Strong mismatch, or mismatch of unknown cause: all safeguards together.",
-        ("C2", "C15", "C16"),
     ),
     "icepop": Preset(
         {"objective": clip(), "importance": {"mode": "mask", "lower": 0.5, "upper": 5.0}, "denominator": SEQUENCE_MEAN},
         "rho 1[0.5 <= rho <= 5] PPO(r), mean over sequences of token means",
         "IcePop, Ring-1T (arXiv 2510.18855)",
         "Mismatch of mixture-of-experts models: tokens outside the band are left out on both sides, the others keep their ratio as weight.",
-        ("C2", "C6"),
     ),
     "kpop": Preset(
         {"objective": clip(), "importance": {"mode": "raw"}, "rejection": [{"statistic": "binary_kl_max", "upper": 0.1}]},
         "rho 1[max(KL(prox||mu), KL(mu||prox)) <= 0.1, binary] PPO(r)",
         "KPop post; prime-rl pull request 3283",
         "A band in probability instead of ratio: wide for rare tokens, narrow for those that are nearly certain.",
-        ("C5", "C9"),
         "rejection.upper: 0.1 is second-hand; AReaL ships 2.0, almost inert",
     ),
     "seq-mask-tis": Preset(
@@ -248,21 +230,18 @@ PRESETS: dict[str, Preset] = {
         "1[0.999 <= geo rho <= 1.002] rho PPO(r)",
         "NeMo-RL seq-mask-tis",
         "Leaves out sequences by their geometric mean ratio; the tokens of the others have unbounded weights.",
-        ("C2",),
     ),
     "decoupled-ppo": Preset(
         {"objective": clip(), "importance": {"mode": "raw"}},
         "rho PPO(r), token mean",
         "Hilton et al. (2022); AReaL (arXiv 2505.24298)",
         "Stale data, with the trust region round the newest policy; the weights are unbounded.",
-        ("C4", "C20"),
     ),
     "a-3po": Preset(
         {"proximal": "interpolate", "objective": clip(), "importance": {"mode": "raw"}},
         "decoupled PPO with log prox = log mu / d + (1 - 1/d) log theta, d staleness",
         "A-3PO (arXiv 2512.06547); AReaL loglinear",
         "Decoupled PPO without the proximal forward.",
-        ("C11",),
     ),
     # --- On q: no proximal forward.
     "bypass": Preset(
@@ -270,7 +249,6 @@ PRESETS: dict[str, Preset] = {
         "PPO(q): prox = mu",
         "verl bypass_ppo_clip",
         "The cheapest: no proximal forward; the clip sees mismatch, staleness and drift together.",
-        ("C28",),
     ),
     "pg": Preset(
         {**BYPASS, "objective": score(None)},
@@ -289,63 +267,54 @@ PRESETS: dict[str, Preset] = {
         "-sg[min(q, 3)] A log theta",
         f"{TRUST_REGION}, 'CISPO' there (C = 3; 5 in its scaling runs)",
         "Policy gradient with bounded variance and no trust region.",
-        ("C14",),
     ),
     "pg-sequence": Preset(
         {**BYPASS, "objective": score(None), "importance": {"mode": "truncate", "level": "sequence", "upper": 2.0}},
         "-min(prod q, 2) A log theta",
         "verl bypass_pg_is",
         "Correction of whole sequences without a proximal forward; the weights follow pi_theta.",
-        ("C21", "C28"),
     ),
     "minirl": Preset(
         minirl(0.27, 5.0),
         "-M(r; 0.8, 1.27) sg[min(q, 5)] A log theta, token sum",
         "MiniRL (arXiv 2512.01374); the 5 is second-hand",
         "Large mixture-of-experts models, with routing replay when off-policy.",
-        ("C13",),
     ),
     "minirl-tis": Preset(
         minirl(0.28, 3.0),
         "-M(r; 0.8, 1.28) sg[min(q, 3)] A log theta, token sum",
         f"{TRUST_REGION}, sec. 5",
         "To reproduce MiniRL as the Trust Region paper ran it.",
-        ("C13",),
     ),
     "dppo-binary-tv": Preset(
         dppo("binary_tv", 0.15),
         "-M sg[q] A log theta, M = 0 if |mu - theta| > 0.15 and moving out",
         f"{TRUST_REGION}, sec. 5",
         "A trust region in probability: rare tokens may move, nearly certain ones are held.",
-        ("C7",),
     ),
     "dppo-binary-tv-scale": Preset(
         dppo("binary_tv", 0.2, upper=5.0),
         "-M sg[min(q, 5)] A log theta, |mu - theta| > 0.2",
         f"{TRUST_REGION}, sec. 7",
         "DPPO (dppo-binary-tv) on large models.",
-        ("C7",),
     ),
     "dppo-binary-kl": Preset(
         dppo("binary_kl", 0.05),
         "-M sg[q] A log theta, binary KL(mu||theta) > 0.05",
         f"{TRUST_REGION}, sec. 5",
         "Like dppo-binary-tv, stricter on nearly certain tokens.",
-        ("C7",),
     ),
     "dppo-topk-tv": Preset(
         dppo("topk_tv", 0.2, upper=5.0),
         "-M sg[min(q, 5)] A log theta, top-K TV > 0.2 (K = 20)",
         f"{TRUST_REGION}, sec. 7",
         "Closer to the true divergence than dppo-binary-tv; the engine must return its top 20 logprobs.",
-        ("C7", "C8"),
     ),
     "dppo-topk-kl": Preset(
         dppo("topk_kl", 0.05, upper=5.0),
         "-M sg[min(q, 5)] A log theta, top-K KL > 0.05 (K = 20)",
         f"{TRUST_REGION}, sec. 7",
         "Like dppo-topk-tv, with a KL divergence.",
-        ("C7",),
     ),
     "topr": Preset(
         {
@@ -357,7 +326,6 @@ PRESETS: dict[str, Preset] = {
         "-sg[1 if A >= 0 else min(prod q, 1)] A log theta",
         "TOPR (arXiv 2503.14286)",
         "Old data: wrong answers lose weight as they grow old, right ones are learnt like demonstrations.",
-        ("C26",),
     ),
     "vespo": Preset(
         {**BYPASS, "objective": {"kind": "gamma"}},
@@ -370,7 +338,6 @@ PRESETS: dict[str, Preset] = {
         "-sg[q 1(0.8 < q < 1.28)] A log theta",
         "GLM-5 (arXiv 2602.15763); SkyRL rollout_is",
         "No proximal forward: tokens outside of the band are left out, whatever their advantage.",
-        ("C28",),
     ),
     "prime-tv": Preset(
         {
@@ -381,7 +348,6 @@ PRESETS: dict[str, Preset] = {
         "-M sg[q] A log theta + 1e-3 (log q)^2, |mu - theta| > 0.2",
         "prime-rl default loss, code of 559b44772",
         "To reproduce prime-rl's default loss.",
-        ("C24",),
     ),
     "prime-ipo": Preset(
         {
@@ -396,3 +362,29 @@ PRESETS: dict[str, Preset] = {
         "A trust region in probability that is the same on both sides.",
     ),
 }
+
+
+def preset_settings(name: str) -> PresetSettings:
+    """PresetSettings of a preset.
+
+    Raises: ConfigError with the nearest name.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.4)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"correction.preset = {name}: there is no such preset. {hint}`evenkeel presets` lists all {len(PRESETS)}.")
+    return PRESETS[name].settings
+
+
+def presets_table() -> str:
+    """Markdown, one row for each preset, for README and command line."""
+    titles = ["preset", "optimises", "when to use it", "source"]
+    lines = [_row(titles), _row(["---"] * len(titles))]
+    for name, preset in PRESETS.items():
+        note = f" **Choose** `{preset.open_constant}`." if preset.open_constant else ""
+        lines.append(_row([f"`{name}`", f"`{preset.formula}`", preset.when + note, preset.source]))
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

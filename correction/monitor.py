@@ -3,8 +3,7 @@
 Mismatch is the earliest sign of a collapse, before entropy and gradient norm. Each symptom is followed on a log scale. Its level
 is the median of the last steps against the median of the first ones; the last two steps alone are held against them as well, for jumps; its
 trend is the median of all slopes between two of the last steps (Theil-Sen). All are held against the scatter of the first steps, and must
-be large in themselves: a tiny change is not reported, however certain it is. An event says when a symptom's state
-changes. Nothing is done about it here.
+be large in themselves: a tiny change is no event, however certain. An event says when a symptom's state changes; others act on it.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
 alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 6 runs where a step keeps 0.8 of the one before), and as few
@@ -25,8 +24,8 @@ from typing import Any
 
 from pydantic import Field
 
-from correction.choices import BUCKET_EDGES
-from correction.config import Part
+from correction.quantities import BUCKET_EDGES, current_name
+from correction.settings import Settings
 
 _MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
@@ -35,7 +34,7 @@ _MEDIAN_LOSS = 1.2533
 
 
 class State(enum.StrEnum):
-    """How a symptom stands."""
+    """How serious a symptom is."""
 
     OK = "ok"
     WATCH = "watch"
@@ -48,7 +47,7 @@ class State(enum.StrEnum):
         return list(State).index(self)
 
 
-class MonitorConfig(Part):
+class MonitorConfig(Settings):
     """When a symptom becomes an event."""
 
     skip_steps: int = Field(default=2, ge=0)
@@ -62,7 +61,7 @@ class MonitorConfig(Part):
     trend_steps: int = Field(default=24, ge=8)
     """Last steps from whose slopes the trend is taken."""
     watch_growth: float = Field(default=2.0, gt=1)
-    """Factor by which level or trend must grow for a watch. Of a share that should be 1 (ess_token), its distance from 1 counts."""
+    """Growth of level or trend from which a symptom is watched; of a symptom that is 1 when all is well, growth of 1 minus it."""
     alarm_growth: float = Field(default=4.0, gt=1)
     """Factor by which the level must grow for an alarm."""
     watch_deviations: float = Field(default=5.0, gt=0)
@@ -78,8 +77,8 @@ class Symptom:
     """A diagnostic that is followed."""
 
     name: str
-    """Of correction.diagnostics.DIAGNOSTICS."""
-    says: str
+    """Of correction.quantities.DIAGNOSTICS."""
+    meaning: str
     """What is wrong when it grows."""
     remedy: str
     """What to try."""
@@ -124,7 +123,7 @@ SYMPTOMS = (
         implied_by="k3_kl",
     ),
     Symptom(
-        "rejected_fraction",
+        "rejected_share",
         "rejection leaves out more and more of the batch",
         "find the cause before widening the bounds: lower max_staleness or the learning rate",
         offset=0.02,
@@ -138,7 +137,7 @@ SYMPTOMS = (
         offset=1e-9,
     ),
     Symptom(
-        "bad_update_fraction",
+        "bad_update_share",
         "tokens that the learner finds very unlikely are pushed down further",
         "set correction.preset: dppo-binary-tv, or tighten the lower clip",
         offset=5e-3,
@@ -186,11 +185,11 @@ class _Series:
             self.last.popleft()
 
     def is_ready(self, config: MonitorConfig) -> bool:
-        """There is a start, and a level that is none of it."""
+        """There are values for the baseline, and for a level apart from it."""
         return self.seen >= config.skip_steps + config.baseline_steps + config.level_steps
 
     def scatter(self) -> float:
-        """Robust standard deviation of the start, at least 2%: series that hardly move would make anything a surprise."""
+        """Robust standard deviation of the start, at least 2%: or any change would stand out in a series that hardly moves."""
         middle = statistics.median(self.first)
         return max(_MAD_TO_STD * statistics.median(abs(y - middle) for y in self.first), 0.02)
 
@@ -209,8 +208,8 @@ class _Series:
 
 
 @dataclass(slots=True)
-class _Stand:
-    """Where a symptom stands, and what it seems to be turning into."""
+class _SymptomState:
+    """The state of a symptom, and the state that the last steps speak for."""
 
     state: State = State.OK
     candidate: State = State.OK
@@ -224,12 +223,12 @@ class Monitor:
         self._config = config or MonitorConfig()
         self._symptoms = tuple(symptoms)
         self._series: dict[str, _Series] = {}
-        self._stands = {symptom.name: _Stand() for symptom in self._symptoms}
+        self._symptom_states = {symptom.name: _SymptomState() for symptom in self._symptoms}
 
     @property
     def states(self) -> dict[str, State]:
         """State of every symptom, those that are explained by another included."""
-        return {name: stand.state for name, stand in self._stands.items()}
+        return {name: current.state for name, current in self._symptom_states.items()}
 
     @property
     def state(self) -> State:
@@ -254,20 +253,21 @@ class Monitor:
         """Histories and states as plain data. Settings are no part of it: a resumed run has its own."""
         return {
             "series": {name: asdict(series) for name, series in self._series.items()},
-            "stands": {name: asdict(stand) for name, stand in self._stands.items()},
+            "stands": {name: asdict(current) for name, current in self._symptom_states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; symptoms that weren't followed then begin anew."""
-        self._series = {name: _Series(**series) for name, series in state["series"].items()}
-        self._stands |= {name: _Stand(**stand) for name, stand in state["stands"].items() if name in self._stands}
+        self._series = {current_name(name): _Series(**series) for name, series in state["series"].items()}
+        saved = {current_name(name): _SymptomState(**values) for name, values in state["stands"].items()}
+        self._symptom_states |= {name: current for name, current in saved.items() if name in self._symptom_states}
 
     def forget(self, names: Iterable[str]) -> None:
         """Begin these series anew, in state ok: from now on their numbers mean something else."""
         for name in names:
             self._series.pop(name, None)
-            if name in self._stands:
-                self._stands[name] = _Stand()
+            if name in self._symptom_states:
+                self._symptom_states[name] = _SymptomState()
 
     def _record(self, step: int, diagnostics: Mapping[str, float]) -> None:
         followed = {symptom.name: (symptom.quantity, symptom.offset) for symptom in self._symptoms}
@@ -279,8 +279,8 @@ class Monitor:
                 series = self._series.setdefault(name, _Series(kept))
                 series.add(step, math.log(quantity(diagnostics[name]) + offset), self._config)
 
-    def _judge(self, symptom: Symptom, value: float) -> State:
-        """The state that this step's numbers speak for."""
+    def _state_now(self, symptom: Symptom, value: float) -> State:
+        """The state according to this step's numbers alone."""
         if not math.isfinite(value) or symptom.is_over_limit(value):
             return State.ALARM
         series = self._series[symptom.name]
@@ -295,7 +295,7 @@ class Monitor:
         return State.WATCH if shift >= 2 * error and self._rises(series) else State.OK
 
     def _is_up(self, series: _Series, growth: float, deviations: float) -> bool:
-        """The level of many last steps, or of the few that show a jump, is above the start's by this much and for sure."""
+        """The level of the last steps, many or the few that show a jump, exceeds the start's by the growth and by the deviations."""
         shifts = (self._shift(series, steps) for steps in (self._config.level_steps, self._config.jump_steps))
         return any(shift >= math.log(growth) and shift >= deviations * error for shift, error in shifts)
 
@@ -305,7 +305,7 @@ class Monitor:
         return series.shift(steps), error
 
     def _rises(self, series: _Series) -> bool:
-        """The trend alone is worth watching."""
+        """The trend alone is steep and certain enough for a watch."""
         count = len(series.last)
         if count < self._config.trend_steps:
             return False
@@ -315,33 +315,33 @@ class Monitor:
 
     def _settle(self, symptom: Symptom, value: float) -> bool:
         """Move the symptom to a state that has held long enough, or at once past its limit; True if it moved."""
-        stand, judged = self._stands[symptom.name], self._judge(symptom, value)
-        stand.held = stand.held + 1 if judged is stand.candidate else 1
-        stand.candidate = judged
-        if judged is stand.state or (stand.held < self._config.patience and not symptom.is_over_limit(value)):
+        current, state = self._symptom_states[symptom.name], self._state_now(symptom, value)
+        current.held = current.held + 1 if state is current.candidate else 1
+        current.candidate = state
+        if state is current.state or (current.held < self._config.patience and not symptom.is_over_limit(value)):
             return False
-        stand.state = judged
+        current.state = state
         return True
 
     def _is_implied(self, symptom: Symptom) -> bool:
-        cause = self._stands.get(symptom.implied_by or "")
-        return cause is not None and cause.state is not State.OK and cause.state.rank >= self._stands[symptom.name].state.rank
+        cause = self._symptom_states.get(symptom.implied_by or "")
+        return cause is not None and cause.state is not State.OK and cause.state.rank >= self._symptom_states[symptom.name].state.rank
 
     def _event(self, step: int, symptom: Symptom, diagnostics: Mapping[str, float]) -> Event:
-        state, value = self._stands[symptom.name].state, diagnostics[symptom.name]
+        state, value = self._symptom_states[symptom.name].state, diagnostics[symptom.name]
         growth = self._growth(symptom.name)
         if state is State.OK:
             message = f"{symptom.name} = {value:.3g} is back at its usual level"
         else:
             message = f"{symptom.name} = {value:.3g}{self._history(symptom, growth)}{self._place(symptom.name)}: "
-            message += f"{symptom.says}; {symptom.remedy}"
+            message += f"{symptom.meaning}; {symptom.remedy}"
         return Event(step, symptom.name, state, value, growth, message)
 
     def _history(self, symptom: Symptom, growth: float) -> str:
         if math.isnan(growth):
             return ""
         series = self._series[symptom.name]
-        what = f"its distance from 1 is {growth:.1f} times that" if symptom.is_share_missing else f"{growth:.1f} times the level"
+        what = f"1 minus it is {growth:.1f} times the level" if symptom.is_share_missing else f"{growth:.1f} times the level"
         recent = math.exp(theil_sen(list(series.last)) * (len(series.last) - 1))
         return f", {what} of steps {series.first_steps[0]} to {series.first_steps[-1]} ({recent:.1f}x in the last {len(series.last)} steps)"
 

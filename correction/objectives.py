@@ -12,15 +12,16 @@ import math
 import torch
 from torch import Tensor
 
+from correction.choices import Level
 from correction.ratios import LOG_RATIO_LIMIT, aggregate_log_ratio, bounded_exp
-from correction.segments import Level, Segments
+from correction.segments import Segments
 
 
 def leveled_log_ratio(target: Tensor, anchor: Tensor, mask: Tensor, segments: Segments, *, level: Level) -> Tensor:
     """[N] log ratio of each token's unit, with the gradient of the token alone.
 
     Above the token: sg[log x of the unit] + log target - sg[log target]. Under a mean over the sequence's tokens and a constant
-    advantage this has the gradient of the unit's own ratio (GSPO-token; decision C25).
+    advantage this has the gradient of the unit's own ratio (GSPO-token).
     Args:
         target: [N] log pi_theta, with gradient; anchor: [N] log pi_prox or log mu.
     Source: GSPO (arXiv 2507.18071).

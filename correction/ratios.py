@@ -1,18 +1,19 @@
 """Ratios of two policies at the sampled token, in log space, and their value at a level.
 
 Three ratios, each written numerator over denominator:  rho = proximal / behaviour (mismatch and staleness),
-r = target / proximal (drift),  q = target / behaviour = rho * r.  Not here: what is done with them.
+r = target / proximal (drift),  q = target / behaviour = rho * r.  The proximal policy, the anchor of the trust region, is a choice of
+three. Not here: what is done with the ratios.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from correction.choices import Ratio as Ratio
-from correction.masking import masked
-from correction.segments import Level, Segments
+from correction.choices import Level, Ratio
+from correction.segments import Segments, masked
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are cut to +-20 after they have been summed and before exp, as verl and Miles do: e^20 = 4.9e8 stays finite squared."""
@@ -66,3 +67,18 @@ def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, segments: Segments, *, 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp after the cut to +-LOG_RATIO_LIMIT: never infinite, never zero."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def interpolated_logprobs(behavior: Tensor, target: Tensor, staleness: Tensor) -> Tensor:
+    """Log-linear interpolation: log prox = alpha log mu + (1 - alpha) log theta, alpha = 1 / staleness.
+
+    At staleness 1 the proximal policy is mu, at 2 it lies half-way, so that rho = r = sqrt(q). At staleness 0 it is mu, as in
+    AReaL; the other reading gives theta.
+    Args:
+        behavior, target: [N] logprobs; target is detached here.
+        staleness: [N] int64, versions, >= 0.
+    Source: A-3PO (arXiv 2512.06547); AReaL's prox_logp_method = loglinear.
+    """
+    alpha = 1 / staleness.clamp(min=1)
+    mixed = alpha * behavior + (1 - alpha) * target.detach()
+    return torch.where(staleness > 1, mixed, behavior).to(behavior.dtype)

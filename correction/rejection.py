@@ -11,13 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from correction.choices import TOPK_STATISTICS as TOPK_STATISTICS
-from correction.choices import RejectionLevel as RejectionLevel
-from correction.choices import Side as Side
-from correction.choices import Statistic as Statistic
+from correction.choices import AdvantageSign, RejectionLevel, Statistic
 from correction.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
-from correction.masking import masked
-from correction.segments import Segments
+from correction.segments import Segments, masked
 
 
 def token_statistic(statistic: Statistic, numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
@@ -97,11 +93,11 @@ def log_bound(bound: Tensor | float | None) -> Tensor | float | None:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def on_side(advantages: Tensor, side: Side) -> Tensor:
+def has_sign(advantages: Tensor, sign: AdvantageSign) -> Tensor:
     """[U] bool: units that a criterion looks at. Zero advantage is on neither side."""
-    if side is Side.NEGATIVE:
+    if sign is AdvantageSign.NEGATIVE:
         return advantages < 0
-    if side is Side.POSITIVE:
+    if sign is AdvantageSign.POSITIVE:
         return advantages > 0
     return torch.ones_like(advantages, dtype=torch.bool)
 
@@ -112,7 +108,7 @@ def second_moment_keep(log_ratio: Tensor, mask: Tensor, *, budget: float) -> Ten
     The fewest tokens that bring the mean under the budget (strictly) are dropped; one token always stays.
     Args:
         log_ratio: [N] nats, of the global batch: the threshold depends on all tokens.
-    Source: M2PO (arXiv 2510.01161), with the removal rule of AReaL (decision C12).
+    Source: M2PO (arXiv 2510.01161), with the removal rule of AReaL.
     """
     moments = torch.where(mask, log_ratio.double().square(), torch.inf)
     order = moments.argsort(stable=True)

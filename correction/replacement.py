@@ -8,12 +8,14 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from correction.choices import Statistic
-from correction.config import CorrectionConfig, CriterionConfig, Objective, Part
+from correction.config import CorrectionConfig
 from correction.errors import ConfigError
-from correction.presets import preset_settings
-from correction.sense import needs_topk
+from correction.methods import preset_settings
+from correction.parts import CriterionConfig, Objective
+from correction.schedule import needs_topk
+from correction.settings import Settings
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=Settings)
 
 _OF_THE_RUN = ("advantage", "kl", "entropy_coefficient")
 """What a run optimises, rather than how it is corrected: kept where the new preset says nothing about it."""
@@ -29,7 +31,7 @@ def switched(config: CorrectionConfig, preset: str) -> CorrectionConfig:
     try:
         return CorrectionConfig.model_validate({"preset": preset, **kept})
     except ValidationError as error:
-        raise ConfigError(f"{preset} beside this run's {', '.join(kept)}: {reason_of(error)}") from error
+        raise ConfigError(f"{preset} with this run's {', '.join(kept)}: {reason_of(error)}") from error
 
 
 def tightened(config: CorrectionConfig, factor: float) -> CorrectionConfig:

@@ -3,18 +3,25 @@
 Every part of the correction works at a level. `Segments` gives all levels the same four verbs (sum, mean, maximum,
 spread), so that no caller asks which level it has. Sums run in float64: a sequence of 65,536 float32 terms added one by
 one would lose three digits. Nothing here loops over sequences in Python, and nothing carries a gradient.
+
+Masks select without multiplication, so that an infinity outside the mask can't poison a batch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.choices import Level as Level
-from correction.masking import masked
+from correction.choices import Level
+
+# On a CPU torch.where runs one element at a time (2 ns each, where an addition takes 0.1), and `masked` and `where_finite` are most of
+# what the correction does to a token. For tensors without a gradient they select on the bits instead: same values, an eighth of the time.
+_BITS = {torch.float32: torch.int32, torch.int32: torch.int32, torch.float64: torch.int64, torch.int64: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +99,48 @@ def turn_segments(batch: PackedBatch, sequences: Segments) -> Segments:
     return segments_from_offsets(torch.cat([first, first.new_tensor([batch.num_tokens])]), batch.num_tokens)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Levels:
     """The segments of one batch, each made when first asked for."""
 
     batch: PackedBatch
-    _sequences: Segments | None = None
-    _turns: Segments | None = None
+
+    @cached_property
+    def sequences(self) -> Segments:
+        return sequence_segments(self.batch)
+
+    @cached_property
+    def turns(self) -> Segments:
+        return turn_segments(self.batch, self.sequences)
 
     def at(self, level: Level) -> Segments:
         """Segments of a level; sequence and geometric share theirs."""
         if level is Level.TOKEN:
             return token_segments(self.batch.num_tokens)
-        if self._sequences is None:
-            self._sequences = sequence_segments(self.batch)
-        if level is not Level.TURN:
-            return self._sequences
-        if self._turns is None:
-            self._turns = turn_segments(self.batch, self._sequences)
-        return self._turns
+        return self.turns if level is Level.TURN else self.sequences
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """[N] values where the mask is True, 0 elsewhere, whatever stands there; carries a gradient if values do.
+
+    Args:
+        mask: [N] bool.
+    """
+    bits = _BITS.get(values.dtype)
+    if bits is None or values.requires_grad or values.device.type != "cpu":
+        return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    all_or_none = mask.to(bits).neg_()  # -1 has every bit set
+    return all_or_none.bitwise_and_(values.view(bits)).view(values.dtype)
+
+
+def where_finite(mask: Tensor, *values: Tensor) -> Tensor:
+    """[N] bool: the mask without tokens of which one of the values [N] is not a finite number; the mask itself where all are.
+
+    On a CPU a finite sum says that all are, for a quarter of the time of looking at each.
+    """
+    if mask.device.type == "cpu" and all(math.isfinite(float(v.sum())) for v in values):
+        return mask
+    zero = values[0] - values[0]  # not a number, which is true, where the value is not finite
+    for more in values[1:]:
+        zero = zero + (more - more)
+    return mask & ~zero.bool()  # a cast costs a sixth of a comparison on a CPU

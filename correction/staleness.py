@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.masking import masked
+from correction.segments import masked
 
 
 def token_staleness(batch: PackedBatch) -> Tensor:
@@ -19,11 +19,11 @@ def token_staleness(batch: PackedBatch) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretches:
-    """The trained tokens as R runs in which neither sequence nor weight version changes.
+class TokenSpans:
+    """The trained tokens as R spans, in which neither sequence nor weight version changes.
 
     A trajectory has few of them, since weights and masks change rarely: what depends on the version alone is settled on the
-    runs, and what is wanted of the tokens of one age is gathered by index instead of being selected out of all.
+    spans, and what is wanted of the tokens of one age is gathered by index instead of being selected out of all.
     """
 
     starts: Tensor
@@ -31,14 +31,14 @@ class Stretches:
     lengths: Tensor
     """[R] int64: tokens, > 0."""
     sequences: Tensor
-    """[R] int64: sequence that the run is part of."""
+    """[R] int64: sequence that the span is part of."""
     versions: Tensor
-    """[R] integers: version of the weights that sampled the run; -1 if none did."""
+    """[R] integers: version of the weights that sampled the span; -1 if none did."""
     staleness: Tensor
     """[R] int64, versions, >= 0."""
 
     def token_index(self, chosen: Tensor, *, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The chosen runs [R bool] by chunks of about `chunk` tokens: indices [n] int64 of the tokens, rising, and of their runs."""
+        """The chosen spans [R bool] in chunks of about `chunk` tokens: indices [n] int64 of the tokens, rising, and of their spans."""
         numbers = chosen.nonzero().squeeze(1)
         starts, lengths = self.starts[numbers], self.lengths[numbers]
         ends = lengths.cumsum(0)
@@ -49,13 +49,13 @@ class Stretches:
         edges = sorted({0, ends.numel(), *inner.tolist()})
         bounds = [0, *ends[torch.tensor(edges[1:], device=ends.device) - 1].tolist()]
         for k in range(len(edges) - 1):
-            runs, tokens = slice(edges[k], edges[k + 1]), bounds[k + 1] - bounds[k]
-            shift = torch.repeat_interleave(shifts[runs], lengths[runs], output_size=tokens)
-            yield shift.add_(torch.arange(bounds[k], bounds[k + 1], device=shift.device)), numbers[runs]
+            spans, tokens = slice(edges[k], edges[k + 1]), bounds[k + 1] - bounds[k]
+            shift = torch.repeat_interleave(shifts[spans], lengths[spans], output_size=tokens)
+            yield shift.add_(torch.arange(bounds[k], bounds[k + 1], device=shift.device)), numbers[spans]
 
 
-def stretches(batch: PackedBatch, mask: Tensor) -> Stretches:
-    """The runs of the tokens in the mask [N] bool."""
+def token_spans(batch: PackedBatch, mask: Tensor) -> TokenSpans:
+    """The spans of the tokens in the mask [N] bool."""
     versions, tokens = batch.weight_versions, batch.num_tokens
     changes = torch.empty_like(mask)
     changes[:1] = True
@@ -66,7 +66,7 @@ def stretches(batch: PackedBatch, mask: Tensor) -> Stretches:
     inside = mask[bounds]
     starts = bounds[inside]
     sampled_by = versions[starts].long()
-    return Stretches(
+    return TokenSpans(
         starts=starts,
         lengths=lengths[inside],
         sequences=torch.searchsorted(batch.offsets, starts, right=True) - 1,
@@ -91,17 +91,17 @@ class StalenessCounts:
     """Sequences with tokens of more than one version."""
 
 
-def count_staleness(runs: Stretches, num_sequences: int) -> StalenessCounts | None:
+def count_staleness(spans: TokenSpans, num_sequences: int) -> StalenessCounts | None:
     """The counts; None if there is no sampled token."""
-    sampled = runs.versions >= 0
+    sampled = spans.versions >= 0
     if not bool(sampled.any()):
         return None
-    staleness, sequence, tokens = runs.staleness[sampled], runs.sequences[sampled], runs.lengths[sampled].double()
+    staleness, sequence, tokens = spans.staleness[sampled], spans.sequences[sampled], spans.lengths[sampled].double()
     missing = torch.full((num_sequences,), torch.iinfo(torch.int64).max, device=staleness.device)
     freshest = missing.scatter_reduce(0, sequence, staleness, "amin")  # a sequence is as fresh as its last token
     in_queue = freshest[sequence]
     is_mixed = torch.zeros_like(missing, dtype=torch.bool)
-    versions = runs.versions[sampled]
+    versions = spans.versions[sampled]
     newest = torch.full_like(missing, -1).scatter_reduce(0, sequence, versions, "amax")
     is_mixed[sequence[versions < newest[sequence]]] = True
     return StalenessCounts(

@@ -12,10 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from correction.contradictions import DECISIONS
-from correction.diagnostics import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
+from correction.methods import presets_table
 from correction.monitor import SYMPTOMS
-from correction.presets import presets_table
+from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS_PAGE = "docs/presets.md"
@@ -23,34 +22,28 @@ CORRECTION_PAGE = "docs/correction.md"
 
 
 def presets() -> str:
-    return presets_table(with_decisions=False).rstrip()
+    return presets_table().rstrip()
 
 
 def diagnostics() -> str:
     copies = {prefix + name for name in GAP for prefix in ("mismatch_", "stale_")}
-    lines = [_row("name", "meaning"), _row("---", "---")]
-    lines += [_row(f"`{name}`", text) for name, text in DIAGNOSTICS.items() if name not in copies]
-    lines += [_row(f"`{name}<...>`", text) for name, text in DIAGNOSTIC_FAMILIES.items()]
+    lines = [_row("name", "unit", "meaning"), _row("---", "---", "---")]
+    lines += [_row(f"`{name}`", one.unit or "1", one.help) for name, one in DIAGNOSTICS.items() if name not in copies]
+    lines += [_row(f"`{name}<...>`", one.unit or "1", one.help) for name, one in DIAGNOSTIC_FAMILIES.items()]
     first, *_, last = GAP
     lines += ["", f"`{first}` to `{last}` also come as `mismatch_...` (tokens of staleness 0 alone) and `stale_...` (all older ones)."]
     return "\n".join(lines)
 
 
 def symptoms() -> str:
-    lines = [_row("symptom", "says", "try"), _row("---", "---", "---")]
-    return "\n".join(lines + [_row(f"`{item.name}`", item.says, item.remedy) for item in SYMPTOMS])
-
-
-def decisions() -> str:
-    lines = [_row("", "on", "decision", "reason"), _row("---", "---", "---", "---")]
-    return "\n".join(lines + [_row(key, item.subject, item.decision, item.reason) for key, item in DECISIONS.items()])
+    lines = [_row("symptom", "meaning", "try"), _row("---", "---", "---")]
+    return "\n".join(lines + [_row(f"`{item.name}`", item.meaning, item.remedy) for item in SYMPTOMS])
 
 
 PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
     (PRESETS_PAGE, presets),
     (CORRECTION_PAGE, diagnostics),
     (CORRECTION_PAGE, symptoms),
-    (CORRECTION_PAGE, decisions),
 )
 """Page, and the function that makes a part of it; the part has the function's name."""
 

@@ -35,7 +35,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
-from correction.sense import needs_proximal_forward, needs_topk
+from correction.schedule import needs_proximal_forward, needs_topk
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
 from learner.step import StepResult
@@ -254,10 +254,7 @@ class _Run:
         batch = self._with_forwards(self._noisy(self.packed(groups)))
         corrected = (correct if self._needs_forward else defer)(batch, correction)
         result = self.learner.step(corrected, correction, step=step)
-        if corrected.is_deferred:
-            batch = replace(batch, proximal_logprobs=result.target_logprobs)
-            corrected = correct(batch, correction)
-        numbers = diagnose(batch, corrected, result.target_logprobs, config=correction, detailed=self.settings.detailed)
+        numbers = diagnose(corrected.batch, corrected, result.target_logprobs, decided=result.decided, detailed=self.settings.detailed)
         self.version += 1
         self.record.batches.append(groups)
         return dict(numbers) | _learner_numbers(result) | _batch_numbers(groups) | {"train_s": time.monotonic() - began}

@@ -49,10 +49,10 @@ DIGITS = 5
 
 KEPT = (
     *("k3_kl", "mismatch_k3_kl", "stale_k3_kl", "drift_k3_kl", "target_k1_kl", "target_k3_kl", "chi2_token", "log_ratio_std", "rho_max"),
-    *("ess_token", "ess_sequence", "bad_update_fraction", "broken_tokens", "rejected_fraction", "pearson", "probability_gap_mean"),
+    *("ess_token", "ess_sequence", "bad_update_share", "broken_tokens", "rejected_share", "pearson", "probability_gap_mean"),
     *("perplexity_ratio", "staleness_mean", "bucket_rho_std_0", "bucket_rho_std_1", "bucket_rho_std_2", "bucket_rho_std_3"),
     *("bucket_rho_std_4", "entropy", "grad_norm", "loss", "learning_rate", "reward_mean", "reward_std", "advantage_std", "skipped_steps"),
-    *("loss/clip_fraction", "reference_kl", "sampled_reward"),
+    *("loss/clip_share", "reference_kl", "sampled_reward"),
 )
 """Numbers that are recorded: all that one of the two systems reads, and some more."""
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from correction.invariance.operators import whole_blocks
+from correction.engines.operators import whole_blocks
 from learner.inputs import RowLayout
 from learner.megatron import PackedSeqParams
 from learner.routing import Routes

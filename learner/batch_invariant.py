@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correction.invariance.operators import attention, key_bias, linear, product
+from correction.engines.operators import attention, key_bias, linear, product
 from learner.attention import PackedSequences, TileCall
 from learner.megatron import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 

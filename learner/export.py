@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correction.checksum import tensor_checksum
+from correction.engines.checksum import tensor_checksum
 from learner import hf_folder
 from learner.parallel import Placement
 

@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from correction.engines.weight_bucket import WeightBucket
 from safetensors import SafetensorError
 from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
+from correction.engines.capture import Capture
+from correction.engines.operators import head_logits
+from correction.engines.processor import Processor
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError
-from correction.invariance import Processor
-from correction.invariance.capture import Capture
-from correction.invariance.operators import head_logits
 from correction.loss import loss_metrics, policy_scale
-from correction.weight_bucket import WeightBucket
-from correction.weight_spec import WeightSpec
 from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
 from learner.config import LearnerConfig
 from learner.logprobs import scaled_logits
@@ -190,7 +190,7 @@ class LearnerRank:
                 )
             )
         first_epoch = len(shares) // self.config.epochs_per_batch
-        logprobs, entropy = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
+        logprobs, entropy, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics = loss_metrics(sums, correction_config)
         losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
@@ -200,6 +200,7 @@ class LearnerRank:
             loss=sum(losses) / len(losses),
             metrics={name: value for name, value in metrics.items() if name != "loss"},
             target_logprobs=logprobs,
+            decided=decided,
             entropy=entropy,
             grad_norms=tuple(update.norm for update in updates),
             group_norms={name: math.fsum(update.group_norms[name] for update in updates) / len(updates) for name in updates[0].group_norms},

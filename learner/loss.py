@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
+from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.loss import policy_loss
 from learner.attention import pack
@@ -39,6 +39,8 @@ class MicrobatchLoss:
     loss: Tensor
     sums: Tensor
     """1-D float64, detached."""
+    decided: FinalDecision | None = None
+    """What is in the loss, where the correction decides that."""
 
 
 def forward_hidden(
@@ -87,7 +89,7 @@ def correction_objective(config: CorrectionConfig) -> Callable[[CorrectedBatch, 
 
     def objective(corrected: CorrectedBatch, values: TokenValues) -> MicrobatchLoss:
         result = policy_loss(corrected, values.logprobs, config, values.entropies, target_topk_logprobs=values.topk_logprobs)
-        return MicrobatchLoss(result.loss, result.partials)
+        return MicrobatchLoss(result.loss, result.partials, result.decided)
 
     return objective
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from correction.engines.operators import silu
 from correction.errors import DataError
-from correction.invariance.operators import silu
 from learner import convert, layers
 from learner.config import LearnerConfig
 from learner.megatron import (

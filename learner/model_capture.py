@@ -1,4 +1,4 @@
-"""What Megatron computes, operator by operator, for the places of correction/invariance/capture.py."""
+"""What Megatron computes, operator by operator, for the places of correction/engines/capture.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from correction.batch import PackedBatch
-from correction.invariance.capture import Capture, Rows, sequence_start
+from correction.engines.capture import Capture, CapturedRows, sequence_start
 from learner.convert import HeadShape, split_qkv
 from learner.model import PolicyModel
 
@@ -60,11 +60,11 @@ def capture(policy: PolicyModel, heads: HeadShape, batch: PackedBatch, forward: 
 
     with _hooked(policy, keep, note_rows):
         logprobs = forward()
-    found = {place: Rows(torch.cat(token), torch.cat(values)) for place, values in pieces.items()}
+    found = {place: CapturedRows(torch.cat(token), torch.cat(values)) for place, values in pieces.items()}
     final = found["final_norm"]
     predicts = torch.isin(final.token, batch.loss_mask.nonzero()[:, 0] - 1)
     logits = head(final.values[predicts].to(policy.head_weight))
-    return logprobs, found | {"logits": Rows(final.token[predicts], logits.cpu())}
+    return logprobs, found | {"logits": CapturedRows(final.token[predicts], logits.cpu())}
 
 
 @contextmanager

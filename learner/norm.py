@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.invariance.operators import rms_norm
+from correction.engines.operators import rms_norm
 
 
 class HFRMSNorm(torch.nn.Module):

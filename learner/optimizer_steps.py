@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
+from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import for_step
 from correction.errors import ConfigError, DataError
-from correction.sense import fold_obstacle
+from correction.loss import late_normalizer
+from correction.schedule import fold_obstacle
 from learner import balance
 from learner.config import LearnerConfig
 from learner.step import Pass
@@ -53,15 +56,21 @@ def optimizer_steps(
 
 def first_values(
     corrected: CorrectedBatch, shares: list[tuple[list[int], CorrectedBatch]], passes: list[Pass]
-) -> tuple[Tensor, float | None]:
-    """Logprobs [N] and mean entropy of the trained tokens, each from the first pass that it was in."""
+) -> tuple[Tensor, float | None, FinalDecision]:
+    """Logprobs [N], mean entropy of the trained tokens and what was decided about them, each from the first pass that it was in."""
     batch = corrected.batch
-    logprobs, entropies = torch.zeros(2, batch.num_tokens, dtype=torch.float32)
+    logprobs, entropies, weights = torch.zeros(3, batch.num_tokens, dtype=torch.float32)
+    keep = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    counts = []
     for (sequences, _), done in zip(shares, passes, strict=False):
+        assert done.decided is not None and done.sums is not None  # the correction's objective decides
         index = batch.token_index(sequences)
         logprobs[index], entropies[index] = done.logprobs, done.entropies
+        keep[index], weights[index] = done.decided.keep_mask, done.decided.importance_weights * late_normalizer(done.sums)
+        counts.append(done.decided.counts)
     trained = entropies[batch.loss_mask]
-    return logprobs, float(trained.double().mean()) if len(trained) else None
+    entropy = float(trained.double().mean()) if len(trained) else None
+    return logprobs, entropy, FinalDecision(keep, weights, reduce(operator.add, counts))
 
 
 def uncorrected(batch: PackedBatch) -> CorrectedBatch:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from correction import matrix_products
+from correction.engines import matrix_products
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.megatron import model_parallel_cuda_manual_seed, parallel_state

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction import matrix_products
-from correction.batch import CorrectedBatch
+from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision
+from correction.engines import matrix_products
 from learner import balance
 from learner.attention import can_share_prompts
 from learner.config import LearnerConfig
@@ -41,6 +41,8 @@ class StepResult:
     target_logprobs: Tensor
     """[N] float32, CPU: log pi_theta of each trained token in the first forward pass that it was in, 0 elsewhere. With one optimizer
     step per batch these are the weights from which the update starts: the proximal policy."""
+    decided: FinalDecision
+    """What the batch was trained with, in those same forward passes: [N] on the CPU, batch normalisation included."""
     entropy: float | None
     """Mean over trained tokens in nats, in those same forward passes; None if no token is trained."""
     grad_norms: tuple[float, ...]
@@ -98,10 +100,24 @@ class Pass:
     entropies: Tensor
     """[N], likewise."""
     microbatches: int
+    decided: FinalDecision | None = None
+    """Likewise, of an objective that decides what is in the loss."""
     routed_experts: Tensor | None = None
     """[N, layers, k], CPU: where the tokens were sent, in a forward that keeps it."""
     routing_agreement: float | None = None
     """Share of tokens and layers in which the routers' own choice was the one taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchOutput:
+    """What one micro-batch of this rank came to, detached."""
+
+    logprobs: Tensor
+    """[n] float32, of the micro-batch's tokens."""
+    entropies: Tensor
+    """[n], likewise."""
+    sums: Tensor | None
+    decided: FinalDecision | None
 
 
 def run_microbatches(
@@ -129,7 +145,7 @@ def run_microbatches(
             Routes.of(its.routed_experts, len(its.token_ids), placement, shares_rows=config.sequence_parallel, keeps_taken=keep_routes)
             for _, its in microbatches
         ]
-    outputs: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    outputs: list[MicrobatchOutput] = []
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         (microbatch, inputs), its_routes = next(data)
@@ -138,7 +154,14 @@ def run_microbatches(
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
             result = objective(microbatch, values) if objective else None
-            outputs.append((values.logprobs.detach(), values.entropies.detach(), result.sums if result else None))
+            outputs.append(
+                MicrobatchOutput(
+                    values.logprobs.detach(),
+                    values.entropies.detach(),
+                    sums=result.sums if result else None,
+                    decided=result.decided if result else None,
+                )
+            )
             loss = result.loss if result else values.logprobs.new_zeros(())
             return loss, torch.zeros((), dtype=torch.int), {}
 
@@ -196,21 +219,36 @@ def _share_of_this_rank(
 
 
 def _gather(
-    outputs: Sequence[tuple[Tensor, Tensor, Tensor | None]], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement
+    outputs: Sequence[MicrobatchOutput], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement
 ) -> Pass:
     """Each rank of the last stage fills in its own tokens; adding up completes the batch, exactly, because all others are 0."""
-    values = torch.zeros(2, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
-    sums = None
+    values = torch.zeros(4, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
+    sums = counts = labels = None
     if placement.is_last_stage:
-        for part, (logprobs, entropies, _) in zip(parts, outputs, strict=True):
+        for part, output in zip(parts, outputs, strict=True):
             if part:
                 index = corrected.batch.token_index(part).to(placement.device)
-                values[0, index], values[1, index] = logprobs, entropies
+                values[0, index], values[1, index] = output.logprobs, output.entropies
+                if output.decided is not None:
+                    values[2, index] = output.decided.importance_weights.float()
+                    values[3, index] = output.decided.keep_mask.float()
         placement.sum_over_data(values)
-        if outputs and outputs[0][2] is not None:
-            sums = placement.sum_over_data(torch.stack([sums for _, _, sums in outputs if sums is not None]).sum(0)).cpu()
-    (logprobs, entropies), sums = placement.from_stage(placement.pipeline_parallel - 1, (values.cpu(), sums))
-    return Pass(sums=sums, logprobs=logprobs, entropies=entropies, microbatches=len(parts))
+        sums = _total([output.sums for output in outputs], placement)
+        decided = [output.decided for output in outputs if output.decided is not None]
+        counts = _total([one.counts.values for one in decided], placement)
+        labels = decided[0].counts.labels if decided else None
+    values, sums, counts, labels = placement.from_stage(placement.pipeline_parallel - 1, (values.cpu(), sums, counts, labels))
+    logprobs, entropies, weights, keep = values
+    final = None
+    if counts is not None and labels is not None:
+        final = FinalDecision(keep_mask=keep.bool(), importance_weights=weights, counts=DecisionCounts(labels, counts))
+    return Pass(sums=sums, logprobs=logprobs, entropies=entropies, microbatches=len(parts), decided=final)
+
+
+def _total(rows: Sequence[Tensor | None], placement: Placement) -> Tensor | None:
+    """Sum over micro-batches and ranks, on the CPU; None where there is nothing to add up, which is so on all ranks or none."""
+    found = [row for row in rows if row is not None]
+    return placement.sum_over_data(torch.stack(found).sum(0)).cpu() if found else None
 
 
 def train_step(

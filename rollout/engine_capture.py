@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from correction.engines.capture import Capture, CapturedRows, sequence_start
 from correction.errors import EngineError
-from correction.invariance.capture import Capture, Rows, sequence_start
 
 LAST = "logits_processor"
 _LAYER = {
@@ -78,7 +78,7 @@ def read(folder: Path, sequences: Sequence[Sequence[int]]) -> Capture:
         for place, values in one["values"].items():
             of_rows = token[torch.tensor(one["counts"]).cumsum(0) - 1] if place == "logits" else token
             found.setdefault(place, []).append((of_rows[of_rows >= 0], values[of_rows >= 0]))
-    return {place: Rows(*(torch.cat(column) for column in zip(*pieces, strict=True))) for place, pieces in found.items()}
+    return {place: CapturedRows(*(torch.cat(column) for column in zip(*pieces, strict=True))) for place, pieces in found.items()}
 
 
 def _owners(one: dict[str, Any]) -> list[str]:

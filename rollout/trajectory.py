@@ -18,7 +18,7 @@ import numpy as np
 from correction.errors import EngineError
 
 if TYPE_CHECKING:
-    from correction.invariance import Processor
+    from correction.engines.processor import Processor
 
 
 class FinishReason(StrEnum):

@@ -11,10 +11,11 @@ import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
+from correction.engines.weight_bucket import WeightBucket
+
+from correction.engines.processor import Processor
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError, EvenkeelError, SyncError
-from correction.invariance import Processor
-from correction.weight_bucket import WeightBucket
-from correction.weight_spec import WeightSpec
 from rollout import weight_transfer
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
@@ -60,7 +61,7 @@ class UpdatableEngine:
         return self._specs
 
     async def weight_checksums(self, *, deadline_s: float | None = None) -> dict[str, str]:
-        """HF name -> correction.checksum.tensor_checksum of what the scheduler process holds now, in the engine's dtype."""
+        """HF name -> correction.engines.checksum.tensor_checksum of what the scheduler process holds now, in the engine's dtype."""
         return await self._inspect(CHECKSUMS, deadline_s)
 
     async def processor(self) -> Processor:

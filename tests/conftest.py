@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from correction.weight_bucket import WeightBucket
+from correction.engines.weight_bucket import WeightBucket
 from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 

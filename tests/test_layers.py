@@ -1,10 +1,15 @@
-"""Imports run one way: lab -> actors -> learner, rollout -> correction. Read off the syntax trees, so that nothing has to be imported."""
+"""Imports run one way, in no circle: lab -> actors -> learner, rollout -> correction; a class name stands for one thing.
+
+Read off the syntax trees, so that nothing has to be imported.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -18,6 +23,10 @@ MAY_IMPORT = {
     "learner": {"learner", "correction"},
     "actors": {"actors", "learner", "rollout", "correction"},
 }
+SHARED_NAMES = {"Demonstration", "Family", "Layout", "Stopwatch", "_Section"}
+"""Class names that two packages still have."""
+CIRCLES = {"actors.metric_views"}
+"""Modules that still import each other with another one."""
 ENGINES = {"sglang": "rollout", "megatron": "learner", "ray": "actors"}    # each engine has one home
 
 
@@ -78,6 +87,67 @@ def test_correction_imports_torch_and_pydantic_alone() -> None:
         if name not in allowed
     ]
     assert wrong == []
+
+
+def module_name(path: Path, root: Path = ROOT) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """Those of `modules` that a file imports, by their full names; those for types alone too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & modules
+            found |= inner or {node.module}
+    return found & modules
+
+
+def test_mathematics_imports_nothing_of_the_engines() -> None:
+    """correction/engines is what two engines share to agree bit by bit; the rest of correction works without it."""
+    files = source_files("correction")
+    modules = {module_name(path) for path in files}
+    engines = {module for module in modules if module.startswith("correction.engines")}
+    assert engines and len(engines) < len(modules)
+    wrong = {module_name(path): found for path in files if module_name(path) not in engines if (found := imported_modules(path, engines))}
+    assert wrong == {}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other around, the first again at the end; none if there are none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_import_circles() -> None:
+    files = {module_name(path): path for package in PACKAGES for path in source_files(package)}
+    graph = {name: imported_modules(path, set(files)) - {name} for name, path in files.items() if name not in CIRCLES}
+    assert circle(graph) == []
+
+
+def test_a_circle_is_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})[0] in "abc"
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def classes(path: Path) -> list[str]:
+    return [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+
+
+def test_no_class_name_twice() -> None:
+    """A reader who knows a class by its name in one package must not meet another one under it elsewhere."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for package in PACKAGES:
+        for path in source_files(package):
+            for name in classes(path):
+                homes[name].append(str(path.relative_to(ROOT)))
+    twice = {name: places for name, places in homes.items() if len(places) > 1 and name not in SHARED_NAMES}
+    assert twice == {}
 
 
 def test_the_reader_sees_imports_wherever_they_hide(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def presets(name: Annotated[str, typer.Argument(metavar="[NAME]", help="One pres
     """List the correction methods that have a name, or show one of them whole.
 
     The list says when to use each, and where it comes from. With a NAME: what it optimises, the settings that it stands for as YAML, what
-    is left for you to choose, and where its sources disagree. A recipe takes one by `correction: {preset: NAME}`.
+    is left for you to choose. A recipe takes one by `correction: {preset: NAME}`.
     """
     from rich.console import Console
 

@@ -18,8 +18,8 @@ from rich.table import Table
 from actors.commands.train import check_model_folder
 from actors.true_on_policy import contract_of
 from correction.batch import PackedBatch
-from correction.invariance import Agreement, compare
-from correction.invariance.capture import ORDER, Capture, Gap, compare_captures
+from correction.engines.agreement import Agreement, compare
+from correction.engines.capture import ORDER, Capture, OperatorGap, compare_captures
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout import engine_capture
@@ -36,7 +36,7 @@ LONGEST_PROMPT = 200
 class EngineDiff:
     """What a comparison found."""
 
-    gaps: list[Gap]
+    gaps: list[OperatorGap]
     """In the order of computation."""
     agreement: Agreement
     """Of sampled and trained logprobs: what comes after the logits."""

@@ -10,8 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from correction.contradictions import DECISIONS
-from correction.presets import PRESETS, preset_settings
+from correction.methods import PRESETS, preset_settings
 
 _NARROW = 80
 """Columns under which a table of three columns would be a column of single words."""
@@ -63,11 +62,6 @@ def show_preset(console: Console, name: str) -> None:
         _block(console, title, text)
     _block(console, "settings (a key that isn't here has its default)", "")
     _indented(console, yaml.safe_dump({"correction": settings}, sort_keys=False, default_flow_style=False).rstrip())
-    if preset.decisions:
-        _block(console, "where sources disagree, and what is done here", "")
-        for key in preset.decisions:
-            decision = DECISIONS[key]
-            _indented(console, f"{key}, {decision.subject}: {decision.decision} {decision.reason}")
     _block(console, "symbols", SYMBOLS)
 
 

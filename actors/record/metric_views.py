@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from actors.metrics import Kind, StepMetrics, is_listed, lookup
 from correction.errors import ConfigError
 from correction.monitor import Event, State
+from correction.quantities import current_name
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
@@ -47,7 +48,7 @@ def parse_json_line(line: str) -> StepMetrics:
     metrics = StepMetrics(record["step"])
     values = {name: value for name, value in record.items() if name not in ("step", "non_finite")}
     values |= {name: float(word) for name, word in record.get("non_finite", {}).items()}
-    for name, value in values.items():
+    for name, value in ((current_name(name), value) for name, value in values.items()):
         if is_listed(name):
             metrics.set(name, value)
     return metrics
@@ -64,7 +65,7 @@ def parse_event_line(line: str) -> Event | None:
     try:
         record = json.loads(line)
         numbers = {name: float(record[name]) for name in ("value", "growth")}
-        return Event(**{**record, **numbers, "state": State(record["state"])})
+        return Event(**{**record, **numbers, "name": current_name(record["name"]), "state": State(record["state"])})
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.correction_service import PreparedBatch
+from actors.metrics import DIAGNOSTIC_PLACES, LOSS_PLACES
 from actors.rollout_worker import GroupSummary, WorkerLoad
 from rollout.trajectory import FinishReason, Group, SyncReceipt, Trajectory
 
@@ -64,8 +65,6 @@ def learned_numbers(prepared: PreparedBatch, result: StepResult) -> dict[str, fl
     """What the monitor may follow besides the correction's diagnostics, by names as plain as theirs."""
     rewards = [t.reward for group in prepared.groups for t in group.valid if t.reward is not None]
     numbers = {"reward_mean": statistics.fmean(rewards), "grad_norm": result.grad_norm, "loss": result.loss}
-    if "kept_fraction" in result.metrics:
-        numbers["kept_fraction"] = result.metrics["kept_fraction"]
     if result.entropy is not None:
         numbers["entropy"] = result.entropy
     return numbers
@@ -82,36 +81,19 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
         "learner/routing_agreement_share": result.routing_agreement,
         "learner/optimizer_steps": result.optimizer_steps,
         "learner/microbatches": result.microbatches,
-        **{_LOSS_METRICS.get(name, f"loss/{name}"): value for name, value in result.metrics.items() if name != "entropy"},
+        **_placed("loss/", result.metrics, LOSS_PLACES),
     }
 
 
-_LOSS_METRICS = {"clip_fraction": "learner/clip_share", "drift_k3_kl": "learner/drift_k3", "penalty_kl": "learner/reference_kl"}
-"""Numbers of the loss that have a place of their own in the catalogue."""
-_DIAGNOSTICS = {
-    **{
-        f"{prefix}{ours}": f"{name}/{theirs}"
-        for prefix, name in (("mismatch_", "mismatch"), ("", "mismatch_and_staleness"))
-        for ours, theirs in (
-            ("k1_kl", "k1"),
-            ("k3_kl", "k3"),
-            ("log_ratio_abs_max", "max_abs_log_ratio"),
-            ("log_ratio_std", "log_ratio_std"),
-        )
-    },
-    "rho_max": "rho/max",
-    "ess_token": "rho/ess",
-    "rejected_fraction": "rejection/rejected_share",
-    "rejected_by_veto": "rejection/vetoed_share",
-    "truncated_fraction": "rejection/truncated_share",
-}
-"""Diagnostics that have a place of their own in the catalogue, by their name in correction.diagnostics."""
-_ALREADY_COUNTED = ("drift_k3_kl", "staleness_mean", "staleness_max", "mixed_version_fraction")
-
-
 def diagnostic_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
-    """The correction's numbers by name of the catalogue; those without a place of their own go into the family correction/."""
-    return {_DIAGNOSTICS.get(name, f"correction/{name}"): value for name, value in diagnostics.items() if name not in _ALREADY_COUNTED}
+    """The correction's numbers by name of the catalogue."""
+    return _placed("correction/", diagnostics, DIAGNOSTIC_PLACES)
+
+
+def _placed(group: str, numbers: Mapping[str, float], places: Mapping[str, str | None]) -> dict[str, float]:
+    """By name of the catalogue: in its own place, or in the group."""
+    named = ((places.get(name, group + name), value) for name, value in numbers.items())
+    return {name: value for name, value in named if name is not None}
 
 
 def sync_metrics(receipts: Sequence[SyncReceipt], differences: Sequence[float]) -> dict[str, float]:

@@ -33,7 +33,7 @@ def platform() -> None:
 def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
-    from correction import matrix_products
+    from correction.engines import matrix_products
     from rollout.sglang_plugin import attention, batch_invariant, hooks, seeded_sampler, weights
 
     settings = hooks.PluginSettings.from_environment()

@@ -15,8 +15,8 @@ from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
+from correction.engines import operators
 from correction.errors import ConfigError
-from correction.invariance import operators
 from rollout.sglang_plugin.attention import STOCK_NAME, PlainAttentionBackend, is_plain
 from rollout.sglang_plugin.running_cache import RunningCache, gather
 

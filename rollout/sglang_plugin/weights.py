@@ -17,8 +17,8 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor, nn
 
-from correction.checksum import tensor_checksum
-from correction.invariance import Processor
+from correction.engines.checksum import tensor_checksum
+from correction.engines.processor import Processor
 from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
 
 GATE_AND_UP = ("gate_proj", "up_proj")

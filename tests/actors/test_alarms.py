@@ -82,9 +82,9 @@ def test_a_resume_goes_on_with_the_replacement_unless_another_correction_is_conf
 def test_narrower_bounds_are_no_answer_to_rejection() -> None:
     """They would reject still more."""
     response = AlarmResponse(config("monitor.on_alarm=tighten"))
-    response.take([event("rejected_fraction"), event("broken_tokens")])
+    response.take([event("rejected_share"), event("broken_tokens")])
     assert response.decide() is None
-    response.take([event("rejected_fraction"), event("drift_k3_kl")])
+    response.take([event("rejected_share"), event("drift_k3_kl")])
     action = response.decide()
     assert action is not None and "alarm of drift_k3_kl" in action.text and "tightened by 0.5" in action.text
     assert response.correction.importance.upper == pytest.approx(2**0.5)    # tis-token: at most 2

@@ -24,8 +24,9 @@ from torch import Tensor
 from actors import correction_service
 from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
-from correction.batch import PackedBatch
+from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
+from correction.decision import no_counts
 from correction.errors import DeadlineExceeded
 from correction.monitor import MonitorConfig, State
 from rollout.config import TrainOverlong
@@ -111,10 +112,16 @@ class Scene:
         await self.queue.advance(version + 1, [g.group_id for g in prepared.groups])
         return prepared
 
-    async def observe(self, prepared: PreparedBatch, *, gap: float = 0.1, **learned: float) -> Observation:
-        """After a step whose target logprobs are the behaviour's, which are -1, plus `gap`."""
+    async def observe(
+        self, prepared: PreparedBatch, *, gap: float = 0.1, decided: FinalDecision | None = None, step: int | None = None, **learned: float
+    ) -> Observation:
+        """After a step whose target logprobs are the behaviour's, which are -1, plus `gap`, and which dropped what `decided` says."""
         target = torch.full((prepared.corrected.batch.num_tokens,), -1.0 + gap)
-        observation = await self.service.observe(prepared.version + 1, prepared.version, target, learned)
+        corrected = prepared.corrected
+        if decided is None:
+            decided = FinalDecision(corrected.keep_mask, corrected.importance_weights, no_counts(prepared.correction))
+        number = prepared.version + 1 if step is None else step
+        observation = await self.service.observe(number, prepared.version, target, decided, learned)
         assert observation is not None
         return observation
 
@@ -290,7 +297,8 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
     async def scenario() -> None:
         scene = Scene(steps=1)
         prepared = await scene.batch(0)
-        assert await scene.service.observe(8, 7, torch.zeros(1), {}) is None, "version 7 is none that was trained"
+        nothing = FinalDecision(torch.zeros(1).bool(), torch.ones(1), no_counts(prepared.correction))
+        assert await scene.service.observe(8, 7, torch.zeros(1), nothing, {}) is None, "version 7 is none that was trained"
         prepared = await scene.batch(1)
         numbers = (await scene.observe(prepared, gap=0.1)).diagnostics
         assert numbers["mismatch_k1_kl"] == pytest.approx(-0.1, rel=1e-5)
@@ -300,15 +308,24 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize(("criterion", "rejected"), [({"statistic": "topk_tv", "ratio": "q", "upper": 0.1}, 0.75), ({"upper": 9.0}, 0.0)])
-def test_what_a_top_k_criterion_drops_comes_from_the_learner(criterion: dict[str, Any], rejected: float) -> None:
-    """The target's top-K table never leaves the learner; what other criteria drop is counted here."""
+@pytest.mark.parametrize("criterion", [{"statistic": "topk_tv", "ratio": "q", "upper": 0.1}, {"upper": 9.0}])
+def test_what_was_dropped_and_why_is_what_the_learner_says(criterion: dict[str, Any]) -> None:
+    """The learner kept every fourth token: nothing is decided again here, where some of it could not be."""
 
     async def scenario() -> None:
         settings = {"preset": "bypass", "topk": 4, "rejection": [criterion]}
         scene = Scene(steps=1, correction=CorrectionConfig.model_validate(settings))
-        numbers = (await scene.observe(await scene.batch(0), kept_fraction=0.25)).diagnostics
-        assert (numbers["kept_fraction"], numbers["rejected_fraction"]) == (1 - rejected, rejected)
+        prepared = await scene.batch(0)
+        keep = torch.arange(prepared.corrected.batch.num_tokens) % 4 == 0
+        keep &= prepared.corrected.batch.loss_mask
+        tokens, kept = int(prepared.corrected.batch.loss_mask.sum()), int(keep.sum())
+        counts = no_counts(prepared.correction)
+        counts.values[:2] = torch.tensor([tokens, tokens - kept])
+        decided = FinalDecision(keep, prepared.corrected.importance_weights, counts)
+        numbers = (await scene.observe(prepared, decided=decided)).diagnostics
+        assert 0 < kept < tokens and numbers["kept_share"] == kept / tokens
+        label = prepared.correction.rejection[0].label
+        assert numbers["rejected_share"] == numbers[f"rejected_by_{label}"] == pytest.approx(1 - kept / tokens)
         await scene.service.stop()
 
     play(scenario)
@@ -402,10 +419,7 @@ def test_a_resumed_service_warns_where_the_first_would_have() -> None:
         steps = []
         for version in range(4):
             prepared = await second.batch(version)
-            observation = await second.service.observe(
-                10 + version, version, torch.full((prepared.corrected.batch.num_tokens,), -0.9 if version >= 1 else -0.99), {}
-            )
-            assert observation is not None
+            observation = await second.observe(prepared, gap=0.1 if version >= 1 else 0.01, step=10 + version)
             steps += [event.step for event in observation.events if event.state is State.ALARM]
         assert steps == [12]
         await second.service.stop()
@@ -444,7 +458,7 @@ def test_a_switch_begins_what_it_changes_anew() -> None:
             await scene.observe(await scene.batch(version), gap=0.01)
         await scene.service.switch(CorrectionConfig.model_validate({"preset": "mis-geometric"}))
         assert {"k3_kl", "ess_token"} <= (await scene.service.monitor_state())["series"].keys()
-        assert "rejected_fraction" not in (await scene.service.monitor_state())["series"]
+        assert "rejected_share" not in (await scene.service.monitor_state())["series"]
         await scene.service.switch(CorrectionConfig.model_validate({"preset": "bypass"}))
         assert (await scene.service.monitor_state())["series"] == {}
         await scene.service.stop()

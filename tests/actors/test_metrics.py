@@ -11,10 +11,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from actors.config import MetricsConfig
-from actors.metrics import CATALOGUE, Kind, MetricError, StepMetrics, is_listed, lookup, markdown, member
-from actors.record.metric_views import MetricViews, TensorBoardView, json_line, parse_json_line
+from actors.metrics import CATALOGUE, LOSS_PLACES, Kind, MetricError, StepMetrics, is_listed, lookup, markdown, member
+from actors.record.metric_views import MetricViews, TensorBoardView, json_line, parse_event_line, parse_json_line
 from actors.record.run_folder import RunFolder
+from actors.record.step_report import _placed, diagnostic_metrics
+from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.errors import ConfigError
+from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +40,33 @@ def test_an_unlisted_name_is_an_error_that_names_the_nearest(name: str, nearest:
 def test_families_are_open_at_the_end() -> None:
     assert lookup("reward/component/format").name == "reward/component/" and member("reward/component/format") == "format"
     assert member("reward/mean") == ""
-    assert is_listed("correction/anything_at_all") and not is_listed("correction/") and not is_listed("correction/a/b")
+    assert member("correction/rejected_by_k3_token_rho") == "k3_token_rho" and not is_listed("correction/rejected_by_")
+    assert is_listed("correction/staleness_share_3") and not is_listed("correction/staleness_share_3/4")
+
+
+def test_numbers_of_the_correction_are_listed_one_by_one() -> None:
+    """Every number that a batch may have finds its entry, and one that its source doesn't list is refused."""
+    batch, target = random_batch(1)
+    for preset in ("mis-full", "icepop", "bypass"):
+        config = CorrectionConfig(preset=preset, kl={"coefficient": 0.1})  # type: ignore[arg-type]
+        corrected = correct(batch, config)
+        trained = policy_loss(corrected, target, config, target.abs())
+        numbers = diagnose(batch, corrected, target, decided=trained.decided, entropy=target.abs(), detailed=True)
+        metrics = StepMetrics(1, diagnostic_metrics(numbers))
+        metrics.update(_placed("loss/", loss_metrics(trained.partials, config), LOSS_PLACES))
+        assert metrics["correction/kept_share"] == numbers["kept_share"]
+    with pytest.raises(MetricError, match=r"nearest one is 'correction/kept_share'"):
+        StepMetrics(1, diagnostic_metrics({"kept_shares": 1.0}))
+    assert lookup("correction/k2_kl").unit == "nats" and lookup("correction/staleness_in_flight_mean").unit == "versions"
+
+
+def test_shares_of_an_earlier_run_are_read_by_their_names_of_today() -> None:
+    """They were called fractions; what a reward function names is left alone."""
+    line = '{"step": 1, "correction/kept_fraction": 0.5, "correction/rejected_fraction_positive": 0.25, "reward/component/a_fraction": 1}'
+    read = {"step": 1, "correction/kept_share": 0.5, "correction/rejected_positive_share": 0.25, "reward/component/a_fraction": 1}
+    assert dict(parse_json_line(line)) == read
+    event = parse_event_line('{"step": 3, "name": "bad_update_fraction", "state": "watch", "value": 1, "growth": 2, "message": "m"}')
+    assert event is not None and event.name == "bad_update_share"
 
 
 def test_absent_is_absent() -> None:

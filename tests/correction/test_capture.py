@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
+from correction.engines.capture import CapturedRows, compare_captures, sequence_start
 from correction.errors import EngineError
-from correction.invariance.capture import Rows, compare_captures, sequence_start
 
 
-def rows(tokens: list[int], values: list[float]) -> Rows:
-    return Rows(torch.tensor(tokens), torch.tensor(values)[:, None])
+def rows(tokens: list[int], values: list[float]) -> CapturedRows:
+    return CapturedRows(torch.tensor(tokens), torch.tensor(values)[:, None])
 
 
 def test_rows_are_matched_by_token_and_each_place_in_the_order_of_computation() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, correct, diagnose, gap, masking, parts
+from correction import PRESETS, CorrectionConfig, correct, diagnose, diagnostics, policy_loss, segments
+from correction import batch as batches
 from tests.correction.fixtures import random_batch
 
 QUIET = pytest.mark.filterwarnings("ignore:correction. every token")
@@ -15,7 +16,8 @@ NAMES = sorted(name for name in PRESETS if "topk" not in name)
 
 def everything(batch, target, config):
     corrected = correct(batch, config)
-    numbers = diagnose(batch, corrected, target, config=config, entropy=target.abs(), detailed=True)
+    decided = policy_loss(corrected, target, config).decided
+    numbers = diagnose(batch, corrected, target, decided=decided, entropy=target.abs(), detailed=True)
     return numbers, torch.stack([corrected.importance_weights, corrected.keep_mask.double(), corrected.token_scale])
 
 
@@ -31,8 +33,8 @@ def test_weights_and_numbers_do_not_depend_on_the_cuts(name, monkeypatch):
     batch = replace(batch, behavior_logprobs=mu, weight_versions=versions, offsets=offsets, group_ids=group_ids).validate()
     config = CorrectionConfig(preset=name)
     whole, tensors = everything(batch, target, config)
-    monkeypatch.setattr(parts, "CPU_TOKENS", 50)
-    monkeypatch.setattr(gap, "CPU_CHUNK", 33)
+    monkeypatch.setattr(batches, "CPU_TOKENS", 50)
+    monkeypatch.setattr(diagnostics, "CPU_CHUNK", 33)
     cut, cut_tensors = everything(batch, target, config)
     assert set(cut) == set(whole)
     assert cut == pytest.approx(whole, rel=1e-10, abs=1e-12)
@@ -41,14 +43,14 @@ def test_weights_and_numbers_do_not_depend_on_the_cuts(name, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 7, 50, 10**6])
 def test_parts_are_whole_sequences_and_all_of_them(tokens, monkeypatch):
-    monkeypatch.setattr(parts, "CPU_TOKENS", tokens)
+    monkeypatch.setattr(batches, "CPU_TOKENS", tokens)
     batch, _ = random_batch(4, sequences=20)
-    cut = list(parts.parts(batch))
+    cut = list(batches.batch_slices(batch))
     assert [part.tokens.start for part in cut] == [int(batch.offsets[part.sequences.start]) for part in cut]
     assert cut[0].tokens.start == 0 and cut[-1].tokens.stop == batch.num_tokens and cut[-1].sequences.stop == 20
     assert all(a.tokens.stop == b.tokens.start and a.sequences.stop == b.sequences.start for a, b in itertools.pairwise(cut))
     assert all(part.of_batch(batch).validate().num_tokens > 0 for part in cut)
-    assert len(list(parts.parts(batch, is_divisible=False))) == 1
+    assert len(list(batches.batch_slices(batch, is_divisible=False))) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
@@ -58,19 +60,19 @@ def test_selection_on_bits_is_where(dtype):
         values[1], values[3] = torch.nan, -torch.inf
     mask = torch.tensor([True, False, True, False])
     expected = torch.tensor([1.5, 0, 0, 0]).to(dtype)
-    assert torch.equal(masking.masked(values, mask), expected)
-    assert torch.equal(masking.masked(values[::2], mask[::2]), expected[::2])  # strided
+    assert torch.equal(segments.masked(values, mask), expected)
+    assert torch.equal(segments.masked(values[::2], mask[::2]), expected[::2])  # strided
 
 
 def test_selection_keeps_the_gradient():
     values = torch.tensor([1.0, torch.inf], requires_grad=True)
-    masking.masked(values, torch.tensor([True, False])).sum().backward()
+    segments.masked(values, torch.tensor([True, False])).sum().backward()
     assert values.grad.tolist() == [1, 0]
 
 
 def test_finite():
     """Also where the sum of finite numbers is not finite; and the very mask where nothing is to be taken out."""
     values, mask = torch.tensor([0.0, torch.nan, torch.inf, 3e38, 3e38, 1.0]), torch.tensor([True] * 5 + [False])
-    assert masking.where_finite(mask, torch.ones(6), values).tolist() == [True, False, False, True, True, False]
-    assert masking.where_finite(mask[3:], values[3:]).tolist() == [True, True, False]
-    assert masking.where_finite(mask[:1], values[:1], torch.ones(1)).tolist() == [True]
+    assert segments.where_finite(mask, torch.ones(6), values).tolist() == [True, False, False, True, True, False]
+    assert segments.where_finite(mask[3:], values[3:]).tolist() == [True, True, False]
+    assert segments.where_finite(mask[:1], values[:1], torch.ones(1)).tolist() == [True]

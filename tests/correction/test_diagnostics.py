@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
+from correction.batch import FinalDecision
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 MU_FLAT, PROX_FLAT = [p for row in MU for p in row], [p for row in PROX for p in row]
@@ -22,7 +23,9 @@ def mean(values):
 def numbers(preset="tis-token", batch=None, target=None, way=correct, **overrides):
     config = CorrectionConfig(preset=preset, **overrides)
     batch = worked_example() if batch is None else batch
-    return diagnose(batch, way(batch, config), target, config=config, detailed=True)
+    corrected = way(batch, config)
+    decided = None if target is None else policy_loss(corrected, target, config).decided
+    return diagnose(batch, corrected, target, decided=decided, detailed=True)
 
 
 def perplexities(rows):
@@ -50,7 +53,7 @@ def test_figures_of_the_worked_example():
         "importance_weight_ess": (None, 0.852417),
         "probability_gap_mean": (mean(abs(p - m) for p, m in zip(PROX_FLAT, MU_FLAT, strict=True)), None),
         "log_ratio_abs_max": (max(abs(math.log(x)) for x in RHO), None),
-        "truncated_fraction": (1 / 9, None),
+        "truncated_share": (1 / 9, None),
         "spurious_objective": (1.0, 1.0),
         "log_ratio_quantile_50": (statistics.median(math.log(x) for x in RHO), None),
     }
@@ -67,30 +70,30 @@ def test_buckets_by_proximal_probability():
     assert means[3] == pytest.approx(1.012)
 
 
-def test_fractions_by_criterion_and_side():
+def test_shares_by_criterion_and_sign():
     measured = numbers("mis-full")
-    assert measured["kept_fraction"] == pytest.approx(7 / 9)
+    assert measured["kept_share"] == pytest.approx(7 / 9)
     assert measured["rejected_by_ratio_token_rho"] == pytest.approx(2 / 9)
     assert measured["rejected_by_veto"] == 0
-    assert measured["rejected_fraction_positive"] == pytest.approx(1 / 6) and measured["rejected_fraction_negative"] == pytest.approx(1 / 3)
+    assert measured["rejected_positive_share"] == pytest.approx(1 / 6) and measured["rejected_negative_share"] == pytest.approx(1 / 3)
     assert measured["rejected_probability_mean"] == pytest.approx((0.02 + 0.30) / 2)
     masked = numbers("icepop")  # A3, of positive advantage, and B3, of negative
-    assert masked["masked_fraction"] == pytest.approx(2 / 9)
-    assert masked["masked_fraction_positive"] == masked["masked_fraction_negative"] == pytest.approx(1 / 9)
+    assert masked["masked_share"] == pytest.approx(2 / 9)
+    assert masked["masked_positive_share"] == masked["masked_negative_share"] == pytest.approx(1 / 9)
     truncated = numbers("tis-token")  # B3 alone
-    assert (truncated["truncated_fraction_positive"], truncated["truncated_fraction_negative"]) == (0, pytest.approx(1 / 9))
-    assert numbers("tis-sequence")["truncated_fraction_negative"] == pytest.approx(1 / 3)  # B, by its product of 5.76
-    assert numbers("mis-sequence")["rejected_sequence_fraction"] == pytest.approx(2 / 3)
+    assert (truncated["truncated_positive_share"], truncated["truncated_negative_share"]) == (0, pytest.approx(1 / 9))
+    assert numbers("tis-sequence")["truncated_negative_share"] == pytest.approx(1 / 3)  # B, by its product of 5.76
+    assert numbers("mis-sequence")["rejected_sequence_share"] == pytest.approx(2 / 3)
 
 
 def test_late_parts_are_counted_once_the_target_is_known():
     target = flat_log(THETA)
-    assert numbers("rollout-is")["rejected_fraction"] == 0
-    assert numbers("rollout-is", target=target)["rejected_fraction"] == pytest.approx(4 / 9)
+    assert numbers("rollout-is")["rejected_share"] == 0
+    assert numbers("rollout-is", target=target)["rejected_share"] == pytest.approx(4 / 9)
     deferred = numbers("mis-token", worked_example(proximal_logprobs=None), flat_log(PROX), defer)
     staged = numbers("mis-token", target=flat_log(PROX))
-    assert deferred["rejected_fraction"] == staged["rejected_fraction"] == pytest.approx(2 / 9)
-    assert deferred["truncated_fraction"] == staged["truncated_fraction"]
+    assert deferred["rejected_share"] == staged["rejected_share"] == pytest.approx(2 / 9)
+    assert deferred["truncated_share"] == staged["truncated_share"]
     assert deferred["k3_kl"] == pytest.approx(staged["k3_kl"]) and "drift_k3_kl" not in deferred
 
 
@@ -102,9 +105,9 @@ def test_target_and_bad_updates():
     assert measured["target_k2_kl"] == pytest.approx(mean(math.log(x) ** 2 / 2 for x in q))
     assert measured["target_k3_kl"] == pytest.approx(mean(x - 1 - math.log(x) for x in q))
     assert measured["drift_k3_kl"] == pytest.approx(mean(x - 1 - math.log(x) for x in r))
-    assert measured["bad_update_fraction"] == 0
+    assert measured["bad_update_share"] == 0
     target[4] = math.log(0.3)  # B1: mu 0.9, A < 0
-    assert numbers(target=target)["bad_update_fraction"] == pytest.approx(1 / 9)
+    assert numbers(target=target)["bad_update_share"] == pytest.approx(1 / 9)
 
 
 def test_mismatch_is_from_fresh_tokens_and_stale_from_the_others():
@@ -127,8 +130,8 @@ def test_staleness_is_in_flight_plus_in_queue():
     assert measured["staleness_max"] == 4
     assert measured["staleness_in_queue_mean"] == pytest.approx((2 * 4 + 3) / 9)
     assert measured["staleness_in_flight_mean"] == pytest.approx((2 + 2 + 1) / 9)
-    assert [measured[f"staleness_fraction_{k}"] for k in range(5)] == pytest.approx([2 / 9, 3 / 9, 1 / 9, 1 / 9, 2 / 9])
-    assert measured["mixed_version_fraction"] == pytest.approx(1 / 3)
+    assert [measured[f"staleness_share_{k}"] for k in range(5)] == pytest.approx([2 / 9, 3 / 9, 1 / 9, 1 / 9, 2 / 9])
+    assert measured["mixed_version_share"] == pytest.approx(1 / 3)
 
 
 def test_small_gaps_keep_their_digits():
@@ -148,14 +151,53 @@ def test_every_number_is_documented():
     assert set(diagnose(batch, correct(batch, CorrectionConfig()))) <= names
 
 
-def test_what_a_top_k_criterion_drops_is_counted_with_the_targets_table():
-    """The service has no such table, and takes the number from the learner; a caller who has one gets what the loss does."""
+def test_what_a_top_k_criterion_drops_is_what_the_loss_dropped():
+    """The target's top-K table never leaves the learner; its decision does."""
     batch, target = random_batch(5, topk=4)
     table = batch.topk_logprobs + 0.8 * torch.randn(batch.topk_logprobs.shape, generator=torch.Generator().manual_seed(6)).double()
     config = CorrectionConfig(preset="bypass", topk=4, rejection=[{"statistic": "topk_tv", "ratio": "q", "upper": 0.1}])
     corrected = correct(batch, config)
-    blind = diagnose(batch, corrected, target, config=config)
-    seen = diagnose(batch, corrected, target, config=config, target_topk_logprobs=table)
-    kept = loss_metrics(policy_loss(corrected, target, config, target_topk_logprobs=table).partials, config)["kept_fraction"]
-    assert 0.1 < kept < 0.9 and blind["rejected_fraction"] == 0
-    assert seen["kept_fraction"] == kept and seen["rejected_by_topk_tv_token_q"] == pytest.approx(1 - kept)
+    early = diagnose(batch, corrected, target)
+    trained = policy_loss(corrected, target, config, target_topk_logprobs=table)
+    seen = diagnose(batch, corrected, target, decided=trained.decided)
+    kept = loss_metrics(trained.partials, config)["kept_share"]
+    assert 0.1 < kept < 0.9 and early["rejected_share"] == 0
+    assert seen["kept_share"] == kept and seen["rejected_by_topk_tv_token_q"] == pytest.approx(1 - kept)
+
+
+def test_numbers_of_a_batch_are_those_of_its_micro_batches_put_together():
+    """What each micro-batch decided, added up: an early criterion, a late one, the veto and late weights."""
+    batch, target = random_batch(8, sequences=20)
+    config = CorrectionConfig(
+        objective={"kind": "score", "ratio": None},
+        importance={"mode": "truncate", "ratio": "q", "upper": 1.2},
+        rejection=[{"lower": 0.7, "upper": 1.4}, {"statistic": "k3", "ratio": "q", "level": "sequence", "upper": 0.6}],
+        veto={"ratio": "q", "lower": 0.5},
+    )
+    corrected = correct(batch, config)
+    whole = policy_loss(corrected, target, config).decided
+    split = [[3, 0, 7], list(range(8, 20)), [1, 2], [4, 5, 6]]
+    parts = [policy_loss(corrected.select(part), target[batch.token_index(part)], config).decided for part in split]
+    keep, weights = torch.zeros_like(whole.keep_mask), torch.zeros_like(whole.importance_weights)
+    for sequences, decided in zip(split, parts, strict=True):
+        index = batch.token_index(sequences)
+        keep[index], weights[index] = decided.keep_mask, decided.importance_weights
+    counts = parts[0].counts + parts[1].counts + parts[2].counts + parts[3].counts
+    assert torch.equal(counts.values, whole.counts.values)
+    joined = diagnose(batch, corrected, target, decided=FinalDecision(keep, weights, counts))
+    assert joined == diagnose(batch, corrected, target, decided=whole)
+    labels = ("ratio_token_rho", "k3_sequence_q", "veto")
+    assert all(0 < joined[f"rejected_by_{label}"] < 1 for label in labels) and joined["truncated_share"] > 0
+
+
+def test_each_criterion_is_decided_in_one_stage():
+    """The early count is the service's, the late one the learner's: no stage counts what the other did, and their sum is all."""
+    batch, target = random_batch(8, sequences=20)
+    criteria = [{"upper": 1.4}, {"statistic": "k3", "ratio": "q", "upper": 0.1}]
+    config = CorrectionConfig(preset="bypass", proximal="recompute", rejection=criteria)
+    corrected = correct(batch, config)
+    late = policy_loss(corrected, target, config).decided.counts
+    tokens = int(batch.loss_mask.sum())
+    assert corrected.counts.by_criterion().keys() == {"ratio_token_rho"} and late.by_criterion().keys() == {"k3_token_q"}
+    rho = (batch.proximal_logprobs - batch.behavior_logprobs).exp()[batch.loss_mask]
+    assert (corrected.counts + late).by_criterion()["ratio_token_rho"] == (tokens, int((rho > 1.4).sum()))

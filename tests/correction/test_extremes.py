@@ -21,7 +21,7 @@ def step(batch, target, config):
     out = policy_loss(corrected, leaf, config)
     out.loss.backward()
     out = replace(out, loss=out.loss.detach())
-    numbers = diagnose(batch, corrected, target, config=config, detailed=True)
+    numbers = diagnose(batch, corrected, target, decided=out.decided, detailed=True)
     assert all(math.isfinite(value) for value in numbers.values()), numbers
     assert all(math.isfinite(value) for value in loss_metrics(out.partials, config).values())
     return corrected, out, leaf.grad
@@ -62,7 +62,7 @@ def test_everything_vetoed_is_zero_loss_without_nan(way):
     out = policy_loss(corrected, leaf, config)
     out.loss.backward()
     assert float(out.loss.detach()) == 0 and not leaf.grad.any() and math.isfinite(policy_scale(out.partials, config))
-    assert loss_metrics(out.partials, config)["kept_fraction"] == 0
+    assert loss_metrics(out.partials, config)["kept_share"] == 0
 
 
 @QUIET
@@ -145,7 +145,7 @@ def test_a_million_tokens_in_lengths_from_1_to_65536():
     started = time.monotonic()
     corrected = correct(batch, config)
     policy_loss(corrected, batch.proximal_logprobs.clone().requires_grad_(), config).loss.backward()
-    diagnose(batch, corrected, batch.proximal_logprobs, config=config)
+    diagnose(batch, corrected, batch.proximal_logprobs)
     assert time.monotonic() - started < 60  # no Python loop over 6,000 sequences
     raw = correct(batch, CorrectionConfig(preset="tis-sequence", importance={"level": "geometric", "upper": 9}))
     rows = slice(1, 65537)

@@ -8,8 +8,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from correction.invariance import Contract
-from correction.invariance.gpu import gpu_settings
+from correction.engines.contract import Contract
+from correction.engines.gpu import gpu_settings
 
 
 def installed(path: str) -> Path:

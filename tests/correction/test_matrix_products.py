@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from correction import matrix_products
-from correction.matrix_products import MANY_ROWS, ROW_MULTIPLE, product
+from correction.engines import matrix_products
+from correction.engines.matrix_products import MANY_ROWS, ROW_MULTIPLE, product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")  # type: ignore[no-untyped-call]
 

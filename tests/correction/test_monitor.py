@@ -95,7 +95,7 @@ def test_recovery_is_an_event_too():
     series = (K3 * (10 if 50 <= step < 70 else 1) for step in range(120))
     monitor = Monitor()
     events = [event for step in range(120) for event in monitor.update(step, {"k3_kl": next(series)})]
-    assert [event.state for event in events][-1] is State.OK and "back at its usual level" in events[-1].message
+    assert [event.state for event in events][-1] is State.OK and "back where it was" in events[-1].message
     assert events[0].state is State.ALARM or events[0].state is State.WATCH
     assert monitor.state is State.OK
 
@@ -139,7 +139,7 @@ def test_what_is_missing_of_one_is_followed():
 
 def test_limits_and_infinities_alarm_at_once():
     assert [e.state for e in Monitor().update(0, {"broken_tokens": 3.0})] == [State.ALARM]
-    assert [e.state for e in Monitor().update(0, {"rejected_fraction": 0.95})] == [State.ALARM]
+    assert [e.state for e in Monitor().update(0, {"rejected_share": 0.95})] == [State.ALARM]
     monitor = Monitor()
     assert monitor.update(0, {"k3_kl": math.inf}) == []  # no limit of its own: patience holds
     assert [e.state for e in monitor.update(1, {"k3_kl": math.nan})] == [State.ALARM]
@@ -208,7 +208,7 @@ def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened():
 
     def values(step):
         gap = K3 * (6 if 50 <= step < 80 else 1) * (1 + 0.1 * (step % 3))
-        return {"k3_kl": gap, "stale_k3_kl": gap, "mismatch_k3_kl": K3 / 9, "bad_update_fraction": 0.03 if step > 90 else 0.01}
+        return {"k3_kl": gap, "stale_k3_kl": gap, "mismatch_k3_kl": K3 / 9, "bad_update_share": 0.03 if step > 90 else 0.01}
 
     whole = run(values, 120)
     assert {event.state for event in whole} == {State.ALARM, State.OK, State.WATCH} and len({event.name for event in whole}) == 2
@@ -239,8 +239,23 @@ def test_what_is_forgotten_begins_anew():
     """Half of the tokens rejected under new bounds is their usual; the other symptom keeps its start and alarms."""
     monitor = Monitor()
     for step in range(60):
-        monitor.update(step, {"rejected_fraction": 0.01, "bad_update_fraction": 0.01})
-    monitor.forget(["rejected_fraction"])
-    events = [e for step in range(60, 100) for e in monitor.update(step, {"rejected_fraction": 0.5, "bad_update_fraction": 0.2})]
-    assert {event.name for event in events} == {"bad_update_fraction"}
-    assert monitor.states["rejected_fraction"] is State.OK
+        monitor.update(step, {"rejected_share": 0.01, "bad_update_share": 0.01})
+    monitor.forget(["rejected_share"])
+    events = [e for step in range(60, 100) for e in monitor.update(step, {"rejected_share": 0.5, "bad_update_share": 0.2})]
+    assert {event.name for event in events} == {"bad_update_share"}
+    assert monitor.states["rejected_share"] is State.OK
+
+
+def test_a_checkpoint_of_before_is_read_with_the_names_of_today():
+    """Shares were called fractions: series and states go on under the new names."""
+    before = Monitor()
+    for step in range(40):
+        before.update(step, {"bad_update_share": 0.01 if step < 30 else 0.2})
+    assert before.states["bad_update_share"] is State.ALARM
+    old = {
+        part: {name.replace("_share", "_fraction"): values for name, values in saved.items()} for part, saved in before.state_dict().items()
+    }
+    assert "bad_update_fraction" in old["series"] and "bad_update_share" not in old["series"]
+    after = Monitor()
+    after.load_state_dict(old)
+    assert after.state_dict() == before.state_dict()

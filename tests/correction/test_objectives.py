@@ -186,6 +186,6 @@ def test_bounded_coefficients_are_counted():
     for preset, share in (("pg-tis", 1 / 9), ("topr", 3 / 9), ("cispo", 0.0)):
         config = CorrectionConfig(preset=preset)
         partials = policy_loss(correct(batch, config), flat_log(THETA), config).partials
-        assert loss_metrics(partials, config)["bounded_fraction"] == pytest.approx(share)
+        assert loss_metrics(partials, config)["bounded_share"] == pytest.approx(share)
     config = CorrectionConfig(preset="pg-is")
-    assert "bounded_fraction" not in loss_metrics(policy_loss(correct(batch, config), flat_log(THETA), config).partials, config)
+    assert "bounded_share" not in loss_metrics(policy_loss(correct(batch, config), flat_log(THETA), config).partials, config)

@@ -33,11 +33,11 @@ def test_what_the_run_optimises_stays():
 def test_what_does_not_go_together_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"there is no such preset\. Did you mean icepop"):
         switched(config(), "icepopp")
-    # A weight of mean 1 that is known after the forward alone: its factor would scale the run's entropy bonus too (sense.fold_obstacle).
+    # A weight of mean 1 that is known after the forward alone: its factor would scale the run's entropy bonus too (schedule.fold_obstacle).
     parts = {"proximal": "behavior", "importance": truncate(2.0), "normalize": {"population": "all"}, "objective": score(None)}
     monkeypatch.setitem(PRESETS, "late", Preset(parts, formula="", source="", when=""))
     switched(config(), "late")
-    with pytest.raises(ConfigError, match=r"late beside this run's advantage, kl, entropy_coefficient: .*would also scale"):
+    with pytest.raises(ConfigError, match=r"late with this run's advantage, kl, entropy_coefficient: .*would also scale"):
         switched(config(entropy_coefficient=0.1), "late")
 
 

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from correction.batch import PackedBatch
+from correction.engines import operators
+from correction.engines.agreement import compare
+from correction.engines.contract import Contract, SideSettings
+from correction.engines.processor import Processor
 from correction.errors import ConfigError, EngineError
-from correction.invariance import Contract, Processor, Side, compare, operators
 
 MODEL = {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-ENGINE = Side(name="rollout.engine", device="cpu", dtype="float32", threads=1)
-LEARNER = Side(name="learner", device="cpu", dtype="float32", threads=2)
+ENGINE = SideSettings(name="rollout.engine", device="cpu", dtype="float32", threads=1)
+LEARNER = SideSettings(name="learner", device="cpu", dtype="float32", threads=2)
 
 
 def test_what_can_be_honoured() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from correction.weight_bucket import ALIGNMENT, WeightBucket
+from correction.engines.weight_bucket import ALIGNMENT, WeightBucket
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
 

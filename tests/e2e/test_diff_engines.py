@@ -12,8 +12,8 @@ from torch import Tensor
 
 from actors.commands.diff_engines import EngineDiff, capture_engine
 from correction.batch import PackedBatch
-from correction.invariance import compare
-from correction.invariance.capture import Capture, compare_captures
+from correction.engines.agreement import compare
+from correction.engines.capture import Capture, compare_captures
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine_config import EngineConfig

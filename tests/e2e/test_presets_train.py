@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from correction.presets import PRESETS
+from correction.methods import PRESETS
 from lab.kept_engines import KeptEngines, RunRecord, recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -33,12 +33,12 @@ NANO = Path(__file__).parents[2] / "recipes" / "nano_spell_backward.yaml"
 STEPS = 20
 STRESS = {"mu_noise": 0.5, "learning_rate": 3e-3, "optimizer_steps_per_batch": 4, "seed": 7}
 
-CLIPPED = "loss/clip_fraction > 0"
+CLIPPED = "loss/clip_share > 0"
 """The objective's clip or gate took gradients away."""
-BOUNDED = "loss/bounded_fraction > 0"
+BOUNDED = "loss/bounded_share > 0"
 """The objective's coefficient was cut."""
-TRUNCATED = "truncated_fraction > 0"
-MASKED = "masked_fraction > 0"
+TRUNCATED = "truncated_share > 0"
+MASKED = "masked_share > 0"
 WEIGHED = "importance_weight_max > 1.01"
 """Weights other than 1."""
 BOTH_SIDES = ("rho_min < 0.5", "rho_max > 2")
@@ -157,10 +157,10 @@ def test_preset_trains_and_all_its_parts_act(trained: Trained, preset: str) -> N
     for step, numbers in enumerate(run.steps):
         assert numbers["staleness_max"] == min(step, 1)
         assert numbers["optimizer_steps"] + numbers["skipped_steps"] == 2
-        assert {"k3_kl", "target_k3_kl", "ess_token", "kept_fraction"} <= numbers.keys()
+        assert {"k3_kl", "target_k3_kl", "ess_token", "kept_share"} <= numbers.keys()
         # The narrow geometric bands drop nearly every stale sequence at the recipe's learning rate: whole batches are without a gradient.
-        assert (numbers["grad_norm"] > 0 and numbers["skipped_steps"] < 2) or numbers["kept_fraction"] < 0.02
-        assert numbers["skipped_steps"] == 0 or numbers["kept_fraction"] < 0.2  # one half may lose all, and the other not
+        assert (numbers["grad_norm"] > 0 and numbers["skipped_steps"] < 2) or numbers["kept_share"] < 0.02
+        assert numbers["skipped_steps"] == 0 or numbers["kept_share"] < 0.2  # one half may lose all, and the other not
     assert run.steps[0]["grad_norm"] > 0
     idle = [condition for condition in ACTIVE[preset] if not holds(condition, run.steps + stress.steps)]
     assert idle == []

@@ -22,14 +22,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from correction.engines.weight_bucket import WeightBucket
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
-from correction.invariance import compare
-from correction.weight_bucket import WeightBucket
+from correction.engines.agreement import compare
 from learner.config import LearnerConfig
 from learner.inputs import find_shared_prefixes
 from learner.learner_rank import LearnerRank

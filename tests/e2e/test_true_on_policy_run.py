@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from actors.record.run_folder import RunFolder
-from correction.checksum import tensor_checksum
+from correction.engines.checksum import tensor_checksum
 from tests.e2e.launch import RECIPE, ROOT, Run, evenkeel
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,7 @@ import torch
 
 from actors.config import WeightSyncConfig
 from actors.weight_sync import compare_checksums
-from correction.weight_bucket import WeightBucket
+from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from rollout.engine import RolloutEngine

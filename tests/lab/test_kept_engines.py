@@ -27,7 +27,7 @@ def test_runs_begin_alike_and_are_stale_as_asked(kept: KeptEngines) -> None:
         assert [step["staleness_max"] for step in record.steps] == [min(k, max_staleness) for k in range(5)]
         first, last = record.steps[0], record.steps[-1]
         assert first["log_ratio_abs_max"] < 2e-5, "engine and learner must both be back at the start weights"
-        assert first["mixed_version_fraction"] == 0
+        assert first["mixed_version_share"] == 0
         if max_staleness > 0:
             assert last["k3_kl"] > 1e-4, "the weights have moved since the batch was sampled"
         else:

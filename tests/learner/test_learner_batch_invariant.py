@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from correction.config import CorrectionConfig
 from correction.correct import defer
-from correction.invariance import operators
+from correction.engines import operators
 from learner.attention import pack
 from learner.batch_invariant import BatchInvariantAttention
 from learner.config import LearnerConfig

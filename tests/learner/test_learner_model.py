@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from correction.checksum import tensor_checksum
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError
-from correction.weight_spec import WeightSpec
 from learner.attention import pack
 from learner.inputs import RowLayout
 from learner.loss import forward_hidden

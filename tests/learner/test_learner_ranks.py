@@ -250,7 +250,7 @@ def topk_batch(learner: LearnerRank) -> PackedBatch:
 def topk_step(learner: LearnerRank) -> dict[str, Any]:
     batch = topk_batch(learner)
     result = learner.step(correct(batch, TOPK), TOPK, step=0)
-    return {"loss": result.loss, "norm": result.grad_norm, "clipped": result.metrics["clip_fraction"], "weights": weights(learner)}
+    return {"loss": result.loss, "norm": result.grad_norm, "clipped": result.metrics["clip_share"], "weights": weights(learner)}
 
 
 def topk_on_a_rank(rank: int, ranks: int, port: int, folder: Path, split: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_top_k_ids_are_looked_up_at_their_own_tokens(tmp_path: Path) -> None:
     moved = replace(batch, topk_logprobs=batch.topk_logprobs.roll(1, 0))
     for table, lowest, highest in ((batch, 0.0, 0.0), (moved, 0.2, 0.8)):
         with learner_on(folder, learning_rate=1e-3) as learner:
-            blocked = learner.step(correct(table, config), config, step=0).metrics["clip_fraction"]
+            blocked = learner.step(correct(table, config), config, step=0).metrics["clip_share"]
         assert lowest <= blocked <= highest
 
 

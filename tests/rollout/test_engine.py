@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from correction.engines.weight_bucket import WeightBucket
 from safetensors.torch import load_file
 from torch import Tensor
 
-from correction.checksum import tensor_checksum
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError, EngineDirty, SyncError
-from correction.weight_bucket import WeightBucket
-from correction.weight_spec import WeightSpec
 from learner.broadcast import WeightBroadcaster
 from rollout import weight_transfer
 from rollout.engine import RolloutEngine

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from correction.errors import DataError, DeadlineExceeded, EngineError
-from correction.weight_bucket import WeightBucket
+from correction.engines.weight_bucket import WeightBucket
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import Trajectory

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from correction.engines.weight_bucket import WeightBucket
 from torch import Tensor
 
-from correction.checksum import tensor_checksum
-from correction.weight_bucket import WeightBucket
-from correction.weight_spec import WeightSpec
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_spec import WeightSpec
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import Trajectory

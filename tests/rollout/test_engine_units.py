@@ -13,9 +13,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from correction.checksum import tensor_checksum
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, EngineError, SyncError
-from correction.weight_spec import WeightSpec
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities
 from rollout.trajectory import ExpertShape, FinishReason, Trajectory, VersionSpan
@@ -41,7 +41,7 @@ def test_checksum_sees_one_bit_and_nothing_else() -> None:
 def test_checksum_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1001).bfloat16()
     whole = tensor_checksum(tensor)
-    monkeypatch.setattr("correction.checksum.CHUNK_BYTES", 64)
+    monkeypatch.setattr("correction.engines.checksum.CHUNK_BYTES", 64)
     assert tensor_checksum(tensor) == whole
 
 

@@ -1,4 +1,4 @@
-"""What two engines computed at each operator, for the same tokens: where they part, and by how much.
+"""What two engines computed at each operator, for the same tokens: where they differ, and by how much.
 
 A capture maps a place, such as "layers.3.attention", to what its operator made of each token. Places are named alike on both sides
 (`ORDER`).
@@ -33,7 +33,7 @@ def _order(place: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CapturedRows:
     """What one operator made of R tokens, one of them perhaps several times."""
 
     token: Tensor
@@ -42,18 +42,18 @@ class Rows:
     """[R, width]."""
 
 
-Capture = Mapping[str, Rows]
+Capture = Mapping[str, CapturedRows]
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class OperatorGap:
     """One place of both captures."""
 
     place: str
     rows: int
     """Compared."""
     differing: int
-    """Rows of other bits."""
+    """Rows that are not equal bit by bit."""
     largest: float
     """Largest absolute difference; infinite if one side is not a number."""
     first_token: int | None
@@ -65,8 +65,8 @@ class Gap:
         return self.place.rpartition(".")[2]
 
 
-def compare_captures(engine: Capture, learner: Capture) -> list[Gap]:
-    """Gaps in the order of computation; the first that differs is the operator at which the two part.
+def compare_captures(engine: Capture, learner: Capture) -> list[OperatorGap]:
+    """Gaps in the order of computation; the first that differs is the operator where the difference begins.
 
     Args:
         engine: tokens in any order, some perhaps several times; learner: each token at most once.
@@ -78,7 +78,7 @@ def compare_captures(engine: Capture, learner: Capture) -> list[Gap]:
     return [_gap(place, engine[place], learner[place]) for place in sorted(engine, key=_order)]
 
 
-def _gap(place: str, engine: Rows, learner: Rows) -> Gap:
+def _gap(place: str, engine: CapturedRows, learner: CapturedRows) -> OperatorGap:
     row_of = torch.full((1 + int(torch.cat([engine.token, learner.token]).max()),), -1)
     row_of[learner.token] = torch.arange(len(learner.token))
     other = row_of[engine.token]
@@ -87,7 +87,7 @@ def _gap(place: str, engine: Rows, learner: Rows) -> Gap:
         raise EngineError(f"captures: {place}: {tuple(left.shape)} against {tuple(right.shape)}: no common tokens, or other widths")
     differs = (left != right).any(-1)  # by value: the two zeros are one number, and not-a-number equals nothing
     largest = (left.double() - right.double()).abs().nan_to_num(nan=torch.inf)[differs]
-    return Gap(
+    return OperatorGap(
         place,
         rows=len(token),
         differing=int(differs.sum()),

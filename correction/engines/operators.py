@@ -1,10 +1,11 @@
-"""Operators whose result for a row depends on that row alone: not on the batch, its size, padding, packing, or (up to two) threads.
+"""Batch-invariant operators: the result for a row depends on that row alone, not on the batch, its size, padding, packing, or (up to two)
+threads.
 
 Torch's own matrix products choose their kernel, and with it the order of additions, by the number of rows, and SDPA by the length. Here
 
 * a matrix product never has so few rows that another kernel is chosen (found by measurement, checked by `processor` at start-up);
 * a contraction over keys goes in blocks of BLOCK keys, added one after the other; a block that a row does not see adds exact zeros, so that
-  the result is the same whether it is computed or not: decode, prefill and training agree;
+  computing or skipping it gives the same result: decode, prefill and training agree;
 * SiLU is made of torch.exp, since torch's own SiLU computes the last few elements of a stretch by another exp than the others.
 
 Row-independent in torch as they are: exp, rsqrt, cos, means and sums over the last dimension, log_softmax, everything element by element.

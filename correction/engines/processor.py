@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from correction.engines import operators
 from correction.errors import ConfigError, EngineError
-from correction.invariance import operators
 
 WIDTHS = ((64, 256), (192, 1152), (1536, 256))
 """Inner and outer sizes of the products that are tried."""

@@ -1,4 +1,4 @@
-"""What makes sampled and trained logprobs the same bits: one object from which both sides' settings come, and what it refuses."""
+"""What makes sampled and trained logprobs equal bit by bit: one object from which both sides' settings come, and what it refuses."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ FORBIDDEN_ENGINE_ARGUMENTS = {
     "enable_torch_compile": "a compiler fuses operations, and rounds elsewhere",
     "speculative_algorithm": "draft tokens are verified by another attention",
     "enable_lora": "the learner has no adapters",
-    "enable_fp32_lm_head": "the head of fixed order takes its place",
+    "enable_fp32_lm_head": "the batch-invariant head takes its place",
 }
 """Arguments of SGLang (rollout.engine.engine_args) that change what is computed, and why that can't be honoured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class SideSettings:
     """One side's settings, as the run's configuration has them."""
 
     name: str
-    """Where they stand: "rollout.engine" or "learner"."""
+    """Their place in the configuration: "rollout.engine" or "learner"."""
     device: str
     """cpu or cuda."""
     dtype: str
@@ -67,7 +67,7 @@ class Contract:
     """Of weights and activations on both sides."""
 
     @classmethod
-    def of(cls, model: Mapping[str, Any], engine: Side, learner: Side) -> Contract:
+    def of(cls, model: Mapping[str, Any], engine: SideSettings, learner: SideSettings) -> Contract:
         """The contract of a model and a layout.
 
         Args:
@@ -98,13 +98,13 @@ def _model_problems(model: Mapping[str, Any]) -> list[str]:
     experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts")
     if experts:
         found.append(
-            f"model: {kind} has {experts} experts: rows grouped by expert, and ties of the router, have no fixed order yet. "
+            f"model: {kind} has {experts} experts: rows grouped by expert, and ties of the router, have no batch-invariant operators yet. "
             "Take a dense model."
         )
     elif kind not in FAMILIES:
         found.append(f"model: model_type = {kind}: the order of its layers was compared for {', '.join(FAMILIES)} only. Take one of them.")
     if model.get("use_sliding_window"):
-        found.append("model: use_sliding_window = true: the attention of fixed order has no window. Take a model with full attention.")
+        found.append("model: use_sliding_window = true: the batch-invariant attention has no window. Take a model with full attention.")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind_of_rope = rope.get("rope_type", rope.get("type", "default"))
     if kind_of_rope != "default":
@@ -112,12 +112,13 @@ def _model_problems(model: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _side_problems(side: Side) -> list[str]:
+def _side_problems(side: SideSettings) -> list[str]:
     found = []
     if side.device != "cpu":
         found.append(
-            f"{side.name}.device = {side.device}: the operators of fixed order were compared on CPUs only; on a GPU SGLang's deterministic "
-            f"inference and megatron-core's batch-invariant kernels would have to be aligned first. Set {side.name}.device: cpu."
+            f"{side.name}.device = {side.device}: the batch-invariant operators were compared on CPUs only; on a GPU SGLang's "
+            f"deterministic inference and megatron-core's batch-invariant kernels would have to be aligned first. "
+            f"Set {side.name}.device: cpu."
         )
     if side.dtype not in DTYPES:
         found.append(f"{side.name}.dtype = {side.dtype}: compared were {' and '.join(DTYPES)} only. Set {side.name}.dtype: float32.")
@@ -128,13 +129,13 @@ def _side_problems(side: Side) -> list[str]:
         )
     if side.sequence_parallel:
         found.append(
-            f"{side.name}.sequence_parallel = true: the sum over the ranks would have to be scattered, which isn't built in fixed order. "
-            f"Set {side.name}.sequence_parallel: false."
+            f"{side.name}.sequence_parallel = true: the sum over the ranks would have to be scattered, for which no batch-invariant "
+            f"operator is built. Set {side.name}.sequence_parallel: false."
         )
     return found
 
 
-def _engine_problems(engine: Side) -> list[str]:
+def _engine_problems(engine: SideSettings) -> list[str]:
     found = []
     if engine.attention_backend is not None:
         found.append(f"{engine.name}.attention_backend = {engine.attention_backend}: the mode has an attention of its own. Leave it unset.")

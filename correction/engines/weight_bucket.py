@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.weight_spec import WeightSpec
+from correction.engines.weight_spec import WeightSpec
 
 ALIGNMENT = 16
 """Bytes; every tensor begins at a multiple, so that it can be viewed where it lies, whatever types stand before it."""

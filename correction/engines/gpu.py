@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from correction.invariance.contract import Contract
+from correction.engines.contract import Contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class GpuSettings:
     """Of SGLang's processes."""
     transformer_config: dict[str, Any]
     """Of megatron-core's TransformerConfig; attention_backend by its name in AttnBackend. The layers have to be TransformerEngine's: its
-    products and norms are what the mode replaces, beside torch's."""
+    products and norms, and torch's, are what the mode replaces."""
     learner_environment: dict[str, str]
     """Of the learner's ranks."""
     to_align: tuple[str, ...]
