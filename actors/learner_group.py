@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from correction.engines.weight_bucket import WeightBucket
 
 from actors.actor_info import ActorInfo, listen_address, node_address
 from actors.exporter import MetricsEndpoint
 from actors.supervision import USUAL_START, wait_for
 from correction.config import CorrectionConfig
+from correction.engines.weight_bucket import WeightBucket
 from correction.errors import DeadlineExceeded, SyncError
 from learner.config import LearnerConfig
 

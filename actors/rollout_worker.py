@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from correction.engines.weight_bucket import WeightBucket
-
 from actors.actor_info import ActorInfo, listen_address
 from actors.exporter import MetricsEndpoint
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S, Ticket
+from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from rollout.config import RolloutConfig
 from rollout.sampler import Sampler

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from correction.engines.weight_bucket import WeightBucket
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from correction.config import CorrectionConfig
 from correction.engines.capture import Capture
 from correction.engines.operators import head_logits
 from correction.engines.processor import Processor
+from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError
 from correction.loss import loss_metrics, policy_scale

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-from correction.engines.weight_bucket import WeightBucket
 
+from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
 

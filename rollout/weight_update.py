@@ -11,9 +11,8 @@ import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from correction.engines.weight_bucket import WeightBucket
-
 from correction.engines.processor import Processor
+from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError, EvenkeelError, SyncError
 from rollout import weight_transfer

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from correction.engines.weight_bucket import WeightBucket
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import defer
 from correction.engines.agreement import compare
+from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from learner.inputs import find_shared_prefixes
 from learner.learner_rank import LearnerRank

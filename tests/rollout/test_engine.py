@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from correction.engines.weight_bucket import WeightBucket
 from safetensors.torch import load_file
 from torch import Tensor
 
 from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError, EngineDirty, SyncError
 from learner.broadcast import WeightBroadcaster

@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from correction.errors import DataError, DeadlineExceeded, EngineError
 from correction.engines.weight_bucket import WeightBucket
+from correction.errors import DataError, DeadlineExceeded, EngineError
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import Trajectory

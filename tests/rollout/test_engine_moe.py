@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from correction.engines.weight_bucket import WeightBucket
 from torch import Tensor
 
 from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
