@@ -88,13 +88,16 @@ class RolloutWorker:
         self._handing_over = asyncio.Lock()
 
     async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
-        """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now."""
+        """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now.
+
+        Args: model: folder with config and tokenizer; the weights come from the learner.
+        """
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(self._bind))
         self._tokenizer = load_tokenizer(model)
         self._rewards = RewardPool(self._config.reward, self._config.task)
         await self._rewards.check(sample)
         self._engine = await RolloutEngine.start(
-            model, self._config.engine, version=version, name=f"rollout worker {self._name}"
+            model, self._config.engine, version=version, name=f"rollout worker {self._name}", has_weights=False
         )
         self._engine.check_topk(self._topk)
         self._busy = _BusyClock()
