@@ -28,6 +28,7 @@ from actors.ledger import Ledger
 from actors.observer import FinishedStep, Observer
 from actors.pool import RolloutPool
 from actors.resume import TrainingState
+from actors.resume_point import ResumePoint
 from actors.rollout_worker import SyncReceipt
 from actors.run_folder import Checkpoint, RunFolder
 from actors.step_report import learned_numbers
@@ -64,11 +65,14 @@ class Controller:
     """One run, from the start of its actors to the last checkpoint."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, task: Task, observer: Observer, *, resume_from: Checkpoint | None = None
+        self, config: RunConfig, folder: RunFolder, task: Task, observer: Observer, *, resume_from: ResumePoint | None = None
     ) -> None:
-        self._config, self._folder, self._task, self._observer = with_both_sides(config), folder, task, observer
-        self._resume_from = resume_from
-        self._state = TrainingState.load(resume_from.state) if resume_from else None
+        self._folder, self._task, self._observer = folder, task, observer
+        self._reference = config.model
+        self._resume_from = resume_from.checkpoint if resume_from else None
+        self._state = resume_from.state if resume_from else None
+        self._weights = (self._resume_from.hf if self._resume_from else config.model).resolve()
+        self._config = with_both_sides(config.model_copy(update={"model": self._weights}))
         self._step = self._state.step if self._state else 0
         self._version = self._state.weight_version if self._state else 0
         self._began = time.monotonic() - (self._state.elapsed_s if self._state else 0.0)
@@ -314,9 +318,11 @@ class Controller:
         self._last_saved = self._step
         self._ledger = Ledger(self._folder.path / "ledger.jsonl")
         self._ledger.rewind(self._step)
+        if self._state and (doubt := self._ledger.doubt(self._state.queue)):
+            observer.event("warning", doubt)
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         bind, deadlines = config.metrics.bind, config.deadlines
-        model = (self._resume_from.hf if self._resume_from else config.model).resolve()
+        self._folder.keep_model_files(self._weights)
 
         observer.phase(f"starting {config.rollout.workers} rollout workers and {config.learner.world_size} learner ranks")
         # Beside the driver: a rollout node may leave, and must not take the queue along.
@@ -329,7 +335,7 @@ class Controller:
             self._unfinished = await self._ask(self._queue.restore, self._state.queue)
         self._pool = RolloutPool(
             config.rollout,
-            config.model.resolve(),
+            self._folder.model_path.resolve(),
             self._queue,
             self._held_out[0],
             resource=config.ray.rollout_resource,
@@ -347,14 +353,14 @@ class Controller:
         self._pool.start()
         self._learner: LearnerGroup
         self._learner, infos = await LearnerGroup.start(
-            config.learner, model, version=self._version, bind=bind, start_s=deadlines.start_s, step_s=deadlines.step_s
+            config.learner, self._weights, version=self._version, bind=bind, start_s=deadlines.start_s, step_s=deadlines.step_s
         )
         for info in infos:
             observer.joined(info)
         if self._resume_from:
             await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
         if config.correction.kl.coefficient > 0:
-            await self._learner.load_reference(config.model.resolve())
+            await self._learner.load_reference(self._reference.resolve())
         for note in self._alarms.notes():
             observer.event("info", note)
         self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64, scheduling_strategy=here).remote(

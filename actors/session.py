@@ -14,11 +14,13 @@ from actors.controller import Controller, RunSummary
 from actors.init_model import read_record
 from actors.observer import Observer
 from actors.report import write_report
-from actors.resume import TrainingState
-from actors.run_folder import Checkpoint, RunFolder
+from actors.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
+from actors.run_folder import RunFolder
 from actors.terminal import TerminalView
 from actors.true_on_policy import with_both_sides
-from correction.errors import ConfigError, DataError, EvenkeelError
+from correction.errors import DataError, EvenkeelError
+from learner.hf_folder import HFWeights, read_config
+from learner.model_check import check_trainable
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
 from rollout.tasks import Demonstration, Task, build_task
@@ -31,25 +33,32 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     """
     if resume is not None:
         folder = RunFolder.open(resume)
-        config = load_config(RunConfig, folder.path / "config.yaml", overrides)
-        checkpoint: Checkpoint | None = folder.latest_checkpoint()
     else:
-        config, checkpoint = load_config(RunConfig, recipe, overrides), None
+        config = with_absolute_paths(load_config(RunConfig, recipe, overrides))
         task, notes = prepare_task(config)  # before a folder is made: most mistakes show here
         folder = RunFolder.create(config.run_dir, config.name)
+    point: ResumePoint | None = None
     try:
         if resume is not None:
-            task, notes = prepare_task(config)
-            _check_resumable(config, folder, checkpoint)
+            config, point = find_resume_point(folder, overrides)
+            task, notes = prepare_task(config, resumed_from=point.checkpoint.hf)
+        said = take_back(folder, point, task) if point else []
         folder.write_config(config)
-        return _run_in(folder, config, task, notes, checkpoint)
+        return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
         folder.close()
 
 
-def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
-    """The task of a run and what to say about it. Raises: DataError, ConfigError."""
+def prepare_task(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Task, list[str]]:
+    """The task of a run and what to say about it.
+
+    Args:
+        resumed_from: model folder of the checkpoint, which has taken the place of config.model, wherever that may be by now.
+    Raises: DataError, ConfigError.
+    """
+    config = config.model_copy(update={"model": resumed_from or config.model})
     check_model_folder(config.model)
+    check_trainable(config.model)
     config.learner.check_model(model_config(config.model))
     with_both_sides(config)  # refuses what true_on_policy can't honour
     tokenizer = load_tokenizer(config.model)
@@ -57,7 +66,8 @@ def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)
     task = build_task(config.rollout.task, encoder)
     asyncio.run(_try_reward(config, task))
-    report = task.check(demonstrations=warmup_demonstrations(config.model))
+    # A resumed run has had them checked; what the model was made from need not be there any more.
+    report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(config.model))
     return task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
 
 
@@ -83,7 +93,7 @@ def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
 
 
 def check_model_folder(path: Path) -> None:
-    """Raises: DataError if this is no model folder."""
+    """Raises: DataError if this is no model folder, or one of its files is damaged."""
     if not (path / "config.json").is_file():
         reason = "is not there" if not path.exists() else "has no config.json"
         raise DataError(
@@ -92,44 +102,28 @@ def check_model_folder(path: Path) -> None:
         )
     if not any(path.glob("*.safetensors")):
         raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
+    read_config(path)
+    HFWeights(path).shapes()
 
 
 def model_config(path: Path) -> Any:
-    """The text model's Hugging Face config."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(path).get_text_config()
+    """The text model's Hugging Face config. Raises: DataError if the folder has none that can be read."""
+    return read_config(path).get_text_config()
 
 
-def _check_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
-    assert checkpoint is not None
-    if checkpoint.step >= config.steps:
-        raise ConfigError(
-            f"{folder.path} has done {checkpoint.step} of {config.steps} steps: nothing is left. "
-            f"Add steps={checkpoint.step + 100} to train on"
-        )
-    before = folder.read_config()
-    for name in ("groups_per_step", "max_staleness"):
-        value, saved = getattr(config, name), before.get(name)
-        if isinstance(saved, int) and value < saved:
-            raise ConfigError(
-                f"{name} = {value}, but {folder.path} ran with {saved}: groups that are under way could become older than allowed. "
-                f"Resume with {saved} or more"
-            )
-    folder.rewind(checkpoint.step)
-
-
-def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], checkpoint: Checkpoint | None) -> RunSummary:
+def _run_in(
+    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[str, str]], point: ResumePoint | None
+) -> RunSummary:
+    """Args: notes: what to tell first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
-    totals = TrainingState.load(checkpoint.state).totals if checkpoint else None
-    observer = Observer(config, folder, view, totals)
+    observer = Observer(config, folder, view, point.state.totals if point else None)
     try:
         observer.event("info", config.batch_arithmetic())
-        for note in notes:
-            observer.event("info", note)
-        if checkpoint:
-            observer.event("info", f"going on from step {checkpoint.step} ({checkpoint.path})")
-        controller = Controller(config, folder, task, observer, resume_from=checkpoint)
+        for level, note in notes:
+            observer.event(level, note)
+        if point:
+            observer.event("info", f"going on from step {point.checkpoint.step} ({point.checkpoint.path})")
+        controller = Controller(config, folder, task, observer, resume_from=point)
         observer.phase("starting Ray")
         with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
             observer.event("info", f"output of the actors: {cluster.log_folder}")
