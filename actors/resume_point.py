@@ -82,7 +82,7 @@ def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> list[tuple[s
     if point.damaged:
         newest = point.damaged[0][0].step
         said.append(
-            ("warning", f"so step {step + 1} to {newest} and what came after are done again; {lines} of their lines went to rewound.jsonl")
+            ("warning", f"so all after step {step} is done again, up to step {newest} at least; {lines} lines of it went to rewound.jsonl")
         )
     if lost := step - len({metrics.step for metrics in folder.read_metrics()}):
         said.append(("warning", f"{folder.metrics_path} is damaged: {lost} of {step} steps have no line in it, and no place in the report"))

@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(folder: RunFolder
     assert "checkpoint of step 2 can't be read and is set aside as step_000002.damaged" in aside_reason and aside == level == "warning"
     in_place = str(newest / name) if damage is not Path.unlink else str((newest / name).parent)
     assert in_place in aside_reason or f"model = {(newest / name).parent}" in aside_reason
-    assert "step 2 to 2 and what came after are done again; 1 of their lines" in loss
+    assert "all after step 1 is done again, up to step 2 at least; 1 lines of it went to rewound.jsonl" in loss
     # The damaged one counts for nothing any more, so that no pruning spares it in place of a good one; and its lines are taken back.
     assert [checkpoint.step for checkpoint in folder.checkpoints()] == [1]
     assert (folder.path / "checkpoints" / "step_000002.damaged").is_dir()
