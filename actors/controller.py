@@ -30,9 +30,10 @@ from actors.record.observer import FinishedStep, Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_report import learned_numbers
 from actors.resume import TrainingState
+from actors.resume_point import ResumePoint
 from actors.supervision import Stopwatch, counted, wait_for
 from actors.trajectory_queue import Ticket, TrajectoryQueueActor
-from actors.true_on_policy import compare_batch, describe, metrics_of, with_both_sides
+from actors.true_on_policy import compare_batch, describe, metrics_of
 from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError
 from correction.schedule import needs_topk
@@ -65,11 +66,14 @@ class Controller:
     """One run, from the start of its actors to the last checkpoint."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, task: Task, observer: Observer, *, resume_from: Checkpoint | None = None
+        self, config: RunConfig, folder: RunFolder, task: Task, observer: Observer, *, resume_from: ResumePoint | None = None
     ) -> None:
-        self._config, self._folder, self._task, self._observer = with_both_sides(config), folder, task, observer
-        self._resume_from = resume_from
-        self._state = TrainingState.load(resume_from.state) if resume_from else None
+        self._folder, self._task, self._observer = folder, task, observer
+        self._reference = config.model
+        self._resume_from = resume_from.checkpoint if resume_from else None
+        self._state = resume_from.state if resume_from else None
+        self._weights = (self._resume_from.hf if self._resume_from else config.model).resolve()
+        self._config = config
         self._step = self._state.step if self._state else 0
         self._version = self._state.weight_version if self._state else 0
         self._began = time.monotonic() - (self._state.elapsed_s if self._state else 0.0)
@@ -331,9 +335,11 @@ class Controller:
         self._last_saved = self._step
         self._ledger = Ledger(self._folder.path / "ledger.jsonl")
         self._ledger.rewind(self._step)
+        if self._state and (doubt := self._ledger.doubt(self._state.queue)):
+            observer.event("warning", doubt)
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         bind, deadlines = config.metrics.bind, config.deadlines
-        model = (self._resume_from.hf if self._resume_from else config.model).resolve()
+        self._folder.keep_model_files(self._weights)
 
         workers, ranks = config.rollout.workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
@@ -347,7 +353,7 @@ class Controller:
             self._unfinished = await self._ask(self._queue.restore, self._state.queue)
         self._pool = RolloutPool(
             config.rollout,
-            config.model.resolve(),
+            self._folder.model_path.resolve(),
             self._queue,
             self._held_out[0],
             resource=config.ray.rollout_resource,
@@ -365,14 +371,14 @@ class Controller:
         self._pool.start()
         self._learner: LearnerGroup
         self._learner, infos = await LearnerGroup.start(
-            config.learner, model, version=self._version, bind=bind, start_s=deadlines.start_s, step_s=deadlines.step_s
+            config.learner, self._weights, version=self._version, bind=bind, start_s=deadlines.start_s, step_s=deadlines.step_s
         )
         for info in infos:
             observer.joined(info)
         if self._resume_from:
             await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
         if config.correction.kl.coefficient > 0:
-            await self._learner.load_reference(config.model.resolve())
+            await self._learner.load_reference(self._reference.resolve())
         for note in self._alarms.notes():
             observer.event("info", note)
         self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64, scheduling_strategy=here).remote(

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from actors.trajectory_queue import QueueSnapshot
 from correction.errors import LedgerError
 
 
@@ -21,9 +22,7 @@ class Ledger:
         self._settled: dict[str, int] = {}
         if path.exists():
             _cut_torn_line(path)
-            for line in path.read_text().splitlines():
-                entry = json.loads(line)
-                self._settled[entry["prompt_id"]] = entry["step"]
+            self._settled = {prompt_id: step for _, step, prompt_id in self._lines()}
 
     def __len__(self) -> int:
         return len(self._settled)
@@ -32,11 +31,32 @@ class Ledger:
         """Forget what happened after `step`: those steps will be done again."""
         if not self._path.exists():
             return
-        kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= step]
+        kept = [entry for entry in self._lines() if entry[1] <= step]
         replacement = self._path.with_suffix(".tmp")
-        replacement.write_text("".join(line + "\n" for line in kept))
+        replacement.write_text("".join(line + "\n" for line, _, _ in kept))
         replacement.replace(self._path)
-        self._settled = {json.loads(line)["prompt_id"]: json.loads(line)["step"] for line in kept}
+        self._settled = {prompt_id: step for _, step, prompt_id in kept}
+
+    def doubt(self, queue: QueueSnapshot) -> str | None:
+        """What is to be said of a ledger that has not as many prompts as the queue has counted; None if it has."""
+        settled = queue.trained + queue.discarded - len(queue.unreported)
+        if len(self) == settled:
+            return None
+        return (
+            f"{self._path} is damaged: it has {len(self)} of the {settled} prompts used so far. The run goes on by the checkpoint's "
+            "counts, but a prompt that is missing there wouldn't be known if it came again"
+        )
+
+    def _lines(self) -> list[tuple[str, int, str]]:
+        """(line, step, prompt id) of each line that can be read."""
+        found = []
+        for line in self._path.read_text(errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+                found.append((line, int(entry["step"]), str(entry["prompt_id"])))
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
 
     def settle(self, step: int, *, trained: Iterable[str], discarded: Iterable[tuple[str, str]] = ()) -> None:
         """Write down the prompts that a step trained and those given up since the last one, as (prompt id, reason).

@@ -52,15 +52,19 @@ class TrainingState:
     def load(cls, folder: Path) -> TrainingState:
         """Read from a checkpoint's state folder (pickle: only load what a run of yours has written).
 
-        Raises: DataError if the file is missing or of another format.
+        Raises: DataError if the file is missing, damaged or of another format.
         """
         path = folder / _FILE
         if not path.exists():
             raise DataError(f"{path} is missing: {folder.parent} is no complete checkpoint. Resume from an older one by removing it.")
-        with path.open("rb") as file:
-            content = pickle.load(file)
-        if content.get("format") != _FORMAT:
-            raise DataError(f"{path} has format {content.get('format')}, this version of evenkeel reads {_FORMAT}")
+        try:
+            with path.open("rb") as file:
+                content = pickle.load(file)
+            version = content["format"]
+        except Exception as error:  # whatever damaged bytes ask of pickle
+            raise DataError(f"{path}: damaged, no state can be read from it ({type(error).__name__}: {error})") from error
+        if version != _FORMAT:
+            raise DataError(f"{path} has format {version}, this version of evenkeel reads {_FORMAT}")
         state: TrainingState = content["state"]
         outstanding = len(state.queue.in_flight) + len(state.queue.finished)
         if state.queue.admitted != state.queue.trained + state.queue.discarded + outstanding:

@@ -67,10 +67,20 @@ class RolloutWorker:
         self._handing_over = asyncio.Lock()
 
     async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
-        """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now."""
+        """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now.
+
+        Args: model: folder with config and tokenizer; the weights come from the learner.
+        """
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(self._bind))
         self._sampler = await Sampler.start(
-            model, self._config, sample=sample, version=version, name=f"rollout worker {self._name}", seed=self._seed, topk=self._topk
+            model,
+            self._config,
+            sample=sample,
+            version=version,
+            name=f"rollout worker {self._name}",
+            seed=self._seed,
+            topk=self._topk,
+            has_weights=False,
         )
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
 

@@ -28,27 +28,22 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from correction.errors import DataError
 from learner import convert
+from learner.checkpoint_files import FORMAT, MANIFEST, RANDOM, RANK, file_name, is_complete, model_shape, read_manifest
+from learner.hf_folder import open_tensors
 from learner.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model import unwrap
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
 
-FORMAT = 2
-"""Number of this layout; another one is refused."""
-MANIFEST = "manifest.json"
-RANK, RANDOM = "rank", "random"
-"""Files that every rank writes."""
 WEIGHT = "weight"
 """Kind of tensor; the others are the optimizer's."""
 
@@ -81,15 +76,15 @@ def save(
     generators = {name: _copy(state) for name, state in _random_state().items()}
     manifest = {
         "format": FORMAT,
-        "model": _model_shape(hf_config),
+        "model": model_shape(hf_config),
         "layout": placement.layout,
         "ranks": placement.world_size,
         "schedule": optimizer.schedule_state(),
     }
 
     def write() -> None:
-        _write(target / _file(RANK, placement.rank), lambda path: save_file(held, path))
-        _write(target / _file(RANDOM, placement.rank), lambda path: save_file(generators, path))
+        _write(target / file_name(RANK, placement.rank), lambda path: save_file(held, path))
+        _write(target / file_name(RANDOM, placement.rank), lambda path: save_file(generators, path))
         if placement.rank == 0:
             _write(target / MANIFEST, lambda path: path.write_text(json.dumps(manifest)))
         if afterwards:
@@ -111,10 +106,10 @@ def restore(
 ) -> None:
     """Fill model, optimizer and generators from a checkpoint, one parameter at a time.
 
-    Raises: DataError if it is incomplete, of another format, or of a model of other shapes.
+    Raises: DataError if it is incomplete, damaged, of another format, or of a model of other shapes.
     """
     source = Path(folder)
-    manifest = _manifest(source, hf_config)
+    manifest = read_manifest(source, hf_config)
     saved = _Saved(source, manifest["ranks"], hf_config, placement)
     with torch.no_grad():
         for rule, parameter in _bound(chunks, hf_config, placement):
@@ -123,16 +118,7 @@ def restore(
             optimizer.set_state(parameter, states)
     optimizer.load_schedule_state(manifest["schedule"])
     if manifest["layout"] == placement.layout:
-        _set_random_state(load_file(source / _file(RANDOM, placement.rank)))
-
-
-def is_complete(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder is a checkpoint that `restore` takes."""
-    manifest = Path(folder) / MANIFEST
-    if not manifest.is_file():
-        return False
-    ranks = range(json.loads(manifest.read_text()).get("ranks", 0))
-    return all((Path(folder) / _file(kind, rank)).is_file() for kind in (RANK, RANDOM) for rank in ranks)
+        _set_random_state(load_file(source / file_name(RANDOM, placement.rank)))
 
 
 # What a rank holds
@@ -170,7 +156,7 @@ class _Saved:
 
     def __init__(self, folder: Path, files: int, hf_config: Any, placement: Placement):
         self._placement, self._heads, self._vocab_size = placement, convert.HeadShape.of(hf_config), hf_config.vocab_size
-        self._files: list[Any] = [safe_open(folder / _file(RANK, rank), "pt") for rank in range(files)]
+        self._files: list[Any] = [open_tensors(folder / file_name(RANK, rank)) for rank in range(files)]
         self._pieces: dict[tuple[str, str], dict[int, list[tuple[int, int, str]]]] = defaultdict(lambda: defaultdict(list))
         """[parameter, kind][part] -> its pieces: start, number of the file, name in it."""
         for number, file in enumerate(self._files):
@@ -203,25 +189,6 @@ class _Saved:
         return torch.cat([tensor.flatten() for tensor in tensors]).view(shape)
 
 
-def _model_shape(hf_config: Any) -> dict[str, Any]:
-    """What decides which parameters there are, and how large."""
-    names = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "tie_word_embeddings"]
-    names += ["num_experts", "moe_intermediate_size"]
-    return {name: getattr(hf_config, name, None) for name in names} | asdict(convert.HeadShape.of(hf_config))
-
-
-def _manifest(source: Path, hf_config: Any) -> dict[str, Any]:
-    if not is_complete(source):
-        raise DataError(f"{source}: not a complete checkpoint of the learner: {MANIFEST} or the file of a rank is missing")
-    manifest: dict[str, Any] = json.loads((source / MANIFEST).read_text())
-    if manifest.get("format") != FORMAT:
-        raise DataError(f"{source}: checkpoint format {manifest.get('format')}, but this version reads {FORMAT}")
-    for name, value in _model_shape(hf_config).items():
-        if manifest["model"].get(name) != value:
-            raise DataError(f"{source}: of another model than the one loaded: {name} is {manifest['model'].get(name)} there, {value} here")
-    return manifest
-
-
 # Random generators
 
 
@@ -246,10 +213,6 @@ def _set_random_state(states: dict[str, Tensor]) -> None:
 
 
 # Files
-
-
-def _file(kind: str, rank: int) -> str:
-    return f"{kind}-{rank}.safetensors"
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from correction.errors import DataError
-from learner.parallel import Placement
+
+if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
+    from learner.parallel import Placement
 
 
 class TensorLayout(Enum):

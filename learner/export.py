@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -59,8 +59,8 @@ def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: tensor_checksum(weight) for name, weight in weights}
 
 
-def write_hf_folder(weights: Iterable[tuple[str, Tensor]], source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """A folder like `source` (config, tokenizer, generation config) with these weights; the two may be the same.
+def write_hf_folder(weights: Iterable[tuple[str, Tensor]], side_files: Mapping[str, bytes], target: str | os.PathLike[str]) -> None:
+    """A folder of these weights and what else belongs to a model (hf_folder.side_files).
 
     The files are written beside the target and put in place when all of them are complete.
     """
@@ -68,7 +68,8 @@ def write_hf_folder(weights: Iterable[tuple[str, Tensor]], source: str | os.Path
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
     partial.mkdir(parents=True)
-    hf_folder.copy_side_files(source, partial)
+    for name, content in side_files.items():
+        (partial / name).write_bytes(content)
     on_cpu = ((name, weight.detach().cpu().contiguous()) for name, weight in weights)
     hf_folder.write_shards(partial, in_pieces(on_cpu, SHARD_BYTES))
     if not target.exists():

@@ -1,15 +1,14 @@
-"""A Hugging Face model folder: its config, its tensors by name, and a folder like it with other weights."""
+"""A Hugging Face model folder: its config, its tensors by name, what else is in it, and weights written in its form."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,59 +16,103 @@ from correction.errors import DataError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises: DataError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+        raise DataError(f"{path}: damaged, no JSON can be read from it ({error}). Put back a whole copy of the file") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: damaged, it holds no JSON object. Put back a whole copy of the file")
+    return content
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, of which only the header is read; it has to be as long as the header says.
+
+    Raises: DataError naming the file.
+    """
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        reason = "is not there" if not path.exists() else f"damaged, no tensors can be read from it ({error})"
+        raise DataError(f"{path}: {reason}. Put back a whole copy of the file") from error
 
 
 def read_config(folder: str | os.PathLike[str]) -> Any:
     """The folder's transformers config.
 
-    Raises: DataError if there is no config.json.
+    Raises: DataError if there is no config.json, or nothing that transformers knows in it.
     """
     from transformers import AutoConfig
 
-    if not (Path(folder) / "config.json").is_file():
+    path = Path(folder) / "config.json"
+    if not path.is_file():
         raise DataError(f"{folder}: no config.json; a model is a Hugging Face folder with config.json, *.safetensors and a tokenizer")
-    return AutoConfig.from_pretrained(folder)
+    read_json(path)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # each config class has checks of its own
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{path}: transformers makes no model of it ({reason}). Put back a whole copy of the file") from error
 
 
 class HFWeights:
     """The tensors of a folder, read from disk one by one as they are asked for."""
 
     def __init__(self, folder: str | os.PathLike[str]):
-        """Raises: DataError if the folder has no safetensors."""
+        """Raises: DataError if the folder has no safetensors, or the file that lists them is damaged."""
         self.folder = Path(folder)
+        self._open: dict[str, Any] = {}
         index = self.folder / INDEX_FILE
         if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise DataError(f"{index}: damaged, it has no weight_map. Put back a whole copy of the file")
+            self._file_of: dict[str, str] = weight_map
         elif (self.folder / SINGLE_FILE).is_file():
-            with safe_open(self.folder / SINGLE_FILE, "pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), SINGLE_FILE)
+            self._file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
             raise DataError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; convert the weights to safetensors (model.save_pretrained)")
-        self._open: dict[str, Any] = {}
         self._unread = set(self._file_of)
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises: DataError if the folder has no such tensor."""
         if name not in self._file_of:
             raise DataError(f"{self.folder}: no tensor {name}, which its config.json asks for")
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self.folder / file, "pt")
-        tensor: Tensor = self._open[file].get_tensor(name)
+        tensor: Tensor = self._part(name, lambda file: file.get_tensor(name))
         self._unread.discard(name)
         return tensor
 
-    def unread(self, *, ignore: tuple[str, ...] = ()) -> set[str]:
-        """Tensors that nobody has asked for so far, but for those whose names end in `ignore`."""
-        return {name for name in self._unread if not name.endswith(ignore)}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape by name, from the headers of the files. Raises: DataError if one of those is damaged or missing."""
+        return {name: tuple(self._part(name, lambda file, name=name: file.get_slice(name).get_shape())) for name in self._file_of}
+
+    @property
+    def unread(self) -> set[str]:
+        """Tensors that nobody has asked for so far."""
+        return set(self._unread)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = open_tensors(self.folder / name)
+        return self._open[name]
+
+    def _part(self, name: str, read: Any) -> Any:
+        file = self._file_of[name]
+        try:
+            return read(self._file(file))
+        except SafetensorError as error:
+            raise DataError(f"{self.folder / file}: no tensor {name} in it ({error}). Put back a whole copy of the file") from error
 
 
-def copy_side_files(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Copy what is not weights: config, generation config, tokenizer, chat template."""
-    for file in sorted(Path(source).iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(file, Path(target) / file.name)
+def side_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
+    """What is not weights, by name: config, generation config, tokenizer, chat template."""
+    files = (file for file in sorted(Path(folder).iterdir()) if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES))
+    return {file.name: file.read_bytes() for file in files}
 
 
 def write_shards(folder: str | os.PathLike[str], shards: Iterable[dict[str, Tensor]]) -> None:

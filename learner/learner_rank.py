@@ -33,6 +33,7 @@ from learner.config import LearnerConfig
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
+from learner.model_check import is_surplus_allowed
 from learner.optimizer import GuardedOptimizer, Update
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, uncorrected
 from learner.step import Pass, PhaseTimer, StepResult, attach_schedule, run_microbatches, train_step
@@ -43,6 +44,9 @@ class _Loaded:
     """What `load` makes."""
 
     folder: Path
+    """For messages: it need not outlive the load."""
+    side_files: dict[str, bytes]
+    """Config, tokenizer and the like, for the folders that rank 0 writes; empty on the others."""
     hf_config: Any
     chunks: list[DistributedDataParallel]
     """This rank's part of the model: one chunk of layers, or virtual_pipeline of them."""
@@ -91,7 +95,8 @@ class LearnerRank:
         hf_config, policies = self._read(folder)
         chunks = [model.wrap(policy, self.config) for policy in policies]
         attach_schedule(chunks)
-        self._loaded = _Loaded(Path(folder), hf_config, chunks, GuardedOptimizer(chunks, self.config))
+        side_files = hf_folder.side_files(folder) if self.placement.rank == 0 else {}
+        self._loaded = _Loaded(Path(folder), side_files, hf_config, chunks, GuardedOptimizer(chunks, self.config))
         self._reference = None
 
     def load_reference(self, folder: str | os.PathLike[str]) -> None:
@@ -260,7 +265,7 @@ class LearnerRank:
     def save_hf(self, folder: str | os.PathLike[str]) -> None:
         """Write a Hugging Face folder with the present weights; rank 0 writes, all ranks call."""
         if self.placement.rank == 0:
-            export.write_hf_folder(self._weights(), self._require().folder, folder)
+            export.write_hf_folder(self._weights(), self._require().side_files, folder)
         else:
             deque(self._weights(), maxlen=0)
         self.placement.barrier()
@@ -288,7 +293,7 @@ class LearnerRank:
         write_hf: Callable[[], None] | None = None
         if hf_folder is not None and self.placement.rank == 0:
             copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors().items()}
-            write_hf = partial(export.write_hf_folder, copies.items(), state.folder, hf_folder)
+            write_hf = partial(export.write_hf_folder, copies.items(), state.side_files, hf_folder)
         elif hf_folder is not None:
             deque(self._weights(), maxlen=0)
         self._saving = checkpoint.save(folder, state.chunks, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
@@ -333,8 +338,7 @@ class LearnerRank:
         policies = model.build(hf_config, self.config, self.placement)
         for policy in policies:
             convert.load(policy, hf_config, weights.__getitem__, self.placement)
-        # Buffers that older folders hold; and a copy of a tied head.
-        unread = weights.unread(ignore=("rotary_emb.inv_freq", *(["lm_head.weight"] if hf_config.tie_word_embeddings else [])))
+        unread = {name for name in weights.unread if not is_surplus_allowed(name, hf_config)}
         if unread := self.placement.common_to_all(unread):  # a pipeline stage reads its own
             raise DataError(f"{folder}: {len(unread)} tensors have no place in the model, the first is {min(unread)}")
         return hf_config, policies

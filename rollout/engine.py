@@ -36,12 +36,15 @@ class RolloutEngine(UpdatableEngine):
         self._requests = 0
 
     @classmethod
-    async def start(cls, model_folder: str | Path, config: EngineConfig, *, version: int = 0, name: str = "engine") -> RolloutEngine:
+    async def start(
+        cls, model_folder: str | Path, config: EngineConfig, *, version: int = 0, name: str = "engine", has_weights: bool = True
+    ) -> RolloutEngine:
         """Start SGLang on a Hugging Face folder; the event loop stays free meanwhile (20 to 90 s on a CPU).
 
         Args:
             version: weight version of the folder.
             name: for messages, e.g. "rollout worker 3".
+            has_weights: False: only config.json is read, and the engine is dirty until its first update.
         Raises: DataError for a folder without a model, ConfigError, EngineError, DeadlineExceeded; no process is left then.
         """
         vocab_size, model_context, experts = _read_model_config(Path(model_folder))
@@ -56,8 +59,10 @@ class RolloutEngine(UpdatableEngine):
                 "experts. Set learner.routing_replay: none"
             )
         process = EngineProcess(name, config)
-        await process.start(config.sglang_arguments(str(model_folder), model_context, version))
+        await process.start(config.sglang_arguments(str(model_folder), model_context, version, has_weights=has_weights))
         engine = cls(name, config, process, vocab_size, version, experts if config.return_routed_experts else None)
+        if not has_weights:
+            engine._dirty = "it has had no weights yet"
         try:
             await engine.weight_specs()
             # Full garbage collections walk through all that the imports made: in this process a third of its time. Freeze it, everywhere.

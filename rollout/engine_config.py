@@ -23,6 +23,7 @@ RESERVED_ARGUMENTS = {
     "log_level": "rollout.engine.log_level",
     "enable_return_routed_experts": "learner.routing_replay: rollout",
     "skip_tokenizer_init": "nothing: evenkeel works on token ids",
+    "load_format": "nothing: a run's engines get their weights from the learner",
     "weight_version": "nothing: evenkeel numbers the versions",
     "sampling_backend": "nothing: behaviour logprobs come from evenkeel's sampler",
 }
@@ -115,12 +116,13 @@ class EngineConfig(Settings):
         """Whether the engine attends by rollout/sglang_plugin/attention.c."""
         return self.resolved_device == "cpu" and self.attention_backend is None and not self.fixed_order
 
-    def sglang_arguments(self, model_folder: str, model_context: int, version: int) -> dict[str, Any]:
+    def sglang_arguments(self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True) -> dict[str, Any]:
         """Keyword arguments for sglang.Engine.
 
         Args:
             model_context: context length from the model's config, tokens.
             version: weight version of the folder.
+            has_weights: False: the folder is taken for its config alone.
         """
         on_cpu = self.resolved_device == "cpu"
         context = self.context_length or model_context
@@ -155,4 +157,6 @@ class EngineConfig(Settings):
             arguments |= {name: value for name, value in optional.items() if value is not None}
         if self.return_routed_experts:
             arguments["enable_return_routed_experts"] = True
+        if not has_weights:
+            arguments["load_format"] = "dummy"
         return arguments | self.engine_args

@@ -52,6 +52,7 @@ class Sampler:
         name: str = "engine",
         seed: int = 0,
         topk: int = 0,
+        has_weights: bool = True,
     ) -> Sampler:
         """Start the reward processes and the engine (20 to 90 s on a CPU).
 
@@ -59,12 +60,13 @@ class Sampler:
             sample: the reward function is tried on it first, so that its mistakes show now.
             version: weight version of the model folder.
             topk: the most that `group` will be asked for.
+            has_weights: see RolloutEngine.start.
         Raises: ConfigError for a reward function that fails on the sample; as RolloutEngine.start. No process is left then.
         """
         rewards = RewardPool(config.reward, config.task)
         await rewards.check(sample)
         try:
-            engine = await RolloutEngine.start(model, config.engine, version=version, name=name)
+            engine = await RolloutEngine.start(model, config.engine, version=version, name=name, has_weights=has_weights)
         except BaseException:
             await rewards.close()
             raise

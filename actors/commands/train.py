@@ -18,12 +18,14 @@ from actors.controller import Controller, RunSummary
 from actors.devices import check_devices
 from actors.record.observer import Observer
 from actors.record.report import write_report
-from actors.record.run_folder import Checkpoint, RunFolder
+from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
-from actors.resume import TrainingState
+from actors.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.supervision import counted
-from actors.true_on_policy import with_both_sides
-from correction.errors import ConfigError, DataError, EvenkeelError
+from actors.true_on_policy import resolved
+from correction.errors import DataError, EvenkeelError
+from learner.hf_folder import HFWeights, read_config
+from learner.model_check import check_trainable
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
 from rollout.tasks import Demonstration, Task, build_task, check_task_names
@@ -37,40 +39,51 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     if resume is not None:
         folder = RunFolder.open(resume)
     else:
-        config = load_config(RunConfig, recipe, overrides)
+        config = with_absolute_paths(load_config(RunConfig, recipe, overrides))
         check_ray(config.ray)
-        task, notes = prepare_task(config)  # before a folder is made: most mistakes show here
+        config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
         folder = RunFolder.create(config.run_dir, config.name)
-        checkpoint = None
         if folder.is_reused:
             notes.append(f"{folder.path} held what a start that failed had left, without a step or a checkpoint: it is used anew")
+    point: ResumePoint | None = None
     try:
         if resume is not None:
-            config = load_config(RunConfig, folder.path / "config.yaml", overrides)
+            config, point = find_resume_point(folder, overrides)
             check_ray(config.ray)
-            checkpoint = folder.latest_checkpoint() if folder.checkpoints() else None
-            task, notes = prepare_task(config)
-            notes += _make_resumable(config, folder, checkpoint)
+            config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
+            if point is None:
+                notes.append(_from_the_start(folder))
+        said = take_back(folder, point, task) if point else []
         folder.write_config(config)
-        return _run_in(folder, config, task, notes, checkpoint)
+        return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:
         folder.close()
 
 
-def prepare_task(config: RunConfig) -> tuple[Task, list[str]]:
-    """The task of a run and what to say about it. Raises: DataError, ConfigError."""
+def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[RunConfig, Task, list[str]]:
+    """Check a run before anything of it is made.
+
+    Args:
+        resumed_from: model folder of the checkpoint, which has taken the place of config.model, wherever that may be by now.
+    Returns: the resolved configuration, which is what runs; the task; and what to say about it.
+    Raises: DataError, ConfigError.
+    """
+    model = resumed_from or config.model
     check_devices(config)
-    check_model_folder(config.model)
+    check_model_folder(model)
     check_task_names(config.rollout.task)
-    config.learner.check_model(model_config(config.model))
-    with_both_sides(config)  # refuses what true_on_policy can't honour
-    tokenizer = load_tokenizer(config.model)
-    longest_prompt = config.rollout.max_prompt_tokens(model_config(config.model).max_position_embeddings)
+    check_trainable(model)
+    shape = model_config(model)
+    config.learner.check_model(shape)
+    config = resolved(config, model)
+    tokenizer = load_tokenizer(model)
+    longest_prompt = config.rollout.max_prompt_tokens(shape.max_position_embeddings)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)
     task = build_task(config.rollout.task, encoder)
     asyncio.run(_try_reward(config, task))
-    report = task.check(demonstrations=warmup_demonstrations(config.model))
-    return task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+    # A resumed run has had them checked; what the model was made from need not be there any more.
+    report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
+    return config, task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
 
 
 async def _try_reward(config: RunConfig, task: Task) -> None:
@@ -93,7 +106,7 @@ def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
 
 
 def check_model_folder(path: Path) -> None:
-    """Raises: DataError if this is no model folder."""
+    """Raises: DataError if this is no model folder, or one of its files is damaged."""
     if not (path / "config.json").is_file():
         reason = "is not there" if not path.exists() else "has no config.json"
         raise DataError(
@@ -102,49 +115,35 @@ def check_model_folder(path: Path) -> None:
         )
     if not any(path.glob("*.safetensors")):
         raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
+    read_config(path)
+    HFWeights(path).shapes()
 
 
 def model_config(path: Path) -> Any:
-    """The text model's Hugging Face config."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(path).get_text_config()
+    """The text model's Hugging Face config. Raises: DataError if the folder has none that can be read."""
+    return read_config(path).get_text_config()
 
 
-def _make_resumable(config: RunConfig, folder: RunFolder, checkpoint: Checkpoint | None) -> list[str]:
-    """Take back what came after the checkpoint. Returns: what to say about it."""
-    if checkpoint is None:
-        taken = folder.rewind(-1)
-        lines = f"; {counted(taken, 'line')} of the steps before went to rewound.jsonl" if taken else ""
-        return [f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"]
-    if checkpoint.step >= config.steps:
-        raise ConfigError(
-            f"{folder.path} has done {checkpoint.step} of {config.steps} steps: nothing is left. "
-            f"Add steps={checkpoint.step + 100} to train on"
-        )
-    before = folder.read_config()
-    for name in ("groups_per_step", "max_staleness"):
-        value, saved = getattr(config, name), before.get(name)
-        if isinstance(saved, int) and value < saved:
-            raise ConfigError(
-                f"{name} = {value}, but {folder.path} ran with {saved}: groups that are under way could become older than allowed. "
-                f"Resume with {saved} or more"
-            )
-    folder.rewind(checkpoint.step)
-    return []
+def _from_the_start(folder: RunFolder) -> str:
+    """Take back what a run without a checkpoint has written. Returns: what to say about it."""
+    taken = folder.rewind(-1)
+    lines = f"; {counted(taken, 'line')} of the steps before went to rewound.jsonl" if taken else ""
+    return f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"
 
 
-def _run_in(folder: RunFolder, config: RunConfig, task: Task, notes: list[str], checkpoint: Checkpoint | None) -> RunSummary:
+def _run_in(
+    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[str, str]], point: ResumePoint | None
+) -> RunSummary:
+    """Args: notes: what to tell first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
-    totals = TrainingState.load(checkpoint.state).totals if checkpoint else None
-    observer = Observer(config, folder, view, totals)
+    observer = Observer(config, folder, view, point.state.totals if point else None)
     try:
         observer.event("info", config.batch_arithmetic())
-        for note in notes:
-            observer.event("info", note)
-        if checkpoint:
-            observer.event("info", f"going on from step {checkpoint.step} ({checkpoint.path})")
-        controller = Controller(config, folder, task, observer, resume_from=checkpoint)
+        for level, note in notes:
+            observer.event(level, note)
+        if point:
+            observer.event("info", f"going on from step {point.checkpoint.step} ({point.checkpoint.path})")
+        controller = Controller(config, folder, task, observer, resume_from=point)
         with _log_as_events(observer):
             observer.phase("starting Ray")
             with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once

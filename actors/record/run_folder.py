@@ -9,7 +9,8 @@
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
     skipped_batches/step_000010.pt  batches whose loss or gradient was not finite: a few, for torch.load
     scatter.npz                     pi_prox against mu (actors/scatter.py)
-    checkpoints/step_000050/        hf/ (a Hugging Face folder) and state/ (what a resume needs)
+    checkpoints/step_000050/        hf/ (a Hugging Face folder) and state/ (what a resume needs); step_....damaged: set aside by a resume
+    model/                          config and tokenizer of the model, for engines that start while it runs
     report.html
 
 One process writes to it and holds a lock that the kernel releases when that process ends, however it ends. Readers need no lock.
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,10 @@ class RunFolder:
     def report_path(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def model_path(self) -> Path:
+        return self.path / "model"
+
     # Configuration, numbers, events, samples.
 
     def write_config(self, config: BaseModel) -> None:
@@ -197,9 +203,16 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration as plain data. Raises: ConfigError if the file can't be read as YAML."""
         try:
-            return dict(yaml.safe_load((self.path / "config.yaml").read_text()) or {})
-        except yaml.YAMLError as error:
+            return dict(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")) or {})
+        except (OSError, yaml.YAMLError, ValueError, TypeError) as error:  # a scalar or a list makes no dict
             raise ConfigError(f"{self.path / 'config.yaml'}: not valid YAML: {error}") from error
+
+    def keep_model_files(self, source: Path) -> None:
+        """Keep config and tokenizer of a model folder, which may be moved or removed while the run goes on."""
+        from learner.hf_folder import side_files  # it imports torch, which not every user of a run folder needs
+
+        for name, content in side_files(source).items():
+            self.write_file(f"model/{name}", partial(Path.write_bytes, data=content))
 
     def append_metrics(self, metrics: StepMetrics) -> None:
         """Add a step's line to metrics.jsonl."""

@@ -1,19 +1,22 @@
-"""An asynchronous run, two optimizer steps a batch, proximal logprobs recomputed, that loses its rollout worker and then its driver.
+"""An asynchronous run, two optimizer steps a batch, proximal logprobs recomputed, that loses its driver, is moved, loses the model that it
+began with, is resumed, loses the checkpoint that it was resumed from, and then its rollout worker; and is resumed once more.
 
 Behaviours locked here: admission bound and staleness at every step; tokens on both sides of a weight update carry the versions that sampled
 them, and their logprobs are those of exactly those versions' checkpoints; a killed rollout worker is replaced; after kill -9 of the driver
-no process is left, and a resume ends with every step and every prompt once.
+no process is left, and a resume needs nothing but the run's folder and ends with every step and every prompt once.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
@@ -22,7 +25,7 @@ from tests.rollout.hf_reference import hf_model, response_logprobs
 
 pytestmark = pytest.mark.engine
 
-GROUPS, MAX_STALENESS = 4, 1
+GROUPS, MAX_STALENESS, KEEP = 4, 1, 2
 OVERRIDES = [
     f"groups_per_step={GROUPS}",
     f"max_staleness={MAX_STALENESS}",
@@ -37,35 +40,56 @@ class Story:
     """What the tests look at afterwards."""
 
     first: Run
+    """Its folder is as the driver's death left it."""
     resumed: Run
+    """Of a copy of that folder, until Ctrl-C."""
+    again: Run
+    """Of the same copy, to its end."""
     left_soon: list[str]
     """Processes of the first run half a minute after the driver's death."""
     checkpoint_at_kill: int
+    saved_until_kill: list[int]
+    """Steps of the checkpoints in the resumed run's folder when its rollout worker was killed."""
     last_step: int
 
 
 @pytest.fixture(scope="module")
 def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("async") / "run"
-    first = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES)
-    resumed = None
+    model, moved = run_dir.with_name("model"), run_dir.with_name("moved")
+    shutil.copytree(small_model, model)
+    first = Run(run_dir, str(RECIPE), f"model={model}", f"run_dir={run_dir}", *OVERRIDES)
+    runs = [first]
     try:
-        first.wait_until(lambda: len(first.metrics()) >= 3, "three steps")
-        (worker,) = first.pids("RolloutWorker")
-        os.kill(worker, signal.SIGKILL)
-        # The old one's groups are under way again and a few steps may still come from what is finished; four more need the new one.
-        target = len(first.metrics()) + 4
-        first.wait_until(lambda: len(first.metrics()) >= target, "steps with a replacement of the rollout worker")
+        first.wait_until(lambda: len(first.metrics()) >= 7, "seven steps")
         first.kill()
         left_soon = first.orphans(30.0, but=RAY_AGENTS)
         checkpoint = RunFolder.view(run_dir).latest_checkpoint().step
-        resumed = Run(run_dir, "--resume", str(run_dir), f"steps={checkpoint + 4}")
+        shutil.rmtree(model)
+        shutil.copytree(run_dir, moved)
+        resumed = Run(moved, "--resume", str(moved), f"checkpoint.keep={KEEP}")
+        runs.append(resumed)
+        resumed.wait_until(lambda: _steps_saved(moved)[0] > checkpoint + KEEP, f"{KEEP + 2} checkpoints, the last {KEEP} of them kept")
+        saved = _steps_saved(moved)
+        (worker,) = resumed.pids("RolloutWorker")
+        os.kill(worker, signal.SIGKILL)
+        # The old one's groups are under way again and a few steps may still come from what is finished; four more need the new one.
+        target = len(resumed.metrics()) + 4
+        resumed.wait_until(lambda: len(resumed.metrics()) >= target, "steps with a replacement of the rollout worker")
+        resumed.interrupt()
         assert resumed.wait() == 0, resumed.output()[-4000:]
-        yield Story(first, resumed, left_soon, checkpoint, checkpoint + 4)
+        last_step = _steps_saved(moved)[-1] + 1
+        again = Run(moved, "--resume", str(moved), f"steps={last_step}")
+        runs.append(again)
+        assert again.wait() == 0, again.output()[-4000:]
+        yield Story(first, resumed, again, left_soon, checkpoint, saved, last_step)
     finally:
-        first.close()
-        if resumed is not None:
-            resumed.close()
+        for run in runs:
+            run.close()
+
+
+def _steps_saved(run_dir: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in RunFolder.view(run_dir).checkpoints()]
 
 
 def test_no_process_outlives_the_driver(story: Story) -> None:
@@ -73,13 +97,24 @@ def test_no_process_outlives_the_driver(story: Story) -> None:
         assert name in story.first.seen_commands, "the count must have seen what it counts"
     assert story.left_soon == []
     assert story.first.orphans(60.0) == [], "Ray's agents have had their minute by now"
-    assert story.resumed.orphans() == []
+    assert story.resumed.orphans() == [] and story.again.orphans() == []
 
 
 def test_a_killed_rollout_worker_is_replaced(story: Story) -> None:
-    events = story.first.events()
+    """When neither the model folder that the run began with nor the checkpoint that it was resumed from is there any more."""
+    assert story.checkpoint_at_kill not in story.saved_until_kill and len(story.saved_until_kill) in (KEEP, KEEP + 1)
+    events = story.resumed.events()
     assert "rollout worker 0 is gone" in events and "rollout 1 is up" in events
-    assert "Traceback" not in story.resumed.output()
+    assert "Traceback" not in story.resumed.output() + story.again.output()
+
+
+def test_the_last_checkpoint_is_a_model_that_transformers_loads(story: Story) -> None:
+    """With its tokenizer: config and tokenizer outlive every folder that they were copied from."""
+    folder = RunFolder.view(story.again.run_dir).latest_checkpoint().hf
+    logprobs = response_logprobs(hf_model(folder), (1, 20, 30), tuple(range(40, 60)))
+    assert all(-100.0 < value < 0.0 for value in logprobs)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer.encode("spell backward")) == "spell backward"
 
 
 def test_resume_ends_with_every_step_once(story: Story) -> None:
@@ -88,6 +123,7 @@ def test_resume_ends_with_every_step_once(story: Story) -> None:
     assert folder.latest_checkpoint().step == story.last_step
     assert folder.report_path.exists()
     assert f"going on from step {story.checkpoint_at_kill}" in story.resumed.events()
+    assert f"checkpoint.keep 100 -> {KEEP}" in story.resumed.events(), "what was set anew is told"
 
 
 def test_every_prompt_is_accounted_for_once(story: Story) -> None:
@@ -101,6 +137,7 @@ def test_every_prompt_is_accounted_for_once(story: Story) -> None:
     assert positions == list(range(state.queue.admitted))
     trained = [entry["step"] for entry in entries if entry["outcome"] == "trained"]
     assert [trained.count(step) for step in range(1, story.last_step + 1)] == [GROUPS] * story.last_step
+    assert "damaged" not in story.again.events(), "each resume has counted the ledger, the lines and the checkpoints' files"
 
 
 def test_the_admission_bound_holds_at_every_step(story: Story) -> None:
@@ -138,7 +175,7 @@ def test_tokens_carry_the_versions_that_sampled_them(story: Story) -> None:
     tests/rollout/test_engine.py compares those. Here they have to be in the batches.
     """
     assert any(line["staleness/mixed_version_share"] > 0 for line in story.resumed.metrics())
-    checkpoints = {c.step: c for c in RunFolder.view(story.resumed.run_dir).checkpoints()}
+    checkpoints = {c.step: c for c in RunFolder.view(story.first.run_dir).checkpoints()}
     groups = {g.group_id: g for c in checkpoints.values() for g in TrainingState.load(c.state).queue.finished}
     found = [trajectory for group in groups.values() for trajectory in group.trajectories]
     models = {step: hf_model(checkpoint.hf) for step, checkpoint in checkpoints.items()}

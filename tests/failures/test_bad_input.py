@@ -6,14 +6,17 @@ Single bad rows are skipped, counted and reported instead.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from actors.commands.cli import main
-from actors.commands.train import prepare_task
+from actors.commands.train import prepare
 from actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, evenkeel
 
@@ -158,7 +161,7 @@ def test_half_a_surrogate_pair_is_a_skipped_row(recipe: Path, tmp_path: Path) ->
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{i} + 1 =" + "\ud800" * (i == 4), "answer": str(i + 1)} for i in range(20)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, notes = prepare_task(load_config(RunConfig, recipe, rows_task(path)))
+    _, _, notes = prepare(load_config(RunConfig, recipe, rows_task(path)))
     assert "1 bad row skipped" in notes[0] and f"{path}:5: field 'prompt' holds '\\ud800'" in "\n".join(notes)
 
 
@@ -172,7 +175,7 @@ def test_bad_rows_are_skipped_counted_and_reported(recipe: Path, tmp_path: Path)
     rows[3] = {"answer": "no prompt"}
     rows[7] = {"prompt": "word " * 200, "answer": "longer than the context"}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{torn\n")
-    task, notes = prepare_task(load_config(RunConfig, recipe, rows_task(path)))
+    _, task, notes = prepare(load_config(RunConfig, recipe, rows_task(path)))
     text = "\n".join(notes)
     assert "3 bad rows skipped" in notes[0]
     assert f'{path}:4: no field "prompt" (it has answer)' in text
@@ -197,6 +200,46 @@ def test_incomplete_model_folder(recipe: Path, model: Path, tmp_path: Path, miss
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns(*missing))
     sentence = refused("train", str(recipe), f"model={folder}")
     assert f"model = {folder}" in sentence and words in sentence
+
+
+def edited(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def layers(folder: Path, count: int) -> None:
+    edited(folder, num_hidden_layers=count, layer_types=["full_attention"] * count)
+
+
+def without_a_tensor(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 100_000), "model.safetensors: damaged"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(5000)), "model.safetensors: damaged"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3",'), "config.json: damaged, no JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: damaged, it holds no JSON object"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "unusable tokenizer"),
+        (lambda folder: edited(folder, hidden_size=96), "embed_tokens.weight has shape (512, 64) instead of (512, 96)"),
+        (lambda folder: layers(folder, 3), "model.layers.2.input_layernorm.weight is missing"),
+        (lambda folder: layers(folder, 1), "model.layers.1.input_layernorm.weight has no place in the model"),
+        (without_a_tensor, "model.norm.weight is missing"),
+        (lambda folder: edited(folder, model_type="gpt2"), "gpt2 can't be trained; supported are llama, qwen2, qwen3, qwen3_moe"),
+        (lambda folder: edited(folder, model_type="no_such"), "config.json: transformers makes no model of it"),
+        (lambda folder: edited(folder, num_key_value_heads=0), "its sizes make no model"),
+    ],
+)
+def test_damaged_model_folder(recipe: Path, model: Path, tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+    """Known from the headers of the files: before a run folder is made, and long before an engine."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    damage(folder)
+    sentence = refused("train", str(recipe), f"model={folder}")
+    assert str(folder) in sentence and words in sentence, sentence
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_model_folder(recipe: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from learner import checkpoint
 from learner.checkpoint import is_complete
 from learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import learner_on, random_batch, save_model
+from tests.tiny_models import save_tiny_tokenizer
 
 SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 3, "decay": "cosine", "decay_steps": 12, "weight_decay": 0.1}
 
@@ -55,6 +57,22 @@ def test_settings_of_the_recipe_win_over_those_of_the_checkpoint(tmp_path: Path)
         train(learner, 2, 3)
         assert learner._require().optimizer.learning_rate == 5e-4
         assert learner._require().optimizer.steps == 3
+
+
+def test_a_model_folder_is_needed_for_its_load_alone(tmp_path: Path) -> None:
+    """A resumed run's is a checkpoint that its own pruning removes: what is saved afterwards is a whole folder all the same."""
+    folder = save_model(save_tiny_tokenizer(tmp_path / "m"))
+    config, tokenizer = (folder / "config.json").read_bytes(), (folder / "tokenizer.json").read_bytes()
+    with learner_on(folder) as learner:
+        shutil.rmtree(folder)
+        train(learner, 0, 1)
+        learner.begin_save(tmp_path / "c", tmp_path / "hf")
+        assert learner.is_saved(wait=True)
+        checksums = learner.weight_checksums()
+    assert ((tmp_path / "hf" / "config.json").read_bytes(), (tmp_path / "hf" / "tokenizer.json").read_bytes()) == (config, tokenizer)
+    assert (tmp_path / "hf" / "chat_template.jinja").exists()
+    with learner_on(tmp_path / "hf") as learner:
+        assert learner.weight_checksums() == checksums
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

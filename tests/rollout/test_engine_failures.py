@@ -19,9 +19,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from correction.checksum import tensor_checksum
 
 from correction.engines.weight_bucket import WeightBucket
-from correction.errors import DataError, DeadlineExceeded, EngineError
+from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from rollout.trajectory import Trajectory
@@ -119,13 +120,15 @@ async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> Non
     assert time.monotonic() - killed < 5.0
 
 
-def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, engine_loop: BackgroundLoop) -> None:
+def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, tmp_path: Path, engine_loop: BackgroundLoop) -> None:
     """Each part has to find the one before in the prefix cache, though samples that found their prompt there add nothing to it.
 
     Otherwise the parts' memory is lost, or a part is computed for ever; and SGLang's scheduler ends when it is idle and misses memory.
+    The engine is started as a run's are, from a folder without weights: it answers nobody before its first update, and is then of those.
     """
     config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64})
-    engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="engine with small parts"))
+    folder = shutil.copytree(tiny_model, tmp_path / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine with small parts", has_weights=False))
 
     async def sample_across_an_update() -> list[Trajectory]:
         group = asyncio.ensure_future(engine.generate(list(range(5, 45)), max_tokens=250, samples=4, ignore_stop=True))
@@ -134,6 +137,12 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, e
         return await group
 
     try:
+        for call in (engine.generate([5, 6, 7], max_tokens=4), engine.score([5, 6])):
+            with pytest.raises(EngineDirty, match="it has had no weights yet"):
+                engine_loop.run(call)
+        engine_loop.run(engine.update_weights(0, tiny_weights(tiny_model)))
+        expected = {name: tensor_checksum(tensor) for name, tensor in tiny_weights(tiny_model).items()}
+        assert engine_loop.run(engine.weight_checksums()) == expected
         completions = engine_loop.run(sample_across_an_update())
         spans = [[(span.version, span.end) for span in completion.version_spans] for completion in completions]
         assert all(new == (1, 250) for _, new in spans)

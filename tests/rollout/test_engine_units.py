@@ -55,6 +55,11 @@ def test_arguments_on_a_cpu_and_on_cuda() -> None:
     assert EngineConfig(device="cpu", engine_args={"chunked_prefill_size": 64}).sglang_arguments("f", 64, 0)["chunked_prefill_size"] == 64
 
 
+def test_arguments_of_an_engine_without_weights() -> None:
+    assert "load_format" not in EngineConfig(device="cpu").sglang_arguments("folder", 64, 0)
+    assert EngineConfig(device="cpu").sglang_arguments("folder", 64, 0, has_weights=False)["load_format"] == "dummy"
+
+
 def test_reserved_and_unknown_settings_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"engine_args\.tp_size = 2.*not sharded"):
         EngineConfig(engine_args={"tp_size": 2})

@@ -1,0 +1,236 @@
+"""Where and how an earlier run goes on: the newest checkpoint that can be read, settings that may change, and what is taken back for it.
+
+Looked at before anything is started, and nothing in the folder is changed until all of it has been found right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from correction.sense import needs_topk
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.record.run_folder import Checkpoint, RunFolder
+from actors.resume import TrainingState
+from actors.trajectory_queue import Ticket
+from correction.errors import ConfigError, DataError
+from rollout.chat import load_tokenizer
+from rollout.config import FileTask, HuggingFaceTask
+from rollout.tasks import Task
+
+_MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")
+_OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
+"""Settings by which groups are sampled and scored, or their beginnings."""
+_NOT_OF_SAMPLES = ("rollout.workers", "rollout.engine.max_running_requests", "rollout.engine.deadlines", *_MOVABLE_TASK_SETTINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """What a run goes on from."""
+
+    checkpoint: Checkpoint
+    state: TrainingState
+    damaged: tuple[tuple[Checkpoint, str], ...]
+    """Newer checkpoints that can't be read, newest first, each with the reason."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """To be told at the start: level and sentence."""
+
+
+def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunConfig, ResumePoint | None]:
+    """The run's configuration with overrides on top, and the newest checkpoint that is whole, if there is any checkpoint; nothing is changed yet.
+
+    Raises: ConfigError for settings that the run can't go on with; DataError if no checkpoint can be read.
+    """
+    before, config = _run_config(folder, ()), _run_config(folder, overrides)
+    if not folder.checkpoints():
+        return config, None
+    point = _newest_readable(folder)
+    changed = changed_settings(before, config)
+    _refuse_lost_settings(before, config, changed, folder)
+    _check_reference(before, config, point.checkpoint)
+    if point.checkpoint.step >= config.steps:
+        raise ConfigError(
+            f"{folder.path} has done {point.checkpoint.step} of {config.steps} steps: nothing is left. "
+            f"Add steps={point.checkpoint.step + 100} to train on"
+        )
+    for name in ("groups_per_step", "max_staleness"):
+        value, saved = getattr(config, name), getattr(before, name)
+        if value < saved:
+            raise ConfigError(
+                f"{name} = {value}, but {folder.path} ran with {saved}: groups that are under way could become older than allowed. "
+                f"Resume with {saved} or more"
+            )
+    if changed:
+        told = "; ".join(f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
+        point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {told}")))
+    return config, _with_groups_of_these_settings(point, before, config, changed)
+
+
+def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> list[tuple[str, str]]:
+    """Take back what the folder has of steps after the point's, once all else has been found right. Returns: what to say about it.
+
+    Raises: DataError if the task doesn't ask what the run asked.
+    """
+    _check_prompts(folder, point, task)
+    said = list(point.notes)
+    step = point.checkpoint.step
+    for checkpoint, reason in reversed(point.damaged):
+        aside = _set_aside(checkpoint)
+        said.append(("warning", f"the checkpoint of step {checkpoint.step} can't be read and is set aside as {aside.name}: {reason}"))
+    lines = folder.rewind(step)
+    if point.damaged:
+        newest = point.damaged[0][0].step
+        said.append(
+            ("warning", f"so all after step {step} is done again, up to step {newest} at least; {lines} lines of it went to rewound.jsonl")
+        )
+    if lost := step - len({metrics.step for metrics in folder.read_metrics()}):
+        said.append(("warning", f"{folder.metrics_path} is damaged: {lost} of {step} steps have no line in it, and no place in the report"))
+    return said
+
+
+def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value before, value now), of the settings that differ."""
+    old, new = (dict(_flat(config.model_dump(mode="json"))) for config in (before, now))
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The same run, whatever folder it is resumed in: model and data by their absolute paths."""
+    task = config.rollout.task
+    if isinstance(task, FileTask):
+        held_out = task.held_out_path and task.held_out_path.absolute()
+        task = task.model_copy(update={"path": task.path.absolute(), "held_out_path": held_out})
+    elif isinstance(task, HuggingFaceTask) and Path(task.path).exists():  # otherwise a name on the hub
+        task = task.model_copy(update={"path": str(Path(task.path).absolute())})
+    rollout = config.rollout.model_copy(update={"task": task})
+    return config.model_copy(update={"model": config.model.absolute(), "rollout": rollout})
+
+
+def _run_config(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
+    """Raises: ConfigError if config.yaml is damaged; what is missing there would silently be a default."""
+    path = folder.path / "config.yaml"
+    remedy = f"Put back a whole copy, or write it anew: evenkeel config RECIPE > {path}"
+    last = list(RunConfig.model_fields)[-1]
+    try:
+        content = folder.read_config()
+    except ConfigError as error:
+        raise ConfigError(f"{' '.join(str(error).split())}. {remedy}") from error
+    if last not in content:
+        raise ConfigError(f"{path}: damaged, it ends before the key {last}, with which the configuration of a run ends. {remedy}")
+    return with_absolute_paths(load_config(RunConfig, path, overrides))
+
+
+def _newest_readable(folder: RunFolder) -> ResumePoint:
+    damaged: list[tuple[Checkpoint, str]] = []
+    for checkpoint in reversed(folder.checkpoints()):
+        try:
+            return ResumePoint(checkpoint, _read(checkpoint), tuple(damaged))
+        except DataError as error:
+            damaged.append((checkpoint, str(error)))
+    raise DataError(
+        f"{folder.path}: nothing to resume from: none of its checkpoints can be read ({', '.join(c.path.name for c, _ in damaged)}). "
+        f"The newest: {damaged[0][1]}. Without it, start a new run"
+    )
+
+
+def _read(checkpoint: Checkpoint) -> TrainingState:
+    """Raises: DataError naming the file that is missing or damaged."""
+    from learner.checkpoint_files import check_readable  # torch: seconds that a refusal of the settings doesn't need
+    from learner.model_check import check_trainable
+
+    hf_config = check_trainable(checkpoint.hf)
+    load_tokenizer(checkpoint.hf)
+    check_readable(checkpoint.state / "learner", hf_config)
+    state = TrainingState.load(checkpoint.state)
+    if state.step != checkpoint.step:
+        raise DataError(f"{checkpoint.state}: it is the state of step {state.step}, in the checkpoint of step {checkpoint.step}")
+    return state
+
+
+def _set_aside(checkpoint: Checkpoint) -> Path:
+    """Let a checkpoint count for nothing any more, by another name; nothing of it is removed. Returns: that name."""
+    names = (checkpoint.path.with_name(f"{checkpoint.path.name}.damaged{number}") for number in ("", *(f"-{i}" for i in range(2, 100))))
+    return checkpoint.path.rename(next(name for name in names if not name.exists()))
+
+
+def _refuse_lost_settings(before: RunConfig, config: RunConfig, changed: Mapping[str, Any], folder: RunFolder) -> None:
+    """Raises: ConfigError for changes that a resumed run couldn't follow, or only by being another run."""
+    if "run_dir" in changed:
+        raise ConfigError(f"run_dir = {config.run_dir}: a resumed run goes on in its own folder, {folder.path}. Leave it out")
+    anew = "start a new run from a checkpoint: model=RUN_DIR/checkpoints/step_.../hf"
+    has_moved = config.correction.kl.coefficient > 0 and not before.model.exists()
+    if "model" in changed and not has_moved:
+        raise ConfigError(
+            f"model = {config.model}: a resumed run has weights, config and tokenizer from its checkpoint, so another model would be "
+            f"ignored (the run began with {before.model}). Leave it out; to train another model, start a new run"
+        )
+    for key in changed:
+        if key.startswith("rollout.task.") and key not in _MOVABLE_TASK_SETTINGS:
+            old, new = changed[key]
+            raise ConfigError(
+                f"{key} = {new}, but {folder.path} ran with {old}: a resume counts on in the run's own questions, and would take some "
+                f"twice or never. Leave it; for other questions {anew}"
+            )
+
+
+def _check_reference(before: RunConfig, config: RunConfig, checkpoint: Checkpoint) -> None:
+    """With a KL term the model that the run began with is the reference. Raises: DataError if it can't be."""
+    if config.correction.kl.coefficient <= 0:
+        return
+    from learner.model_check import check_trainable, expected_shapes
+
+    if not config.model.exists():
+        raise DataError(
+            f"model = {config.model}: is not there, but with correction.kl.coefficient = {config.correction.kl.coefficient:g} it is the "
+            f"reference policy. Put it back, or say where it is: model=FOLDER"
+        )
+    if expected_shapes(check_trainable(config.model)) != expected_shapes(check_trainable(checkpoint.hf)):
+        raise DataError(f"model = {config.model}: the reference policy has other shapes than the run's model, {checkpoint.hf}")
+
+
+def _with_groups_of_these_settings(point: ResumePoint, before: RunConfig, config: RunConfig, changed: Mapping[str, Any]) -> ResumePoint:
+    """Finished groups that were sampled with other settings are sampled again: trained with these, their ratios would be wrong."""
+    queue = point.state.queue
+    reasons = [key for key in changed if key.startswith(_OF_SAMPLES) and not key.startswith(_NOT_OF_SAMPLES)]
+    if needs_topk(config.correction) > needs_topk(before.correction):
+        reasons.append("correction (it looks at the most likely tokens)")
+    if not reasons or not queue.finished:
+        return point
+    again = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in queue.finished]
+    in_flight = tuple(sorted([*queue.in_flight, *again], key=lambda ticket: ticket.group_id))
+    note = f"{len(again)} finished groups of the checkpoint are sampled again, because of {', '.join(reasons)}"
+    state = replace(point.state, queue=replace(queue, in_flight=in_flight, finished=()))
+    return replace(point, state=state, notes=(*point.notes, ("info", note)))
+
+
+def _check_prompts(folder: RunFolder, point: ResumePoint, task: Task) -> None:
+    """The newest prompts that are under way have to be where the task has them: it may be of another file, or of one that has grown."""
+    queue = point.state.queue
+    prompts = [*(ticket.prompt for ticket in queue.in_flight), *(group.prompt for group in queue.finished)]
+    under_way = {prompt.prompt_id: prompt for prompt in prompts}
+    for position in range(max(0, queue.admitted - 2 * len(under_way)), queue.admitted):
+        prompt = task.train_prompt(position)
+        known = under_way.get(prompt.prompt_id)
+        if known is not None and known.text != prompt.text:
+            raise DataError(
+                f"{task.name}: its question {prompt.prompt_id} is {prompt.text[:60]!r}, but {folder.path} asked {known.text[:60]!r} there: "
+                f"these are other data than the run's, and a resume would take some of them twice or never. Put the run's data back, or "
+                f"start a new run from {point.checkpoint.hf}"
+            )
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _short(value: Any) -> str:
+    text = "empty" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,245 @@
+"""What a resume goes on from: of damaged checkpoints the newest that is whole; settings that it takes, tells, or refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.ledger import Ledger
+from actors.metrics import StepMetrics
+from actors.record.run_folder import RunFolder
+from actors.resume import TrainingState
+from actors.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
+from actors.trajectory_queue import TrajectoryQueue
+from correction.errors import ConfigError, DataError
+from tests.actors.cases import group, prompt, prompts
+from tests.e2e.launch import RECIPE
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
+
+
+def state(step: int) -> TrainingState:
+    """One group trained in each step; two more under way, of which the older is finished."""
+    queue = TrajectoryQueue(groups_per_step=1, max_staleness=1)
+    for version in range(step):
+        for ticket in queue.admit(prompts(version, version + 1)):
+            queue.put(group(ticket))
+        queue.settle([g.group_id for g in queue.draw(version, 1)])
+        queue.publish(version + 1)
+    older, _ = queue.admit(prompts(step, step + 2))
+    queue.put(group(older))
+    return TrainingState(step, step, 1.0, queue.snapshot(), {}, {})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps, each with a checkpoint, made by what makes a run's."""
+    from tests.learner.learner_cases import learner_on
+
+    base = tmp_path_factory.mktemp("resume")
+    (base / "model").mkdir()
+    model = save_tiny_model(save_tiny_tokenizer(base / "model"))
+    with RunFolder.create(base / "run", "x") as folder, learner_on(model) as learner:
+        folder.write_config(with_absolute_paths(load_config(RunConfig, RECIPE, [f"model={model}", "steps=9", "groups_per_step=1"])))
+        ledger = Ledger(folder.path / "ledger.jsonl")
+        for step in (1, 2):
+            folder.append_metrics(StepMetrics(step))
+            ledger.settle(step, trained=[prompt(step - 1).prompt_id])
+            with folder.checkpoint(step) as checkpoint:
+                learner.save(checkpoint.state / "learner")
+                learner.save_hf(checkpoint.hf)
+                state(step).save(checkpoint.state)
+    return base / "run"
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> RunFolder:
+    """A copy, and so a run folder in another place than where it was made."""
+    return RunFolder.open(Path(shutil.copytree(finished, tmp_path / "run")))
+
+
+def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -> Any:
+    """A task of these questions."""
+    return SimpleNamespace(name="task", train_prompt=lambda position: replace(prompt(position), text=texts(position)))
+
+
+def resume(folder: RunFolder, *overrides: str, task: Any = None) -> tuple[RunConfig, ResumePoint, list[tuple[str, str]]]:
+    config, point = find_resume_point(folder, overrides)
+    return config, point, take_back(folder, point, task or asks())
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def scramble(path: Path) -> None:
+    path.write_bytes(os.urandom(500))
+
+
+DAMAGES: Sequence[tuple[str, Callable[[Path], None]]] = [
+    ("hf/model.safetensors", cut),
+    ("hf/model.safetensors", zero),
+    ("hf/config.json", cut),
+    ("hf/config.json", Path.unlink),
+    ("hf/tokenizer.json", cut),
+    ("state/controller.pickle", cut),
+    ("state/controller.pickle", scramble),
+    ("state/controller.pickle", Path.unlink),
+    ("state/learner/manifest.json", cut),
+    ("state/learner/manifest.json", zero),
+    ("state/learner/rank-0.safetensors", cut),
+    ("state/learner/rank-0.safetensors", Path.unlink),
+    ("state/learner/random-0.safetensors", zero),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=[f"{name}-{damage.__name__}" for name, damage in DAMAGES])
+def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(folder: RunFolder, name: str, damage: Callable[[Path], None]) -> None:
+    newest = folder.path / "checkpoints" / "step_000002"
+    damage(newest / name)
+    _, point, said = resume(folder)
+    assert (point.checkpoint.step, point.state) == (1, state(1))
+    (aside, aside_reason), (level, loss) = [entry for entry in said if entry[0] == "warning"]
+    assert "checkpoint of step 2 can't be read and is set aside as step_000002.damaged" in aside_reason and aside == level == "warning"
+    in_place = str(newest / name) if damage is not Path.unlink else str((newest / name).parent)
+    assert in_place in aside_reason or f"model = {(newest / name).parent}" in aside_reason
+    assert "all after step 1 is done again, up to step 2 at least; 1 lines of it went to rewound.jsonl" in loss
+    # The damaged one counts for nothing any more, so that no pruning spares it in place of a good one; and its lines are taken back.
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [1]
+    assert (folder.path / "checkpoints" / "step_000002.damaged").is_dir()
+    assert [metrics.step for metrics in folder.read_metrics()] == [1]
+
+
+def test_no_checkpoint_that_can_be_read_is_one_sentence(folder: RunFolder) -> None:
+    for checkpoint in folder.checkpoints():
+        cut(checkpoint.state / "controller.pickle")
+    with pytest.raises(DataError) as caught:
+        find_resume_point(folder, ())
+    said = str(caught.value)
+    assert "none of its checkpoints can be read (step_000002, step_000001)" in said and "\n" not in said
+    assert f"{folder.path}/checkpoints/step_000002/state/controller.pickle: damaged" in said
+    assert len(folder.checkpoints()) == 2, "nothing is changed by a refusal"
+
+
+def test_a_whole_folder_needs_no_warning(folder: RunFolder) -> None:
+    _, point, said = resume(folder)
+    assert (point.checkpoint.step, said) == (2, [])
+
+
+@pytest.mark.parametrize("kept", [0.2, 0.5, 0.7])
+def test_a_cut_configuration_is_refused(folder: RunFolder, kept: float) -> None:
+    """Cut between two keys it is valid YAML, whose missing keys would be defaults. (`init`, the last section, is not for training.)"""
+    path = folder.path / "config.yaml"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: int(kept * len(lines))]))
+    with pytest.raises(ConfigError, match=rf"{path}: damaged, it ends before the key init.*evenkeel config RECIPE > {path}"):
+        find_resume_point(folder, ())
+
+
+@pytest.mark.parametrize("content", [b"", bytes(300), b"steps: [", b"\xff\xfe\x00", b"- a\n- b\n", b"word"])
+def test_a_configuration_that_is_none_is_refused(folder: RunFolder, content: bytes) -> None:
+    path = folder.path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{path}: .*evenkeel config RECIPE > {path}$"):
+        find_resume_point(folder, ())
+
+
+def test_settings_that_differ_are_told_in_one_line(folder: RunFolder) -> None:
+    _, _, said = resume(folder, "steps=12", "learner.learning_rate=5e-4")
+    assert said == [("info", "settings other than the run's own so far: steps 9 -> 12; learner.learning_rate 0.001 -> 0.0005")]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model=/elsewhere/model", "another model would be ignored"),
+        ("run_dir=/elsewhere", "goes on in its own folder"),
+        ("rollout.task.seed=5", "the run's own questions"),
+        ("rollout.task.dataset=chain_sum", "the run's own questions"),
+        ("steps=2", "has done 2 of 2 steps: nothing is left. Add steps=102"),
+        ("max_staleness=0", "ran with 1"),
+    ],
+)
+def test_settings_that_would_be_silently_wrong_are_refused(folder: RunFolder, override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        find_resume_point(folder, [override])
+    assert override.partition("=")[0] in str(caught.value) or "steps" in words
+    assert len(folder.read_metrics()) == 2
+
+
+def test_the_same_model_by_another_way_is_no_other_model(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Path(folder.read_config()["model"])
+    monkeypatch.chdir(model.parent)
+    assert find_resume_point(folder, [f"model={model.name}"])[1].notes == ()
+
+
+def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFolder) -> None:
+    """A batch has one temperature, so their ratios would be wrong; their prompts stay, and the counts."""
+    before = state(2).queue
+    assert (len(before.in_flight), len(before.finished)) == (1, 1)
+    _, point, said = resume(folder, "rollout.sampling.temperature=0.7")
+    queue = point.state.queue
+    assert [ticket.group_id for ticket in queue.in_flight] == [2, 3] and queue.finished == ()
+    assert {ticket.prompt.prompt_id for ticket in queue.in_flight} == {"train/0/2", "train/0/3"}
+    assert replace(queue, in_flight=before.in_flight, finished=before.finished) == before
+    assert said[1] == ("info", "1 finished groups of the checkpoint are sampled again, because of rollout.sampling.temperature")
+
+
+def test_other_data_than_the_runs_are_refused(folder: RunFolder) -> None:
+    with pytest.raises(DataError, match=r"its question train/0/3 is 'another', but .* asked 'question 3' there"):
+        resume(folder, task=asks(lambda position: "another" if position == 3 else prompt(position).text))
+    assert len(folder.read_metrics()) == 2, "nothing is taken back by a refusal"
+
+
+def test_the_reference_policy_has_to_be_there(folder: RunFolder, finished: Path, tmp_path: Path) -> None:
+    """With a KL term alone; and where it has been moved to can be said."""
+    config = folder.path / "config.yaml"
+    config.write_text(config.read_text().replace(str(finished.with_name("model")), str(tmp_path / "gone")))
+    find_resume_point(folder, ())
+    with pytest.raises(DataError, match=r"gone: is not there.*reference policy.*model=FOLDER"):
+        find_resume_point(folder, ["correction.kl.coefficient=0.1"])
+    model = finished.with_name("model")
+    assert find_resume_point(folder, ["correction.kl.coefficient=0.1", f"model={model}"])[0].model == model
+
+
+def test_metrics_that_were_cut_are_told(folder: RunFolder) -> None:
+    zero(folder.metrics_path)
+    _, _, said = resume(RunFolder(folder.path))
+    assert said == [("warning", f"{folder.metrics_path} is damaged: 2 of 2 steps have no line in it, and no place in the report")]
+
+
+def test_a_damaged_ledger_is_told_and_no_obstacle(folder: RunFolder) -> None:
+    path = folder.path / "ledger.jsonl"
+    whole = Ledger(path)
+    whole.rewind(2)
+    assert whole.doubt(state(2).queue) is None
+    path.write_bytes(b"\x00\xff{garbage\n" + path.read_bytes().splitlines(keepends=True)[1])
+    ledger = Ledger(path)
+    ledger.rewind(2)
+    assert f"{path} is damaged: it has 1 of the 2 prompts used so far" in str(ledger.doubt(state(2).queue))
+
+
+def test_paths_are_those_of_where_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume may be asked for in another folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local_set").mkdir()
+    rows = ["rollout.task.kind=file", "rollout.task.path=rows.jsonl", "rollout.task.held_out_path=held.jsonl"]
+    config = with_absolute_paths(load_config(RunConfig, RECIPE, ["model=models/m", *rows]))
+    task: Any = config.rollout.task
+    assert (config.model, task.path, task.held_out_path) == (tmp_path / "models/m", tmp_path / "rows.jsonl", tmp_path / "held.jsonl")
+    for name, expected in (("local_set", str(tmp_path / "local_set")), ("org/on_the_hub", "org/on_the_hub")):
+        hub = ["model=m", "rollout.task.kind=huggingface", f"rollout.task.path={name}"]
+        found: Any = with_absolute_paths(load_config(RunConfig, RECIPE, hub)).rollout.task
+        assert found.path == expected
