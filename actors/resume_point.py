@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from correction.sense import needs_topk
+from correction.schedule import needs_topk
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
@@ -41,7 +41,7 @@ class ResumePoint:
 
 
 def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunConfig, ResumePoint | None]:
-    """The run's configuration with overrides on top, and the newest checkpoint that is whole, if there is any checkpoint; nothing is changed yet.
+    """The run's configuration with overrides on top, and the newest whole checkpoint, if the run has any; nothing is changed yet.
 
     Raises: ConfigError for settings that the run can't go on with; DataError if no checkpoint can be read.
     """

@@ -18,12 +18,13 @@ from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
 
 
-def resolved(config: RunConfig, model: Path) -> RunConfig:
-    """The configuration that a run is given, and that its folder shows: with true_on_policy, the contract's settings on both sides; with the engines'
-    routing to be replayed, engines that tell it.
+def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
+    """The configuration that a run is given, and that its folder shows.
+
+    With true_on_policy it has the contract's settings on both sides; with the engines' routing to be replayed, engines that report it.
 
     Args:
-        model: folder of the weights that training starts from; on a resume not config.model.
+        model: folder of the weights that training starts from; on a resume a checkpoint's. None: config.model.
     Raises: ConfigError naming what can't be honoured.
     """
     # Never without: a batch that has routes is computed with them, and "recompute" is to replay the learner's own.
@@ -39,7 +40,7 @@ def resolved(config: RunConfig, model: Path) -> RunConfig:
         )
     if config.learner.float32_head:
         raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't compute so. Set it to false")
-    contract = contract_of(model, config.rollout.engine, config.learner)
+    contract = contract_of(model or config.model, config.rollout.engine, config.learner)
     return _with_settings(config, contract.engine_settings, contract.learner_settings)
 
 

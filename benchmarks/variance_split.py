@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.true_on_policy import with_both_sides
+from actors.true_on_policy import resolved
 from benchmarks.sides import options
 from correction.variance_split import VarianceSplit, split_variance
 from lab.kept_engines import KeptEngines, recipe
@@ -30,7 +30,7 @@ SETTINGS = {"seed": 1, "optimizer_steps_per_batch": 1}
 
 
 def measure(model: Path, steps: int, overrides: tuple[str, ...]) -> VarianceSplit:
-    config = with_both_sides(recipe(model, "learner.optimizer_steps_per_batch=1", *overrides))
+    config = resolved(recipe(model, "learner.optimizer_steps_per_batch=1", *overrides))
     with KeptEngines.start(config) as kept:
         record = kept.run("tis-token", steps=steps, max_staleness=1, **SETTINGS)
         return split_variance(*kept.rescore(record, **SETTINGS))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from actors.commands.config_explain import inner_models
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.true_on_policy import with_both_sides
+from actors.true_on_policy import resolved
 from correction.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -164,8 +164,8 @@ def test_replaying_the_proximal_forwards_routing_needs_that_forward() -> None:
 
 
 def test_the_engines_tell_their_routing_where_it_is_replayed() -> None:
-    assert with_both_sides(small("learner.routing_replay=rollout")).rollout.engine.return_routed_experts
-    assert not with_both_sides(small()).rollout.engine.return_routed_experts
+    assert resolved(small("learner.routing_replay=rollout")).rollout.engine.return_routed_experts
+    assert not resolved(small()).rollout.engine.return_routed_experts
 
 
 def test_a_balancing_loss_beside_a_late_factor_is_refused() -> None:

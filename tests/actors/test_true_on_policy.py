@@ -11,7 +11,7 @@ import torch
 
 from actors.config import RunConfig
 from actors.metrics import StepMetrics
-from actors.true_on_policy import compare_batch, metrics_of, with_both_sides
+from actors.true_on_policy import compare_batch, metrics_of, resolved
 from correction.batch import PackedBatch
 from correction.errors import ConfigError, EngineError
 
@@ -30,14 +30,14 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
 
 
 def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
-    config = with_both_sides(run_config(tmp_path))
+    config = resolved(run_config(tmp_path))
     assert config.learner.fixed_order and config.rollout.engine.fixed_order
     assert config.rollout.engine.dtype == config.learner.dtype == "float32"
 
 
 def test_without_the_switch_nothing_is_touched(tmp_path: Path) -> None:
     config = run_config(tmp_path, true_on_policy=False)
-    assert with_both_sides(config) == config
+    assert resolved(config) == config
     assert not config.learner.fixed_order and not config.rollout.engine.fixed_order
 
 
@@ -48,15 +48,15 @@ def test_engines_tell_their_routing_only_where_it_is_replayed(tmp_path: Path) ->
         engine = config.rollout.engine.model_copy(update={"return_routed_experts": True})
         rollout = config.rollout.model_copy(update={"engine": engine})
         config = config.model_copy(update={"rollout": rollout, "learner": config.learner.model_copy(update={"routing_replay": replay})})
-        assert with_both_sides(config).rollout.engine.return_routed_experts is told
+        assert resolved(config).rollout.engine.return_routed_experts is told
 
 
 def test_later_optimizer_steps_need_a_proximal_forward(tmp_path: Path) -> None:
     """In bypass the second minibatch's logprobs are of other weights, and there is nothing to compare them with."""
     several = {"optimizer_steps_per_batch": 2}
     with pytest.raises(ConfigError, match="2 optimizer steps per batch"):
-        with_both_sides(run_config(tmp_path, learner=several, correction={"proximal": "behavior"}))
-    assert with_both_sides(run_config(tmp_path, learner=several, correction={"preset": "tis-token"})).learner.fixed_order
+        resolved(run_config(tmp_path, learner=several, correction={"proximal": "behavior"}))
+    assert resolved(run_config(tmp_path, learner=several, correction={"preset": "tis-token"})).learner.fixed_order
 
 
 def batch(proximal: float | None = None) -> PackedBatch:
