@@ -36,7 +36,6 @@ class Phases:
     wait_s: float
     """Mean time in which the learner had no batch; in a synchronous run that is the rollout phase and the correction."""
     train_s: float
-    learner_wait_share: float
     rollout_wait_share: float
     mixed_share: float
     largest_staleness: float
@@ -56,7 +55,6 @@ def run(run_dir: Path, steps: int, *overrides: str) -> Phases:
         step_s=step_s,
         wait_s=mean("wait/learner_s"),
         train_s=mean("time/train_s"),
-        learner_wait_share=mean("wait/learner_s") / step_s,
         rollout_wait_share=mean("wait/rollout_s") / step_s,
         mixed_share=mean("staleness/mixed_version_share"),
         largest_staleness=max(line["staleness/max"] for line in lines),
@@ -102,7 +100,7 @@ def print_run(name: str, phases: Phases, reference_s: float) -> None:
     step, wait, train = (seconds / reference_s for seconds in (phases.step_s, phases.wait_s, phases.train_s))
     print(
         f"  {name:32} step time {step:.2f} of the synchronous one (learner waits {wait:.2f}, trains {train:.2f}); "
-        f"waiting: learner {phases.learner_wait_share:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
+        f"waiting: learner {phases.wait_s / phases.step_s:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
         f"mixed versions {phases.mixed_share:.1%}, staleness up to {phases.largest_staleness:.0f}"
     )
 

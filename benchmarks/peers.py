@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,27 +72,15 @@ SHAPES = {
         # The words first: the nano tokenizer makes the beginning that all prompts share one token.
         "{}: spell each of these words backward, one after the other, in the order in which they stand, put one blank between each two "
         "of them, and say nothing else.",
-        words=7,
-        max_tokens=32,
-        groups=16,
-        longest_word=3,
-        start_steps=160,
-        steps=30,
-        level=0.7,
-        learning_rate=1.0e-4,
+        words=7, longest_word=3, max_tokens=32, groups=16,
+        start_steps=160, steps=30, level=0.7, learning_rate=1.0e-4,
     ),
     "short": Shape(
         "Spell this word backward (example: sun -> nus): {}",
-        words=1,
-        max_tokens=10,
-        groups=64,
-        longest_word=5,
-        start_steps=110,
-        steps=40,
-        level=0.6,
-        learning_rate=2.0e-4,
+        words=1, longest_word=5, max_tokens=10, groups=64,
+        start_steps=110, steps=40, level=0.6, learning_rate=2.0e-4,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +137,8 @@ def prepare(shape: Shape, folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = yaml.safe_load(NANO_RECIPE.read_text())
     recipe |= {"name": "peers", "model": str(folder / "model"), "groups_per_step": shape.groups, "dynamic_sampling": False}
-    recipe["rollout"]["task"] = {
-        "kind": "file",
-        "path": str(folder / "train.jsonl"),
-        "held_out_path": str(folder / "held_out.jsonl"),
-        "held_out_size": HELD_OUT,
-        "shuffle": False,
-    }
+    paths = {"path": str(folder / "train.jsonl"), "held_out_path": str(folder / "held_out.jsonl")}
+    recipe["rollout"]["task"] = {"kind": "file", **paths, "held_out_size": HELD_OUT, "shuffle": False}
     recipe["rollout"]["reward"] = {"kind": "function", "path": "benchmarks.word_reward:share_of_words"}
     recipe["rollout"]["sampling"] = {"samples_per_group": shape.samples, "max_tokens": shape.max_tokens}
     recipe["rollout"]["engine"]["context_length"] = 128
@@ -201,16 +185,11 @@ def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> It
     lines = 0
     while process.poll() is None:
         time.sleep(0.2)
-        try:
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            continue
-        for one in family:
-            try:
-                times = one.cpu_times()
-            except psutil.Error:
-                continue
-            seen[one.pid] = times.user + times.system
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(process.pid)
+            for one in (root, *root.children(recursive=True)):
+                with suppress(psutil.Error):
+                    seen[one.pid] = sum(one.cpu_times()[:2])  # user and system
         now = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         if now > lines:
             lines = now
@@ -220,22 +199,12 @@ def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> It
 def run_trl(environment: Path, recipe: Path, shape: Shape, steps: int, microbatch: int, output: Path, seed: int) -> Measured:
     """Everything that both sides share comes from the recipe; the trained model is in `output`."""
     settings = yaml.safe_load(recipe.read_text())
+    rollout, learner = settings["rollout"], settings["learner"]
+    shared = {"model": settings["model"], "data": rollout["task"]["path"], "groups": shape.groups, "sampling": rollout["sampling"]}
+    rate = {"learning_rate": learner["learning_rate"], "warmup_steps": learner["warmup_steps"]}
     with TRL.start(environment) as train:
-        lines = train(
-            {
-                "model": settings["model"],
-                "data": settings["rollout"]["task"]["path"],
-                "sampling": settings["rollout"]["sampling"],
-                "learning_rate": settings["learner"]["learning_rate"],
-                "warmup_steps": settings["learner"]["warmup_steps"],
-                "groups": shape.groups,
-                "output": str(output),
-                "steps": steps,
-                "microbatch": microbatch,
-                "threads": 2,
-                "seed": seed,
-            }
-        )
+        own = {"output": str(output), "steps": steps, "microbatch": microbatch, "threads": 2, "seed": seed}
+        lines = train(shared | rate | own)
     return Measured.of(
         [line | {"train_s": line["step_s"] - line["generate_s"]} for line in lines],
         [line["reward"] for line in lines],
