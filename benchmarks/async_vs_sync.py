@@ -79,20 +79,18 @@ def main() -> None:
             return run(Path(folder) / f"{kind}-{turn}", arguments.steps, *kinds[kind], *arguments.overrides)
 
         runs = in_turns({kind: lambda turn, kind=kind: side(kind, turn) for kind in kinds}, arguments.pairs, rotate=False)
-    gains, shares_of_ideal, both_cores = [], [], []
+    figures: list[tuple[float, float, float]] = []
     for sync, later, wide in zip(runs["sync"], runs["async"], runs["sync-two-threads"], strict=True):
         ideal = (sync.wait_s + sync.train_s) / max(sync.wait_s, sync.train_s)
-        gains.append(sync.step_s / later.step_s)
-        shares_of_ideal.append(gains[-1] / ideal)
-        both_cores.append(wide.step_s / later.step_s)
+        gain, both = sync.step_s / later.step_s, wide.step_s / later.step_s
+        figures.append((gain, gain / ideal, both))
         print_run("synchronous, 1 thread a side", sync, sync.step_s)
         print_run("asynchronous, 1 thread a side", later, sync.step_s)
         print_run("synchronous, 2 threads a phase", wide, sync.step_s)
-        reached = f"ideal {ideal:.2f}, reached {shares_of_ideal[-1]:.0%} of it"
-        print(f"  asynchronous is {gains[-1]:.2f} times as fast as synchronous; {reached}")
-        print(f"  ... and {both_cores[-1]:.2f} times as fast as the synchronous run with both cores in each phase")
+        print(f"  asynchronous is {gain:.2f} times as fast as synchronous; ideal {ideal:.2f}, reached {gain / ideal:.0%} of it")
+        print(f"  ... and {both:.2f} times as fast as the synchronous run with both cores in each phase")
     if arguments.pairs > 1:
-        gain, share, both = map(statistics.median, (gains, shares_of_ideal, both_cores))
+        gain, share, both = map(statistics.median, zip(*figures, strict=True))
         print(f"median of {arguments.pairs}: gain {gain:.2f}, {share:.0%} of the ideal, {both:.2f} against both cores in each phase")
 
 

@@ -33,6 +33,7 @@ from lab.recorded_runs import SERIES, Run, load_runs
 
 RLWATCH = Peer("rlwatch", "rlwatch_worker.py", (("rlwatch==0.5.1",),))
 
+
 # -- scores --------------------------------------------------------------------------------------------------------------
 
 

@@ -103,10 +103,8 @@ class Measured:
         """From the step_s, generate_s and train_s of each step."""
         reached = next((k for k in range(5, len(rewards) + 1) if statistics.fmean(rewards[k - 5 : k]) >= level), None)
         seconds = None if reached is None else sum(step["step_s"] for step in steps[:reached])
-        step_s, generate_s, train_s = (
-            statistics.median(step[name] for step in steps[WARM_UP_STEPS:]) for name in ("step_s", "generate_s", "train_s")
-        )
-        return cls(step_s, generate_s, train_s, cpu_s, seconds_to_level=seconds, rewards=tuple(rewards))
+        medians = {name: statistics.median(step[name] for step in steps[WARM_UP_STEPS:]) for name in ("step_s", "generate_s", "train_s")}
+        return cls(**medians, cpu_s=cpu_s, seconds_to_level=seconds, rewards=tuple(rewards))
 
 
 def make_rows(shape: Shape, count: int, seed: int, words: list[str], backward: float = 1.0) -> list[dict[str, str]]:
@@ -128,12 +126,8 @@ def prepare(shape: Shape, folder: Path) -> Path:
     words = sorted({item["metadata"]["word"].lower() for item in items})
     random.Random(0).shuffle(words)
     held_out, trained = words[:HELD_OUT], words[HELD_OUT:]
-    sets = {
-        "start": make_rows(shape, 8000, 3, trained, backward=0.5),
-        "train": make_rows(shape, 8000, 1, trained),
-        "held_out": make_rows(shape, HELD_OUT, 2, held_out),
-    }
-    for name, rows in sets.items():
+    sets = {"start": make_rows(shape, 8000, 3, trained, backward=0.5), "train": make_rows(shape, 8000, 1, trained)}
+    for name, rows in (sets | {"held_out": make_rows(shape, HELD_OUT, 2, held_out)}).items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = yaml.safe_load(NANO_RECIPE.read_text())
     recipe |= {"name": "peers", "model": str(folder / "model"), "groups_per_step": shape.groups, "dynamic_sampling": False}
@@ -232,12 +226,9 @@ def best_microbatch(environment: Path, recipe: Path, shape: Shape, folder: Path)
 def print_run(name: str, run: Measured, level: float, accuracy: str) -> None:
     until = "not reached" if run.seconds_to_level is None else f"reached after {run.seconds_to_level:.0f} s of training"
     waits = "generates" if name == "TRL" else "waits for a batch"
-    tens = [statistics.fmean(run.rewards[k : k + 10]) for k in range(0, len(run.rewards), 10)]
-    print(
-        f"{name}: step {run.step_s:.2f} s ({waits} {run.generate_s:.2f}, trains {run.train_s:.2f}), {run.cpu_s:.2f} CPU s a step\n"
-        f"    mean reward by tens of steps {' '.join(f'{ten:.2f}' for ten in tens)}; {level:g} {until}; held out {accuracy}",
-        flush=True,
-    )
+    tens = " ".join(f"{statistics.fmean(run.rewards[k : k + 10]):.2f}" for k in range(0, len(run.rewards), 10))
+    print(f"{name}: step {run.step_s:.2f} s ({waits} {run.generate_s:.2f}, trains {run.train_s:.2f}), {run.cpu_s:.2f} CPU s a step")
+    print(f"    mean reward by tens of steps {tens}; {level:g} {until}; held out {accuracy}", flush=True)
 
 
 def main() -> None:

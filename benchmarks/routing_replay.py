@@ -37,7 +37,6 @@ SHAPE = NanoModelConfig(
     layers=4, hidden_size=128, heads=4, head_dim=32, intermediate_size=64, experts=16, experts_per_token=4, init_std=0.08,
     tie_word_embeddings=False,
 )  # fmt: skip
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def measure(folder: Path, dtype: str, *, prompts: int, max_tokens: int) -> list[
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), help="precisions of the engine")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"], help="precisions of the engine")
     parser.add_argument("--prompts", type=int, default=64, help="of 2 answers each")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
     arguments = parser.parse_args()
