@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from correction.schedule import needs_topk
-
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.resume import TrainingState
 from actors.trajectory_queue import Ticket
 from correction.errors import ConfigError, DataError
+from correction.schedule import needs_topk
 from rollout.chat import load_tokenizer
 from rollout.config import FileTask, HuggingFaceTask
 from rollout.tasks import Task

@@ -36,7 +36,6 @@ class Phases:
     wait_s: float
     """Mean time in which the learner had no batch; in a synchronous run that is the rollout phase and the correction."""
     train_s: float
-    learner_wait_share: float
     rollout_wait_share: float
     mixed_share: float
     largest_staleness: float
@@ -56,7 +55,6 @@ def run(run_dir: Path, steps: int, *overrides: str) -> Phases:
         step_s=step_s,
         wait_s=mean("wait/learner_s"),
         train_s=mean("time/train_s"),
-        learner_wait_share=mean("wait/learner_s") / step_s,
         rollout_wait_share=mean("wait/rollout_s") / step_s,
         mixed_share=mean("staleness/mixed_version_share"),
         largest_staleness=max(line["staleness/max"] for line in lines),
@@ -81,20 +79,18 @@ def main() -> None:
             return run(Path(folder) / f"{kind}-{turn}", arguments.steps, *kinds[kind], *arguments.overrides)
 
         runs = in_turns({kind: lambda turn, kind=kind: side(kind, turn) for kind in kinds}, arguments.pairs, rotate=False)
-    gains, shares_of_ideal, both_cores = [], [], []
+    figures: list[tuple[float, float, float]] = []
     for sync, later, wide in zip(runs["sync"], runs["async"], runs["sync-two-threads"], strict=True):
         ideal = (sync.wait_s + sync.train_s) / max(sync.wait_s, sync.train_s)
-        gains.append(sync.step_s / later.step_s)
-        shares_of_ideal.append(gains[-1] / ideal)
-        both_cores.append(wide.step_s / later.step_s)
+        gain, both = sync.step_s / later.step_s, wide.step_s / later.step_s
+        figures.append((gain, gain / ideal, both))
         print_run("synchronous, 1 thread a side", sync, sync.step_s)
         print_run("asynchronous, 1 thread a side", later, sync.step_s)
         print_run("synchronous, 2 threads a phase", wide, sync.step_s)
-        reached = f"ideal {ideal:.2f}, reached {shares_of_ideal[-1]:.0%} of it"
-        print(f"  asynchronous is {gains[-1]:.2f} times as fast as synchronous; {reached}")
-        print(f"  ... and {both_cores[-1]:.2f} times as fast as the synchronous run with both cores in each phase")
+        print(f"  asynchronous is {gain:.2f} times as fast as synchronous; ideal {ideal:.2f}, reached {gain / ideal:.0%} of it")
+        print(f"  ... and {both:.2f} times as fast as the synchronous run with both cores in each phase")
     if arguments.pairs > 1:
-        gain, share, both = map(statistics.median, (gains, shares_of_ideal, both_cores))
+        gain, share, both = map(statistics.median, zip(*figures, strict=True))
         print(f"median of {arguments.pairs}: gain {gain:.2f}, {share:.0%} of the ideal, {both:.2f} against both cores in each phase")
 
 
@@ -102,7 +98,7 @@ def print_run(name: str, phases: Phases, reference_s: float) -> None:
     step, wait, train = (seconds / reference_s for seconds in (phases.step_s, phases.wait_s, phases.train_s))
     print(
         f"  {name:32} step time {step:.2f} of the synchronous one (learner waits {wait:.2f}, trains {train:.2f}); "
-        f"waiting: learner {phases.learner_wait_share:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
+        f"waiting: learner {phases.wait_s / phases.step_s:.0%}, rollouts {phases.rollout_wait_share:.0%}; "
         f"mixed versions {phases.mixed_share:.1%}, staleness up to {phases.largest_staleness:.0f}"
     )
 

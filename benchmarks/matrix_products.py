@@ -34,8 +34,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--turns", type=int, default=7)
     turns = parser.parse_args().turns
-    used = "use" if is_needed() else "don't use"
-    print(f"{torch.get_num_threads()} threads; learner and engines {used} oneDNN here")
+    print(f"{torch.get_num_threads()} threads; learner and engines {'use' if is_needed() else 'do not use'} oneDNN here")
     print("  rows  product                        MKL / oneDNN  oneDNN, GFLOP/s")
     for rows in (64, 2048):
         for name, (inner, outer) in LAYERS.items():
@@ -45,8 +44,8 @@ def main() -> None:
                 product(a, b)  # compiles
                 ways = {"MKL": torch.mm, "oneDNN": product}
                 times = in_turns({way: lambda _, do=do, a=a, b=b: seconds(do, a, b) for way, do in ways.items()}, turns)
-                plain, ours = min(times["MKL"]), min(times["oneDNN"])
-                print(f"{rows:>6}  {what:<30} {plain / ours:5.2f}  {2e-9 * a.numel() * b.shape[1] / ours:15.0f}")
+                mkl, ours = min(times["MKL"]), min(times["oneDNN"])
+                print(f"{rows:>6}  {what:<30} {mkl / ours:5.2f}  {2e-9 * a.numel() * b.shape[1] / ours:15.0f}")
 
 
 if __name__ == "__main__":

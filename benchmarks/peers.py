@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,27 +72,15 @@ SHAPES = {
         # The words first: the nano tokenizer makes the beginning that all prompts share one token.
         "{}: spell each of these words backward, one after the other, in the order in which they stand, put one blank between each two "
         "of them, and say nothing else.",
-        words=7,
-        max_tokens=32,
-        groups=16,
-        longest_word=3,
-        start_steps=160,
-        steps=30,
-        level=0.7,
-        learning_rate=1.0e-4,
+        words=7, longest_word=3, max_tokens=32, groups=16,
+        start_steps=160, steps=30, level=0.7, learning_rate=1.0e-4,
     ),
     "short": Shape(
         "Spell this word backward (example: sun -> nus): {}",
-        words=1,
-        max_tokens=10,
-        groups=64,
-        longest_word=5,
-        start_steps=110,
-        steps=40,
-        level=0.6,
-        learning_rate=2.0e-4,
+        words=1, longest_word=5, max_tokens=10, groups=64,
+        start_steps=110, steps=40, level=0.6, learning_rate=2.0e-4,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +103,8 @@ class Measured:
         """From the step_s, generate_s and train_s of each step."""
         reached = next((k for k in range(5, len(rewards) + 1) if statistics.fmean(rewards[k - 5 : k]) >= level), None)
         seconds = None if reached is None else sum(step["step_s"] for step in steps[:reached])
-        step_s, generate_s, train_s = (
-            statistics.median(step[name] for step in steps[WARM_UP_STEPS:]) for name in ("step_s", "generate_s", "train_s")
-        )
-        return cls(step_s, generate_s, train_s, cpu_s, seconds_to_level=seconds, rewards=tuple(rewards))
+        medians = {name: statistics.median(step[name] for step in steps[WARM_UP_STEPS:]) for name in ("step_s", "generate_s", "train_s")}
+        return cls(**medians, cpu_s=cpu_s, seconds_to_level=seconds, rewards=tuple(rewards))
 
 
 def make_rows(shape: Shape, count: int, seed: int, words: list[str], backward: float = 1.0) -> list[dict[str, str]]:
@@ -139,22 +126,13 @@ def prepare(shape: Shape, folder: Path) -> Path:
     words = sorted({item["metadata"]["word"].lower() for item in items})
     random.Random(0).shuffle(words)
     held_out, trained = words[:HELD_OUT], words[HELD_OUT:]
-    sets = {
-        "start": make_rows(shape, 8000, 3, trained, backward=0.5),
-        "train": make_rows(shape, 8000, 1, trained),
-        "held_out": make_rows(shape, HELD_OUT, 2, held_out),
-    }
-    for name, rows in sets.items():
+    sets = {"start": make_rows(shape, 8000, 3, trained, backward=0.5), "train": make_rows(shape, 8000, 1, trained)}
+    for name, rows in (sets | {"held_out": make_rows(shape, HELD_OUT, 2, held_out)}).items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = yaml.safe_load(NANO_RECIPE.read_text())
     recipe |= {"name": "peers", "model": str(folder / "model"), "groups_per_step": shape.groups, "dynamic_sampling": False}
-    recipe["rollout"]["task"] = {
-        "kind": "file",
-        "path": str(folder / "train.jsonl"),
-        "held_out_path": str(folder / "held_out.jsonl"),
-        "held_out_size": HELD_OUT,
-        "shuffle": False,
-    }
+    paths = {"path": str(folder / "train.jsonl"), "held_out_path": str(folder / "held_out.jsonl")}
+    recipe["rollout"]["task"] = {"kind": "file", **paths, "held_out_size": HELD_OUT, "shuffle": False}
     recipe["rollout"]["reward"] = {"kind": "function", "path": "benchmarks.word_reward:share_of_words"}
     recipe["rollout"]["sampling"] = {"samples_per_group": shape.samples, "max_tokens": shape.max_tokens}
     recipe["rollout"]["engine"]["context_length"] = 128
@@ -201,16 +179,11 @@ def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> It
     lines = 0
     while process.poll() is None:
         time.sleep(0.2)
-        try:
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            continue
-        for one in family:
-            try:
-                times = one.cpu_times()
-            except psutil.Error:
-                continue
-            seen[one.pid] = times.user + times.system
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(process.pid)
+            for one in (root, *root.children(recursive=True)):
+                with suppress(psutil.Error):
+                    seen[one.pid] = sum(one.cpu_times()[:2])  # user and system
         now = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         if now > lines:
             lines = now
@@ -220,22 +193,12 @@ def _cpu_seconds_at_steps(process: subprocess.Popen[bytes], metrics: Path) -> It
 def run_trl(environment: Path, recipe: Path, shape: Shape, steps: int, microbatch: int, output: Path, seed: int) -> Measured:
     """Everything that both sides share comes from the recipe; the trained model is in `output`."""
     settings = yaml.safe_load(recipe.read_text())
+    rollout, learner = settings["rollout"], settings["learner"]
+    shared = {"model": settings["model"], "data": rollout["task"]["path"], "groups": shape.groups, "sampling": rollout["sampling"]}
+    rate = {"learning_rate": learner["learning_rate"], "warmup_steps": learner["warmup_steps"]}
     with TRL.start(environment) as train:
-        lines = train(
-            {
-                "model": settings["model"],
-                "data": settings["rollout"]["task"]["path"],
-                "sampling": settings["rollout"]["sampling"],
-                "learning_rate": settings["learner"]["learning_rate"],
-                "warmup_steps": settings["learner"]["warmup_steps"],
-                "groups": shape.groups,
-                "output": str(output),
-                "steps": steps,
-                "microbatch": microbatch,
-                "threads": 2,
-                "seed": seed,
-            }
-        )
+        own = {"output": str(output), "steps": steps, "microbatch": microbatch, "threads": 2, "seed": seed}
+        lines = train(shared | rate | own)
     return Measured.of(
         [line | {"train_s": line["step_s"] - line["generate_s"]} for line in lines],
         [line["reward"] for line in lines],
@@ -263,12 +226,9 @@ def best_microbatch(environment: Path, recipe: Path, shape: Shape, folder: Path)
 def print_run(name: str, run: Measured, level: float, accuracy: str) -> None:
     until = "not reached" if run.seconds_to_level is None else f"reached after {run.seconds_to_level:.0f} s of training"
     waits = "generates" if name == "TRL" else "waits for a batch"
-    tens = [statistics.fmean(run.rewards[k : k + 10]) for k in range(0, len(run.rewards), 10)]
-    print(
-        f"{name}: step {run.step_s:.2f} s ({waits} {run.generate_s:.2f}, trains {run.train_s:.2f}), {run.cpu_s:.2f} CPU s a step\n"
-        f"    mean reward by tens of steps {' '.join(f'{ten:.2f}' for ten in tens)}; {level:g} {until}; held out {accuracy}",
-        flush=True,
-    )
+    tens = " ".join(f"{statistics.fmean(run.rewards[k : k + 10]):.2f}" for k in range(0, len(run.rewards), 10))
+    print(f"{name}: step {run.step_s:.2f} s ({waits} {run.generate_s:.2f}, trains {run.train_s:.2f}), {run.cpu_s:.2f} CPU s a step")
+    print(f"    mean reward by tens of steps {tens}; {level:g} {until}; held out {accuracy}", flush=True)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.sides import options
 from benchmarks.workloads import sampled_batch, save_model
-from correction import CorrectionConfig, correct, diagnose
+from correction import CorrectionConfig, PackedBatch, correct, diagnose
 from correction.errors import EvenkeelError
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
@@ -59,13 +59,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder, "3M", VOCABULARY, initializer_range=0.1)
-        batches, failed = {}, {}
+        batches: dict[str, PackedBatch] = {}
         for engine in arguments.engines:
             try:
                 config = EngineConfig(device="cpu", max_running_requests=64, **ENGINES[engine])
                 batches[engine] = sampled_batch(folder, config, prompts, samples=arguments.samples, max_tokens=arguments.tokens)
             except EvenkeelError as error:
-                failed[engine] = error
+                print(f"{engine}: does not run here: {error}", flush=True)
         logprobs: dict[tuple[str, str], Tensor] = {}
         for learner, settings in LEARNERS.items():
             rank = LearnerRank(LearnerConfig(**settings))
@@ -80,10 +80,8 @@ def main() -> None:
     for (engine, learner), values in sorted(logprobs.items()):
         batch = replace(batches[engine], proximal_logprobs=values)
         numbers = diagnose(batch, correct(batch, correction))
-        print(f"{engine:17s}{learner:17s}" + "".join(f"{numbers[column]:17.8f}" if column == "pearson" else f"{numbers[column]:17.2e}"
-                                                      for column in COLUMNS))  # fmt: skip
-    for engine, error in failed.items():
-        print(f"{engine}: does not run here: {error}")
+        cells = [f"{numbers[column]:17.8f}" if column == "pearson" else f"{numbers[column]:17.2e}" for column in COLUMNS]
+        print(f"{engine:17s}{learner:17s}{''.join(cells)}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ run, the alerts that rlwatch would have sent, as [step, detector, severity].
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlwatch.alerts import AlertManager
 from rlwatch.config import load_config
 from rlwatch.detectors import DetectorSuite
@@ -26,9 +24,5 @@ def alerts_of(steps: list[dict[str, float]], changes: dict[str, dict[str, float]
     ]
 
 
-def answer(question: dict[str, Any]) -> list[list[tuple[int, str, str]]]:
-    return [alerts_of(run, question["changes"]) for run in question["runs"]]
-
-
 if __name__ == "__main__":
-    serve(answer)
+    serve(lambda question: [alerts_of(run, question["changes"]) for run in question["runs"]])

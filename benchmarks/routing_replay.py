@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +37,6 @@ SHAPE = NanoModelConfig(
     layers=4, hidden_size=128, heads=4, head_dim=32, intermediate_size=64, experts=16, experts_per_token=4, init_std=0.08,
     tie_word_embeddings=False,
 )  # fmt: skip
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,10 @@ class Mismatch:
     """Share of (token read, layer) in which the learner's router chooses the engine's experts."""
     tokens: int
     """Sampled."""
+
+    def __str__(self) -> str:
+        routing = "replayed" if self.is_replayed else "own"
+        return f"{self.dtype:<10} float32  {routing:<8}  {self.k3:.2e}   {self.largest:.1e}   {self.equal_topk:.4f}"
 
 
 def compare(folder: Path, batch: PackedBatch, dtype: str) -> list[Mismatch]:
@@ -95,34 +97,25 @@ def measure(folder: Path, dtype: str, *, prompts: int, max_tokens: int) -> list[
     return compare(folder, sampled_batch(folder, config, texts, samples=2, max_tokens=max_tokens), dtype)
 
 
-def table(rows: Sequence[Mismatch]) -> str:
-    lines = ["engine     learner  routing   k3 KL      largest   equal top k"]
-    lines += [
-        f"{row.dtype:<10} float32  {'replayed' if row.is_replayed else 'own':<8}  {row.k3:.2e}   {row.largest:.1e}   {row.equal_topk:.4f}"
-        for row in rows
-    ]
-    for own, replayed in zip(rows[::2], rows[1::2], strict=True):
-        lines.append(f"{own.dtype}: replay divides the k3 KL by {own.k3 / replayed.k3:.3g}, over {own.tokens} tokens")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), help="precisions of the engine")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"], help="precisions of the engine")
     parser.add_argument("--prompts", type=int, default=64, help="of 2 answers each")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
     arguments = parser.parse_args()
-    rows: list[Mismatch] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         parameters = build_nano_model(folder, ["What is 1 + 2?", "What is 3 + 4?"], SHAPE)
         print(f"{parameters / 1e6:.2f}M parameters, {SHAPE.layers} layers of {SHAPE.experts} experts, {SHAPE.experts_per_token} a token")
+        print("engine     learner  routing   k3 KL      largest   equal top k")
         for dtype in arguments.dtypes:
             try:
-                rows += measure(folder, dtype, prompts=arguments.prompts, max_tokens=arguments.max_tokens)
+                own, replayed = measure(folder, dtype, prompts=arguments.prompts, max_tokens=arguments.max_tokens)
             except EngineError as error:
                 print(f"{dtype}: the engine doesn't run: {error}")
-    print(table(rows))
+                continue
+            print(own, replayed, sep="\n")
+            print(f"{dtype}: replay divides the k3 KL by {own.k3 / replayed.k3:.3g}, over {own.tokens} tokens", flush=True)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ class Peer:
         if folder is not None:
             venv.create(folder, with_pip=True)
             for words in self.installs:
-                pip = [_python(folder), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+                pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
                 subprocess.run([*pip, *words], check=True)
             parser.exit()
         return arguments
@@ -130,7 +130,7 @@ class Peer:
 
         A worker that has ended ends the benchmark with what it said last.
         """
-        command, environment = [_python(folder), str(ROOT / "benchmarks" / self.worker)], {**os.environ, **variables}
+        command, environment = [folder / "bin" / "python", ROOT / "benchmarks" / self.worker], {**os.environ, **variables}
         with (
             tempfile.TemporaryFile("w+") as said,
             subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=said, text=True, env=environment) as process,
@@ -156,7 +156,3 @@ def serve(answer: Callable[[Any], Any]) -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     for question in sys.stdin:
         print(json.dumps(answer(json.loads(question))), file=answers, flush=True)
-
-
-def _python(folder: Path) -> str:
-    return str(folder / "bin" / "python")

@@ -71,12 +71,10 @@ def measure_decode(folder: Path, arguments: argparse.Namespace) -> list[str]:
 def measure_learner(folder: Path, lengths: list[int], turns: int, dtype: Any) -> list[str]:
     """Print a row for each length; return what misses its target."""
     config = CorrectionConfig(preset="grpo")
-    settings = {
-        name: LearnerConfig(device="cpu", dtype=dtype, fixed_order=name == "batch-invariant") for name in ("batch-invariant", "usual")
-    }
-    learners = {name: LearnerRank(its) for name, its in settings.items()}
-    for learner in learners.values():
-        learner.load(folder)
+    learners = {}
+    for name in ("batch-invariant", "usual"):
+        learners[name] = LearnerRank(LearnerConfig(device="cpu", dtype=dtype, fixed_order=name == "batch-invariant"))
+        learners[name].load(folder)
     missed = []
     print("learner       length  prompts   step time of usual  spread", flush=True)
     for length, shares in [(length, shares) for length in lengths for shares in (True, False)]:

@@ -21,11 +21,8 @@ from benchmarks.sides import options
 from correction.variance_split import VarianceSplit, split_variance
 from lab.kept_engines import KeptEngines, recipe
 
-KINDS = {
-    "off, bfloat16": ("rollout.engine.dtype=bfloat16", "learner.dtype=bfloat16"),
-    "off": (),
-    "on": ("true_on_policy=true",),
-}
+BFLOAT16 = ("rollout.engine.dtype=bfloat16", "learner.dtype=bfloat16")
+KINDS: dict[str, tuple[str, ...]] = {"off, bfloat16": BFLOAT16, "off": (), "on": ("true_on_policy=true",)}
 SETTINGS = {"seed": 1, "optimizer_steps_per_batch": 1}
 
 

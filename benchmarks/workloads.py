@@ -37,10 +37,9 @@ def save_model(folder: Path, shape: str, vocabulary: int, **settings: Any) -> in
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    tokens = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-    rest = {"max_position_embeddings": 2048, "tie_word_embeddings": True, "dtype": "float32"}
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**heads | tokens | rest | SHAPES[shape] | settings))
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
+    tokens = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, "tie_word_embeddings": True}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**heads | tokens | {"dtype": "float32"} | SHAPES[shape] | settings))
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -17,8 +17,6 @@ Runs that are there already are left out, so an interrupted recording goes on wh
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import math
 import statistics
 import sys
@@ -27,7 +25,6 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,10 +33,10 @@ import torch
 from correction import CorrectionConfig
 from correction.advantages import group_advantages
 from lab.kept_engines import KeptEngines, RunSettings, recipe
+from lab.recorded_runs import SERIES, write_run
 from learner.learner_rank import LearnerRank
 from rollout.trajectory import Group
 
-SERIES = Path(__file__).resolve().parents[1] / "benchmarks" / "series"
 STEPS = 100
 RAMP_STEPS = 20
 CORRECTION = CorrectionConfig(preset="decoupled-ppo", kl={"coefficient": 1e-9, "estimator": "k1"})
@@ -147,15 +144,6 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
-def write(path: Path, condition: str, seed: int, series: dict[str, Any]) -> None:
-    """Compressed JSON (Python's, which knows NaN), whose bytes depend on nothing but the numbers."""
-    settings = asdict(CONDITIONS[condition]) | {"onset": None if condition == "healthy" else onset_of(seed), "ramp_steps": RAMP_STEPS}
-    text = json.dumps({"condition": condition, "seed": seed, "settings": settings, "series": series}, separators=(",", ":"))
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(gzip.compress(text.encode(), mtime=0))
-    partial.rename(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of the start model; made if it is not there")
@@ -182,7 +170,8 @@ def main() -> None:
                 continue
             started = time.monotonic()
             series = as_series(recorder.record(CONDITIONS[condition], seed=seed, steps=arguments.steps))
-            write(path, condition, seed, series)
+            onset = None if condition == "healthy" else onset_of(seed)
+            write_run(path, condition, seed, asdict(CONDITIONS[condition]) | {"onset": onset, "ramp_steps": RAMP_STEPS}, series)
             print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)
 
 

@@ -6,13 +6,10 @@ import pytest
 
 from benchmarks.early_warning import (
     CANDIDATES,
-    Run,
     Score,
     Setting,
     Warned,
     choose,
-    collapse_step,
-    load_runs,
     monitor_config,
     monitor_warnings,
     of,
@@ -20,6 +17,7 @@ from benchmarks.early_warning import (
     shares,
 )
 from correction.monitor import MonitorConfig
+from lab.recorded_runs import Run, collapse_step, load_runs, write_run
 
 GOOD, BAD = 0.6, 0.0
 
@@ -129,6 +127,12 @@ def recorded():
     """The committed runs, and what our monitor says of each."""
     runs = load_runs()
     return runs, [monitor_warnings(one) for one in runs]
+
+
+def test_what_is_written_is_what_is_read(tmp_path):
+    series = {"k3_kl": [0.5, None, math.inf], "sampled_reward": [1.0, 0.0, 0.5]}
+    write_run(tmp_path / "noise-03.json.gz", "noise", 3, {"onset": 41, "ramp_steps": 20}, series)
+    assert load_runs(tmp_path) == [Run("noise", 3, series, onset=41)]
 
 
 def test_recorded_runs_by_outcome(recorded):

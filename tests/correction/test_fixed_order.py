@@ -46,7 +46,7 @@ def test_linear_rows(inner: int, outer: int) -> None:
     x, weight, bias = torch.randn(1000, inner), torch.randn(outer, inner), torch.randn(outer)
     assert counts_that_differ(lambda x: operators.linear(x, weight), x) == []
     assert counts_that_differ(lambda x: operators.linear(x, weight, bias), x) == []
-    assert counts_that_differ(lambda x: F.linear(x, weight), x)[:3] == [1, 2, 3], "torch's own depends on the count"
+    assert counts_that_differ(lambda x: F.linear(x, weight), x), "torch's own depends on the count"
     torch.testing.assert_close(operators.linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
 
 

@@ -95,7 +95,7 @@ def test_recovery_is_an_event_too():
     series = (K3 * (10 if 50 <= step < 70 else 1) for step in range(120))
     monitor = Monitor()
     events = [event for step in range(120) for event in monitor.update(step, {"k3_kl": next(series)})]
-    assert [event.state for event in events][-1] is State.OK and "back where it was" in events[-1].message
+    assert [event.state for event in events][-1] is State.OK and "is back at its usual level" in events[-1].message
     assert events[0].state is State.ALARM or events[0].state is State.WATCH
     assert monitor.state is State.OK
 

@@ -1,0 +1,78 @@
+"""Recorded runs (benchmarks/series): how they are kept, and what became of them."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from correction.quantities import current_name
+
+SERIES = Path(__file__).resolve().parents[1] / "benchmarks" / "series"
+SMOOTHING = 5
+"""Steps of the centred mean of the outcome."""
+COLLAPSED_SHARE = 0.5
+"""Of the best outcome so far, under which a run counts as lost."""
+LASTING = 10
+"""Steps, up to the end of the record, that a run must have stayed lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A recorded run."""
+
+    condition: str
+    seed: int
+    series: dict[str, list[float | None]]
+    """By name, one value for each step; None where a step had none."""
+    onset: int | None = None
+    """Step at which its disturbance began."""
+
+    @property
+    def outcome(self) -> list[float]:
+        """Mean reward of what the weights of each step sample (with staleness they are trained some steps later)."""
+        return [value or 0.0 for value in self.series["sampled_reward"]]
+
+    @property
+    def steps(self) -> int:
+        return len(self.series["sampled_reward"])
+
+    @property
+    def collapse(self) -> int | None:
+        return collapse_step(self.outcome)
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """What a monitor is given at a step."""
+        return {name: value for name, values in self.series.items() if (value := values[step]) is not None}
+
+
+def load_runs(folder: Path = SERIES) -> list[Run]:
+    """All recorded runs, by condition and seed."""
+    runs = []
+    for path in sorted(folder.glob("*.json.gz")):
+        record = json.loads(gzip.decompress(path.read_bytes()))
+        runs.append(Run(record["condition"], record["seed"], {current_name(name): values for name, values in record["series"].items()}, record["settings"]["onset"]))
+    return runs
+
+
+def write_run(path: Path, condition: str, seed: int, settings: dict[str, Any], series: dict[str, list[float | None]]) -> None:
+    """Compressed JSON (Python's, which knows NaN), whose bytes depend on nothing but the numbers."""
+    text = json.dumps({"condition": condition, "seed": seed, "settings": settings, "series": series}, separators=(",", ":"))
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(gzip.compress(text.encode(), mtime=0))
+    partial.rename(path)
+
+
+def collapse_step(outcome: Sequence[float]) -> int | None:
+    """First step from which on the smoothed outcome stays under half of its best until then; None for a run that didn't collapse."""
+    half = SMOOTHING // 2
+    smooth = [statistics.fmean(outcome[max(0, k - half) : k + half + 1]) for k in range(len(outcome))]
+    best = list(itertools.accumulate(smooth, max))
+    is_lost = [value < COLLAPSED_SHARE * top for value, top in zip(smooth, best, strict=True)]
+    lost = len(list(itertools.takewhile(bool, reversed(is_lost))))
+    return len(outcome) - lost if lost >= LASTING else None
