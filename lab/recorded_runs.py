@@ -56,7 +56,8 @@ def load_runs(folder: Path = SERIES) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.json.gz")):
         record = json.loads(gzip.decompress(path.read_bytes()))
-        runs.append(Run(record["condition"], record["seed"], {current_name(name): values for name, values in record["series"].items()}, record["settings"]["onset"]))
+        series = {current_name(name): values for name, values in record["series"].items()}
+        runs.append(Run(record["condition"], record["seed"], series, record["settings"]["onset"]))
     return runs
 
 

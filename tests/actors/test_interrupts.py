@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -76,6 +77,7 @@ def ended(program: str, number: int) -> tuple[subprocess.CompletedProcess[str], 
     assert process.stdout is not None
     try:
         child = int(process.stdout.readline())
+        time.sleep(0.5)  # for its next line: the wait that no signal ends
         process.send_signal(number)
         out, err = process.communicate(timeout=60.0)
     finally:
