@@ -17,6 +17,7 @@ _LONGEST_FIRST = ("tests/e2e", "shared engine", "tests/learner", "tests/failures
 """Order in which two processes take groups of tests: what is short fills the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups for `pytest -n 2 --dist loadgroup`: a file stays in one process, and so does everything that uses the shared engine.
 
