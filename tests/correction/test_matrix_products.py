@@ -70,7 +70,7 @@ def test_empty_factors_and_those_that_do_not_fit_are_left_to_torch() -> None:
 PROGRAM = """
 import torch
 from torch.profiler import profile
-from correction import matrix_products
+from correction.engines import matrix_products
 matrix_products.is_needed = lambda: True
 matrix_products.use_fastest()
 matrix_products.use_fastest()
