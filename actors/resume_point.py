@@ -24,7 +24,10 @@ from rollout.tasks import Task
 _MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")
 _OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
 """Settings by which groups are sampled and scored, or their beginnings."""
-_NOT_OF_SAMPLES = ("rollout.workers", "rollout.engine.max_running_requests", "rollout.engine.deadlines", *_MOVABLE_TASK_SETTINGS)
+_NOT_OF_SAMPLES = (
+    *("rollout.workers", "rollout.slots", "rollout.engine.max_running_requests", "rollout.engine.deadlines"),
+    *_MOVABLE_TASK_SETTINGS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunC
 
     Raises: ConfigError for settings that the run can't go on with; DataError if no checkpoint can be read.
     """
-    before, config = _run_config(folder, ()), _run_config(folder, overrides)
+    before, config = run_config(folder, ()), run_config(folder, overrides)
     if not folder.checkpoints():
         return config, None
     point = _newest_readable(folder)
@@ -109,8 +112,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.absolute(), "rollout": rollout})
 
 
-def _run_config(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
-    """Raises: ConfigError if config.yaml is damaged; what is missing there would silently be a default."""
+def run_config(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
+    """The run's configuration with overrides on top.
+
+    Raises: ConfigError if config.yaml is damaged (what is missing there would silently be a default), or for an override as load_config.
+    """
     path = folder.path / "config.yaml"
     remedy = f"Put back a whole copy, or write it anew: evenkeel config RECIPE > {path}"
     last = list(RunConfig.model_fields)[-1]

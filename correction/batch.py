@@ -211,16 +211,6 @@ class BatchSlice:
         changes |= {"offsets": bounds - self.tokens.start, "group_ids": batch.group_ids[self.sequences]}
         return replace(batch, **changes)  # type: ignore[arg-type]
 
-    def of_corrected(self, corrected: CorrectedBatch) -> CorrectedBatch:
-        """The same of a corrected batch."""
-        return replace(
-            corrected,
-            batch=self.of_batch(corrected.batch),
-            importance_weights=corrected.importance_weights[self.tokens],
-            keep_mask=corrected.keep_mask[self.tokens],
-            token_scale=corrected.token_scale[self.tokens],
-        )
-
     def of_tokens(self, values: Tensor | None) -> Tensor | None:
         """The part's share of per-token values [N]."""
         return None if values is None else values[self.tokens]

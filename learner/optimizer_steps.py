@@ -59,7 +59,7 @@ def first_values(
 ) -> tuple[Tensor, float | None, FinalDecision]:
     """Logprobs [N], mean entropy of the trained tokens and what was decided about them, each from the first pass that it was in."""
     batch = corrected.batch
-    logprobs, entropies, weights = torch.zeros(3, batch.num_tokens, dtype=torch.float32)
+    logprobs, entropies, weights = (torch.zeros(batch.num_tokens, dtype=torch.float32) for _ in range(3))  # they travel apart
     keep = torch.zeros(batch.num_tokens, dtype=torch.bool)
     counts = []
     for (sequences, _), done in zip(shares, passes, strict=False):

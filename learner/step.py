@@ -238,7 +238,7 @@ def _gather(
         counts = _total([one.counts.values for one in decided], placement)
         labels = decided[0].counts.labels if decided else None
     values, sums, counts, labels = placement.from_stage(placement.pipeline_parallel - 1, (values.cpu(), sums, counts, labels))
-    logprobs, entropies, weights, keep = values
+    logprobs, entropies, weights, keep = (row.clone() for row in values)  # a part of a tensor would travel with the whole of it
     final = None
     if counts is not None and labels is not None:
         final = FinalDecision(keep_mask=keep.bool(), importance_weights=weights, counts=DecisionCounts(labels, counts))

@@ -111,7 +111,10 @@ def train(
         _load(recipe, words)  # a typo is told before anything that takes seconds to import
     else:
         _refuse_recipe(resume, words)
-        _load(_config_of(resume), words)
+        from actors.record.run_folder import RunFolder
+        from actors.resume_point import run_config
+
+        run_config(RunFolder.view(resume), words)
     from actors.commands.train import train_run
 
     summary = train_run(None if resume else recipe, words, resume)
@@ -328,12 +331,6 @@ def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:
     from actors.config import RunConfig
 
     return load_config(RunConfig, recipe, overrides or [])
-
-
-def _config_of(run_dir: Path) -> Path:
-    from actors.record.run_folder import RunFolder
-
-    return RunFolder.view(run_dir).path / "config.yaml"
 
 
 def _refuse_recipe(run_dir: Path, words: list[str]) -> None:

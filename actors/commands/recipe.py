@@ -101,7 +101,7 @@ def _node_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals and text.endswith((".yaml", ".yml")):
-        raise ConfigError(f"command line: {text!r} is no override: a recipe comes first, and --resume takes none, the run has its own")
+        raise ConfigError(f"command line: {text!r} is no override: one recipe is taken, and comes before the overrides")
     if not equals or not key.strip() or key != key.strip():
         raise ConfigError(f"command line: {text!r} is no override: write KEY=VALUE without spaces, such as rollout.workers=2")
     try:

@@ -174,7 +174,7 @@ def test_a_folder_is_no_recipe_and_shows_those_in_it(recipe: Path) -> None:
 
 
 def test_a_recipe_in_the_place_of_an_override(recipe: Path) -> None:
-    assert "is no override: a recipe comes first, and --resume takes none" in problem(None, "steps=1", str(recipe))
+    assert "is no override: one recipe is taken, and comes before the overrides" in problem(None, "steps=1", str(recipe))
 
 
 def test_bad_values_name_value_reason_and_what_is_expected(recipe: Path) -> None:

@@ -197,6 +197,13 @@ def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFold
     assert said[1] == ("info", "1 finished groups of the checkpoint are sampled again, because of rollout.sampling.temperature")
 
 
+@pytest.mark.parametrize("override", ["rollout.workers=2", "rollout.slots=5", "rollout.engine.deadlines.generate_s=99"])
+def test_groups_stay_whatever_the_number_of_workers_and_of_groups_under_way(folder: RunFolder, override: str) -> None:
+    """Neither decides what an answer is: finished groups are trained as they are."""
+    _, point, _ = resume(folder, override)
+    assert point.state.queue == state(2).queue
+
+
 def test_other_data_than_the_runs_are_refused(folder: RunFolder) -> None:
     with pytest.raises(DataError, match=r"its question train/0/3 is 'another', but .* asked 'question 3' there"):
         resume(folder, task=asks(lambda position: "another" if position == 3 else prompt(position).text))

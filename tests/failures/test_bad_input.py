@@ -72,6 +72,15 @@ def test_resume_takes_no_recipe(tmp_path: Path) -> None:
     assert "--resume takes no recipe" in refused("train", "--resume", str(tmp_path), "recipes/nano_chain_sum.yaml")
 
 
+@pytest.mark.parametrize("content", ["", "a: [1", "steps: 5\nmodel: models/none\n"])
+def test_resume_says_what_to_do_about_a_damaged_configuration(tmp_path: Path, content: str) -> None:
+    """Its missing keys are not the user's to add: a recipe's remedy would be the wrong one."""
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    said = refused("train", "--resume", str(tmp_path))
+    assert said.startswith(f"evenkeel: {path}: ") and f"write it anew: evenkeel config RECIPE > {path}" in said
+
+
 # -- the recipe ------------------------------------------------------------------------------------------------------
 
 

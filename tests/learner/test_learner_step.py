@@ -43,6 +43,15 @@ from tests.learner.learner_cases import (
 )
 
 
+def test_what_leaves_a_rank_takes_its_own_bytes_along_and_no_others(tmp_path: Path) -> None:
+    """A tensor is pickled with all of the memory that it is a part of: as a row of a table it would cost the others' rows too."""
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        batch = off_policy_batch(learner)
+        result, proximal = learner.step(correct(batch, TIS), TIS, step=0), learner.proximal(batch)
+    sent = (result.target_logprobs, result.decided.importance_weights, proximal.logprobs)
+    assert [tensor.untyped_storage().nbytes() for tensor in sent] == [4 * batch.num_tokens] * 3
+
+
 def test_top_k_ids_are_looked_up_at_their_own_tokens(tmp_path: Path) -> None:
     """Where behaviour logprobs and table are Hugging Face's own, every divergence is 0 and no token is blocked; with the table's rows
     moved by one token nearly half of them are: those that move out."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from correction.checksum import tensor_checksum
 
+from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError
 from rollout.engine import RolloutEngine
@@ -140,7 +140,7 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, t
         for call in (engine.generate([5, 6, 7], max_tokens=4), engine.score([5, 6])):
             with pytest.raises(EngineDirty, match="it has had no weights yet"):
                 engine_loop.run(call)
-        engine_loop.run(engine.update_weights(0, tiny_weights(tiny_model)))
+        engine_loop.run(engine.update_weights(0, [WeightBucket.of(tiny_weights(tiny_model))]))
         expected = {name: tensor_checksum(tensor) for name, tensor in tiny_weights(tiny_model).items()}
         assert engine_loop.run(engine.weight_checksums()) == expected
         completions = engine_loop.run(sample_across_an_update())

@@ -1,0 +1,74 @@
+"""What the files of this repository import from each other is there, also in tests that are seldom run, and in benchmarks.
+
+Read off the syntax trees, so that no engine has to be started to see it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("correction", "rollout", "learner", "actors", "lab", "benchmarks", "docs", "tests")
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module or package; a folder without one counts."""
+    path = ROOT.joinpath(*module.split("."))
+    return next((found for found in (path.with_suffix(".py"), path / "__init__.py", path) if found.exists()), None)
+
+
+@cache
+def defined(path: Path) -> frozenset[str]:
+    """Names that a file binds at its top level, imports and branches included."""
+    if path.is_dir():
+        return frozenset()
+    inside_others = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+    waiting: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+        if not isinstance(node, inside_others):
+            waiting += ast.iter_child_nodes(node)
+    return frozenset(found)
+
+
+def missing(path: Path) -> Iterator[str]:
+    """What a file imports of ours that isn't there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            wanted = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            wanted = [(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in wanted:
+            if module.partition(".")[0] in FOLDERS:
+                source = source_of(module)
+                is_there = source is not None and (not name or name in defined(source) or source_of(f"{module}.{name}") is not None)
+                # A package that makes its names when they are asked for has a test of its own.
+                if not is_there and not (source is not None and "__getattr__" in defined(source)):
+                    yield f"line {node.lineno}: {module}{f'.{name}' if name else ''}"
+
+
+def test_every_import_of_ours_is_there() -> None:
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert {path.relative_to(ROOT).parts[0] for path in files} == set(FOLDERS)
+    assert {str(path.relative_to(ROOT)): found for path in files if (found := list(missing(path)))} == {}
+
+
+def test_what_is_missing_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "import correction.checksum\nfrom correction.errors import ConfigError, Nothing\nfrom correction import errors\n"
+        "def f():\n    from rollout.nowhere import x\n    import torch.nowhere\n"
+    )
+    assert list(missing(file)) == ["line 1: correction.checksum", "line 2: correction.errors.Nothing", "line 5: rollout.nowhere.x"]
