@@ -14,7 +14,8 @@ from actors.commands.recipe import explain_lines
 from actors.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
 DOCS = [page for page in PAGES if page.parent == ROOT / "docs" and page.stem != "glossary"]
 KEYS = [re.sub(r"\.(NAME|N)(?=\.|$)", r"\\.[^.]+", line.path) for line in explain_lines(RunConfig)]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
