@@ -4,7 +4,6 @@
     metrics.jsonl                   one line a step                      evaluations.jsonl    one line a held-out evaluation
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
     rewound.jsonl                   lines of these that a resume took back (nothing is deleted)
-    ledger.jsonl                    one line a prompt that was trained or discarded (actors/ledger.py)
     events.log                      what happened: time, level, text
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
