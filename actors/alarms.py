@@ -34,11 +34,12 @@ class Action:
 class AlarmResponse:
     """Takes alarms as they come and says once what to do.
 
-    A replacement is made at the first alarm and never again; each alarm stops, so that a resumed run goes on until the next one.
+    The correction is replaced at the first alarm only. With on_alarm = stop every alarm ends the run: one that was resumed goes on until
+    the next.
     """
 
     def __init__(self, config: RunConfig, earlier: Replacement | None = None) -> None:
-        """earlier: of the run that is resumed. It holds while `correction` is configured as it was then: who changes that, decides anew."""
+        """earlier: of the run that is resumed. It holds while `correction` is configured as it was then; another one replaces it."""
         self._config, self._earlier = config, earlier
         self.replacement = earlier if earlier is not None and earlier.configured == config.correction else None
         self._pending: list[Event] = []

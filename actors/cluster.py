@@ -36,15 +36,15 @@ _JOINED_ENVIRONMENT = {
 _TRIES = 3
 _PAUSE_S = 2.0
 _NICER_BY = 10
-"""By how much every actor but the learner's is nicer than it: at most a tenth of a core that the learner wants."""
+"""Added to the niceness of all actors but the learner's. Of a core that the learner wants as well they then get a tenth at most."""
 _NICEST = 19
 _LONGEST_TEMP_DIR = 40
 """Characters. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
 _CONNECT_S = 10.0
 _TURN_S = 120.0
-"""For how long a run lets others of this machine start their Ray first."""
+"""A run waits at most so long while others of this machine start their Ray."""
 _ENDED_S = 5.0
-"""What Ray leaves behind has to be gone by then."""
+"""Processes that Ray leaves behind are killed after so long."""
 
 
 class Cluster:
@@ -55,7 +55,7 @@ class Cluster:
         self._before = _descendants()
 
     def __enter__(self) -> Cluster:
-        """Raises: ConfigError for an address or a folder that can't do; EngineError when Ray does not start, with what to do."""
+        """Raises: ConfigError for an address or a folder that can't be used; EngineError when Ray does not start, with what to do."""
         settings = self._config.ray
         check_ray(settings)
         os.environ.update(_ENVIRONMENT)
@@ -194,7 +194,7 @@ def _own_turn() -> Iterator[None]:
         with contextlib.suppress(filelock.Timeout):
             lock.acquire(timeout=_TURN_S)
     except OSError as error:  # a folder that can't be written to, or locked
-        log.debug("no turns: %s", error)
+        log.debug("no lock for starting one Ray at a time: %s", error)
     try:
         yield
     finally:

@@ -96,7 +96,7 @@ class DeadlinesConfig(Settings):
     checkpoint_s: PositiveFloat = 600.0
     """Longest time to write a checkpoint, seconds."""
     evaluation_s: PositiveFloat = 900.0
-    """Longest time for the last evaluation, seconds."""
+    """Longest time for one evaluation, seconds."""
     notice_s: PositiveFloat = 30.0
     """Seconds after which a part that waits says what it waits for, again and again."""
 

@@ -16,7 +16,7 @@ from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")
 USUAL_START = 1 / 3
-"""Of its deadline: engines and learner ranks that need longer to start are worth a warning."""
+"""Share of its deadline: if the start of an engine or a rank takes longer, its notices become warnings."""
 
 ACTOR_LOST = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.WorkerCrashedError)
 """What Ray raises when the process behind a handle is gone; the call may or may not have run."""
@@ -40,7 +40,7 @@ async def wait_for(
         deadline_s: seconds until DeadlineExceeded.
         notice_s: seconds between notices while waiting.
         notice: takes each notice; None: the log, as information until `usual_s`, as a warning from then on.
-        usual_s: a wait of so many seconds is nothing unusual.
+        usual_s: a wait of up to so many seconds is nothing unusual.
         detail: asked for one clause on what exactly is missing, before each notice.
     Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; EngineError when its process is gone.
     """
@@ -66,7 +66,7 @@ async def wait_for(
         if not task.done():
             task.cancel()
         elif not task.cancelled():
-            task.exception()  # seen, also when this wait was cancelled in the moment in which the task failed
+            task.exception()  # read, or asyncio would report it: this wait may be cancelled just when the task fails
 
 
 def unwrapped(error: BaseException) -> BaseException:

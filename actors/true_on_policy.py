@@ -27,7 +27,7 @@ def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
         model: folder of the weights that training starts from; on a resume a checkpoint's. None: config.model.
     Raises: ConfigError naming what can't be honoured.
     """
-    # Never without: a batch that has routes is computed with them, and "recompute" is to replay the learner's own.
+    # Set to false as well: the learner replays the routes that a batch brings, and "recompute" is to replay the learner's own.
     config = _with_settings(config, {"return_routed_experts": config.learner.routing_replay == "rollout"}, {})
     if not config.true_on_policy:
         return config
@@ -95,7 +95,7 @@ def compare_batch(config: RunConfig, batch: PackedBatch, target_logprobs: Tensor
 
 
 def describe(agreement: Agreement) -> str:
-    """What differs, in one sentence without its stop."""
+    """What differs, in one sentence without the full stop."""
     return (
         f"true_on_policy: {agreement.differing} of {agreement.tokens} tokens of staleness 0 have other bits in training than in sampling, "
         f"by up to {agreement.largest_difference:.3g} nats; the first is {agreement.first}"

@@ -3,8 +3,8 @@
 `publish` hands a version over and returns; receipts come later. An engine that is still busy with an older version skips to the newest.
 No work goes to an engine without a receipt for the published version (actors.pool looks at `SyncTarget.version`). The first sync of an
 engine, and the first after a failure, compares checksums of every tensor, taken in the engine's own process, and for true on-policy also
-what the two processes compute with. After each sync the logprobs of a fixed prompt are compared, beside the engine's work, because a full
-engine may take long to come to them; newer weights end the wait.
+what the two processes compute with. After each sync the logprobs of a fixed prompt (the probe) are compared while the engine works on: a
+full engine may take long to answer. If newer weights come first, that comparison is left out.
 
 Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool. A broadcast group belongs to one set of
 workers: when that changes, or a collective fails, the group is closed, the version goes out through the object store, and a new group is
@@ -30,7 +30,7 @@ from rollout.trajectory import SyncReceipt
 log = logging.getLogger("evenkeel.sync")
 _ATTEMPTS = 3
 _UNPROBED = 10
-"""Versions in a row whose probe was not answered in time, after which that is worth a warning."""
+"""A warning comes after so many versions in a row whose probe was not answered before the next version."""
 
 
 @dataclass(slots=True)
@@ -184,13 +184,13 @@ class WeightSync:
         try:
             logprobs = await wait_for(target.actor.probe.remote(self._probe_ids), what, deadline_s=self._sync_s)
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            log.warning("%s: %s", what, error)  # what else ails the engine shows where it works, or at the next sync
+            log.warning("%s: %s", what, error)  # an engine that is broken shows it in its work, or at the next sync
             return
         target.unprobed = 0
         self._on_probe(target, version, max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)))
 
     def _end_probe(self, target: SyncTarget) -> None:
-        """Before newer weights: an answer would be of those, or of both."""
+        """Called before newer weights are sent: the answer would be computed by those, or by both."""
         if target.probe is None:
             return
         if not target.probe.done():
@@ -295,5 +295,5 @@ def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, st
         f"weight sync v{version} -> rollout worker {worker}: "
         + (f"{len(different)} tensors differ, first {different[0]}; " if different else "")
         + (f"{len(missing)} tensors stand on one side only, first {missing[0]}; " if missing else "")
-        + "the engine keeps out of work until a full sync succeeds"
+        + "the engine gets no work until a full sync succeeds"
     )

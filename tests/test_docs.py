@@ -14,7 +14,9 @@ from actors.commands.recipe import explain_lines
 from actors.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
+ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
+DOCS = [page for page in PAGES if page.parent == ROOT / "docs" and page.stem != "glossary"]
 KEYS = [re.sub(r"\.(NAME|N)(?=\.|$)", r"\\.[^.]+", line.path) for line in explain_lines(RunConfig)]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 OPEN_KEYS = ("rollout.task.options", "rollout.task.chat_template_kwargs", "rollout.engine.engine_args")
@@ -106,7 +108,7 @@ def test_terms_that_a_newcomer_needs_are_explained_once(term: str) -> None:
     assert len(headings) == 1 and headings[0] in GLOSSARY
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts and page.stem != "glossary"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
 def test_a_page_that_uses_such_a_term_links_the_glossary(page: Path) -> None:
     text = page.read_text()
     if re.search(r"\b(GRPO|k3|ESS|effective sample size|probe|receipt|R3|retract\w*|1F1B|staleness)\b", text):

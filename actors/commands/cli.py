@@ -32,7 +32,7 @@ app = typer.Typer(
     name="evenkeel",
     help="Asynchronous RL post-training for language models: SGLang rollouts, a Megatron learner, a correction service between them.",
     epilog="Exit codes: 0 done; 1 an error, said in a sentence; 2 wrong usage; 3 train: ended by an alarm; 4 diff-engines: a bit differs; "
-    "130 interrupted.\n\n"
+    "130 ended by Ctrl-C; 143 ended by SIGTERM.\n\n"
     + _examples("evenkeel init-model recipes/nano_spell_backward.yaml", "evenkeel train recipes/nano_spell_backward.yaml"),
     no_args_is_help=True,
     add_completion=False,
@@ -108,7 +108,7 @@ def train(
     if recipe is None and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
     if resume is None:
-        _load(recipe, words)  # a typo is told before anything that takes seconds to import
+        _load(recipe, words)  # a typo shows before the imports, which take seconds
     else:
         _refuse_recipe(resume, words)
         from actors.record.run_folder import RunFolder
@@ -183,7 +183,7 @@ def evaluate(
         )
     from actors.commands.task_config import task_config
 
-    task_config(model, task, overrides or [], problems=problems)  # a typo is told before anything that takes seconds to import
+    task_config(model, task, overrides or [], problems=problems)  # a typo shows before the imports, which take seconds
     from actors.commands.evaluate import evaluate_folder
 
     evaluate_folder(model, task, overrides or [], problems=problems, temperature=temperature, samples=samples, say=typer.echo)

@@ -1,0 +1,90 @@
+"""docs/architecture.md names files that exist, and has a place for every file of the packages: a new one needs a line there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import imported_modules, module_name, source_files
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PACKAGES = ("correction", "rollout", "learner", "actors", "lab")
+RAY_ACTORS = {"actors.rollout_worker", "actors.trajectory_queue", "actors.correction_service", "actors.learner_group"}
+FILE = re.compile(r"`([\w/]+\.py)`")
+
+
+def rooms(page: str) -> dict[str, set[str]]:
+    """Folder (with its slash) -> the files that the table names in it; none for a folder that has one line for all of its files."""
+    found: dict[str, set[str]] = {}
+    folders: list[str] = []
+    for line in page.splitlines():
+        if not line.startswith("|"):
+            continue
+        room, files = line.split("|")[1:3]
+        folders = re.findall(r"`([\w/]+/)`", room) or folders
+        for folder in folders:
+            found.setdefault(folder, set()).update(FILE.findall(files))
+    return found
+
+
+def missing(page: str, root: Path) -> set[str]:
+    """Files and folders that a page names, and that aren't there."""
+    of_table = {folder + name for folder, names in rooms(page).items() for name in (names or {""})}
+    of_text = {name for name in FILE.findall(page) if "/" in name}
+    return {name for name in of_table | of_text if not (root / name).exists()}
+
+
+def unplaced(page: str, files: set[str]) -> set[str]:
+    """Those of the files that neither have a name in their room nor lie in, or below, one that has a line for all."""
+    places = rooms(page)
+    wholes = tuple(folder for folder, names in places.items() if not names)
+    named = {folder + name for folder, names in places.items() for name in names}
+    return {file for file in files if file not in named and not file.startswith(wholes)}
+
+
+def test_every_file_that_the_page_names_exists() -> None:
+    assert len(FILE.findall(PAGE)) > 100, "the page names no files: the test would pass for nothing"
+    assert missing(PAGE, ROOT) == set()
+
+
+def test_every_file_of_the_packages_has_a_place_on_the_page() -> None:
+    files = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert unplaced(PAGE, files) == set()
+
+
+def test_every_file_of_the_picture_exists() -> None:
+    picture = (ROOT / "docs" / "images" / "architecture.svg").read_text()
+    named = re.findall(r"\b[a-z]+/[\w/]+\.py\b", picture)
+    assert len(named) >= 6
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES[:4])
+def test_each_package_has_a_room(package: str) -> None:
+    """Not one line for all of its files: its root is what a newcomer opens first."""
+    assert len(rooms(PAGE)[f"{package}/"]) > 10
+
+
+def test_no_ray_actor_imports_what_writes_a_run_down() -> None:
+    """Neither itself nor through others: actors/record/ is the driver's, and an actor's process need not load it."""
+    files = {module_name(path): path for path in source_files("actors")}
+    seen: set[str] = set()
+    waiting = set(RAY_ACTORS)
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        waiting |= imported_modules(files[module], set(files)) - seen
+    assert [module for module in sorted(seen) if module.startswith("actors.record")] == []
+    assert len(seen) > len(RAY_ACTORS), "they import nothing of actors: the test would pass for nothing"
+
+
+def test_the_reader_sees_what_is_missing(tmp_path: Path) -> None:
+    page = "| `a/` | `x.py` `gone.py` | ... |\n| | `y.py` | ... |\n| `a/b/` | all | ... |\nText about `a/x.py` and `a/never.py`.\n"
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("x.py", "y.py"):
+        (tmp_path / "a" / name).touch()
+    assert missing(page, tmp_path) == {"a/gone.py", "a/never.py"}
+    assert unplaced(page, {"a/x.py", "a/y.py", "a/z.py", "a/b/any.py", "c/d.py"}) == {"a/z.py", "c/d.py"}
