@@ -19,9 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import interrupts
 from actors.alarms import AlarmResponse
+from actors.carriers import Observation, PreparedBatch, Ticket
 from actors.cluster import give_way
 from actors.config import RunConfig
-from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
+from actors.correction_service import CorrectionService, ServiceConfig
 from actors.evaluation import Evaluation, evaluate
 from actors.learner_group import LearnerGroup
 from actors.ledger import Ledger
@@ -32,7 +33,7 @@ from actors.record.step_report import learned_numbers
 from actors.resume import TrainingState
 from actors.resume_point import ResumePoint
 from actors.supervision import Stopwatch, counted, wait_for
-from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.trajectory_queue import TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of
 from actors.weight_sync import WeightSync
 from correction.errors import DataError, EvenkeelError

@@ -19,16 +19,17 @@ from typing import Any
 
 from torch import Tensor
 
+from actors.carriers import INVALID, UNIFORM, Observation, PreparedBatch, ScatterSample
 from actors.learner_group import LearnerGroup
-from actors.scatter import ScatterReservoir, ScatterSample
+from actors.scatter import ScatterReservoir
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
 from correction.advantages import group_advantages
-from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
+from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
-from correction.monitor import Event, Monitor, MonitorConfig, State
+from correction.monitor import Monitor, MonitorConfig
 from correction.schedule import needs_proximal_forward
 from rollout.config import OverlongConfig
 from rollout.packing import pack_groups
@@ -36,9 +37,6 @@ from rollout.trajectory import Group
 
 log = logging.getLogger("evenkeel.correction")
 _POLL_S = 30.0
-INVALID = "fewer than two valid trajectories"
-UNIFORM = "rewards all alike"
-"""Reasons for which the service discards a group."""
 _OF_THE_BOUNDS = ("rejected_share",)
 """Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
 
@@ -63,36 +61,6 @@ class ServiceConfig:
     monitor: MonitorConfig
     detailed: bool
     """Diagnose in detail."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch on its way to the learner."""
-
-    version: int
-    """The learner's version from which the update starts."""
-    correction: CorrectionConfig
-    """What it is corrected by, and has to be trained with."""
-    corrected: CorrectedBatch
-    groups: tuple[Group, ...]
-    proximal_s: float
-    """Learner time spent on proximal (and reference) logprobs."""
-    correct_s: float
-    """Time of the correction itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a trained batch says about the run."""
-
-    diagnostics: dict[str, float]
-    """By their names in correction.quantities."""
-    events: tuple[Event, ...]
-    """What the monitor makes of them, worst first."""
-    state: State
-    """Of the monitor, after this batch."""
-    seconds: float
-    """Time that all this took."""
 
 
 class CorrectionService:

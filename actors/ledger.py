@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from actors.trajectory_queue import QueueSnapshot
+from actors.carriers import QueueSnapshot
 from correction.errors import LedgerError
 
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import ray
 
-from actors.actor_info import ActorInfo
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.cluster import give_way
 from actors.dispatch import Questions, WaitingWork
-from actors.rollout_worker import GroupSummary, RolloutWorker, WorkerLoad
+from actors.rollout_worker import RolloutWorker
 from actors.supervision import USUAL_START, counted, unwrapped, wait_for
-from actors.trajectory_queue import ANSWER_S, Ticket
+from actors.trajectory_queue import ANSWER_S
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import RolloutConfig

@@ -6,51 +6,19 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.actor_info import ActorInfo, listen_address
-from actors.exporter import MetricsEndpoint
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.exporter import MetricsEndpoint, listen_address
 from actors.supervision import wait_for
-from actors.trajectory_queue import ANSWER_S, Ticket
+from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from rollout.config import RolloutConfig
 from rollout.sampler import Sampler
 from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSummary:
-    """What the pool learns of a finished group; the group itself is in the queue."""
-
-    group_id: int
-    response_tokens: int
-    trajectories: int
-    reward_errors: tuple[str, ...]
-    generate_s: float
-    worker: str
-    """Name of the one that sampled it."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """Running totals of one worker."""
-
-    busy_s: float
-    """Seconds with at least one request in the engine, weight updates included."""
-    up_s: float
-    """Seconds since its engine was up."""
-    generated_tokens: int
-    requests_in_flight: int
-
-    def since(self, before: WorkerLoad | None) -> WorkerLoad:
-        """What has been added to the totals since `before`; None: since its start."""
-        if before is None:
-            return self
-        added = self.generated_tokens - before.generated_tokens
-        return WorkerLoad(self.busy_s - before.busy_s, self.up_s - before.up_s, added, self.requests_in_flight)
 
 
 class RolloutWorker:

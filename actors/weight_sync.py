@@ -21,8 +21,9 @@ from typing import Any
 
 import ray
 
+from actors.carriers import WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.learner_group import LearnerGroup, WeightSnapshot
+from actors.learner_group import LearnerGroup
 from actors.supervision import wait_for
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt

@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
+from actors.carriers import ScatterSample
 from actors.metrics import CATALOGUE, StepMetrics
-from actors.scatter import ScatterSample
 from correction.monitor import Event, State
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis

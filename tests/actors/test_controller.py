@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from actors.carriers import PreparedBatch
 from actors.config import RunConfig
 from actors.controller import Controller
-from actors.correction_service import PreparedBatch
 from correction.errors import DeadlineExceeded
 from tests.actors.cases import prompts
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from actors import correction_service
-from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
-from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.carriers import Observation, PreparedBatch, Ticket
+from actors.correction_service import CorrectionService, ServiceConfig
+from actors.trajectory_queue import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts

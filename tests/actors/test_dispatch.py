@@ -14,11 +14,10 @@ import pytest
 import ray.exceptions
 
 import actors.pool
-from actors.actor_info import ActorInfo
+from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.dispatch import Questions, WaitingWork
 from actors.pool import RolloutPool
-from actors.rollout_worker import GroupSummary
-from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.trajectory_queue import TrajectoryQueueActor
 from rollout.config import RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt
 

@@ -13,10 +13,9 @@ import pytest
 import ray.exceptions
 
 import actors.pool
-from actors.actor_info import ActorInfo
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.pool import RolloutPool
-from actors.rollout_worker import GroupSummary, WorkerLoad
-from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt

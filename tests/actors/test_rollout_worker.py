@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from actors.carriers import Ticket
 from actors.rollout_worker import RolloutWorker
-from actors.trajectory_queue import Ticket
 from correction.errors import EngineError
 from rollout.config import RolloutConfig
 from rollout.trajectory import Group
