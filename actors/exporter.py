@@ -19,7 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as PrometheusFamily
 from prometheus_client.registry import Collector
 
-from actors.metrics import Kind, Metric, lookup, member
+from actors.metric_kinds import Kind, Metric
+from actors.metrics import lookup, member
 from correction.errors import ConfigError
 
 _ANY_ADDRESS = ("", "0.0.0.0", "::")

@@ -66,7 +66,8 @@ class TrainingState:
             content = pickle.loads(path.read_bytes())
             found = content["format"]
             if found != _FORMAT:
-                raise _other_version(folder, "an earlier version" if found < _FORMAT else "a later version", f"its format is {found}, this version's {_FORMAT}")
+                which = "an earlier version" if found < _FORMAT else "a later version"
+                raise _other_version(folder, which, f"its format is {found}, this version's {_FORMAT}")
             state: TrainingState = pickle.loads(content["state"])
         except OtherVersionError:
             raise

@@ -23,10 +23,6 @@ MAY_IMPORT = {
     "learner": {"learner", "correction"},
     "actors": {"actors", "learner", "rollout", "correction"},
 }
-SHARED_NAMES = {"Demonstration", "Family", "Layout", "Stopwatch", "_Section"}
-"""Class names that two packages still have."""
-CIRCLES = {"actors.record.metric_views"}
-"""Modules that still import each other with another one."""
 ENGINES = {"sglang": "rollout", "megatron": "learner", "ray": "actors"}    # each engine has one home
 
 
@@ -126,7 +122,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 def test_no_import_circles() -> None:
     files = {module_name(path): path for package in PACKAGES for path in source_files(package)}
-    graph = {name: imported_modules(path, set(files)) - {name} for name, path in files.items() if name not in CIRCLES}
+    graph = {name: imported_modules(path, set(files)) - {name} for name, path in files.items()}
     assert circle(graph) == []
 
 
@@ -146,7 +142,7 @@ def test_no_class_name_twice() -> None:
         for path in source_files(package):
             for name in classes(path):
                 homes[name].append(str(path.relative_to(ROOT)))
-    twice = {name: places for name, places in homes.items() if len(places) > 1 and name not in SHARED_NAMES}
+    twice = {name: places for name, places in homes.items() if len(places) > 1}
     assert twice == {}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.carriers import GroupSummary, PreparedBatch, WorkerLoad
-from actors.metrics import DIAGNOSTIC_PLACES, LOSS_PLACES
+from actors.metric_catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
 from rollout.trajectory import FinishReason, Group, SyncReceipt, Trajectory
 
 if TYPE_CHECKING:
