@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from typing import Protocol
 
 from scipy.stats import binomtest
 
+from actors.config import DeadlinesConfig, EvaluationConfig
+from actors.supervision import abandon, wait_for
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
 
@@ -119,3 +122,83 @@ async def evaluate(answerer: Answerer, prompts: Sequence[Prompt], *, step: int, 
         trajectories=tuple(trajectories),
         failed=len(trajectories) - len(scored),
     )
+
+
+class EvaluationObserver(Protocol):
+    """Is told how evaluations go."""
+
+    def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None: ...
+
+    def event(self, level: str, text: str) -> None: ...
+
+    def waiting(self, text: str) -> None: ...
+
+
+class Evaluations:
+    """The evaluations of a run: on all held-out questions at its ends, on some of them beside training."""
+
+    def __init__(
+        self,
+        settings: EvaluationConfig,
+        deadlines: DeadlinesConfig,
+        answerer: Answerer,
+        prompts: Sequence[Prompt],
+        observer: EvaluationObserver,
+        *,
+        steps: int,
+    ) -> None:
+        """Args: steps: of the run; after the last one there is no evaluation beside training."""
+        self._settings, self._deadlines, self._answerer, self._prompts = settings, deadlines, answerer, prompts
+        self._observer, self._steps = observer, steps
+        self._beside: asyncio.Task[Evaluation] | None = None
+
+    def begin_if_due(self, step: int, version: int) -> None:
+        """After a step: start the evaluation beside training, unless one is running; it ends whenever it ends."""
+        every = self._settings.every_steps
+        if not every or step % every or step >= self._steps:
+            return
+        if self._beside is not None and not self._beside.done():
+            self._observer.event("info", f"evaluation of step {step} left out: the one before is still running")
+            return
+        prompts = self._prompts[: self._settings.problems_between]
+        self._beside = asyncio.create_task(self._in_time(prompts, f"evaluation beside step {step + 1}", step, version))
+        self._beside.add_done_callback(self._note)
+
+    def _note(self, task: asyncio.Task[Evaluation]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._observer.event("warning", f"an evaluation beside training failed: {task.exception()}")
+
+    async def finished(self) -> None:
+        """Wait for the evaluation beside training, if one is running, however it ends; it has a deadline of its own."""
+        if self._beside is not None:
+            await asyncio.wait({self._beside})
+
+    async def whole(self, when: str, step: int, version: int) -> Evaluation:
+        """Evaluate on all held-out questions.
+
+        Args:
+            when: "before training", for instance.
+            step: steps done.
+            version: of the weights.
+        Raises: DeadlineExceeded.
+        """
+        return await self._in_time(self._prompts, f"evaluation {when}", step, version)
+
+    async def abandon(self) -> None:
+        if self._beside is not None:
+            abandon(self._beside)
+
+    async def _in_time(self, prompts: Sequence[Prompt], what: str, step: int, version: int) -> Evaluation:
+        return await wait_for(
+            self._evaluate(prompts, step),
+            f"{what}, weights v{version} <- rollout workers",
+            deadline_s=self._deadlines.evaluation_s,
+            notice_s=self._deadlines.notice_s,
+            notice=self._observer.waiting,
+        )
+
+    async def _evaluate(self, prompts: Sequence[Prompt], step: int) -> Evaluation:
+        settings = self._settings
+        result = await evaluate(self._answerer, prompts, step=step, temperature=settings.temperature, correct_at=settings.correct_at)
+        self._observer.evaluated(result, prompts)
+        return result

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +21,45 @@ from rollout.sampler import Sampler
 from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What all rollout workers of a run have in common."""
+
+    rollout: RolloutConfig
+    model: Path
+    """Folder with config and tokenizer; the weights come from the learner."""
+    sample: Prompt
+    """The reward function is tried on it as a worker starts, so that its mistakes show then."""
+    bind: str
+    """metrics.bind."""
+    resource: str
+    """Of Ray; a worker asks for one."""
+    seed: int = 0
+    """Of the run's samples."""
+    topk: int = 0
+    """Most likely tokens to keep with each sampled one, for corrections that look at them."""
+
+
 class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
-    def __init__(self, name: str, config: RolloutConfig, queue: Any, *, bind: str, seed: int = 0, topk: int = 0) -> None:
-        """
-        Args:
-            seed: of the run's samples.
-            topk: most likely tokens to keep with each sampled one, for corrections that look at them.
-        """
-        self._name, self._config, self._queue, self._bind, self._seed, self._topk = name, config, queue, bind, seed, topk
+    def __init__(self, name: str, settings: WorkerSettings, queue: Any) -> None:
+        self._name, self._settings, self._queue = name, settings, queue
         self._finished: list[Group] = []
         self._handing_over = asyncio.Lock()
 
-    async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
-        """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now.
-
-        Args: model: folder with config and tokenizer; the weights come from the learner.
-        """
-        self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(self._bind))
+    async def start(self, version: int) -> ActorInfo:
+        """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
+        settings = self._settings
+        self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
         self._sampler = await Sampler.start(
-            model,
-            self._config,
-            sample=sample,
+            settings.model,
+            settings.rollout,
+            sample=settings.sample,
             version=version,
             name=f"rollout worker {self._name}",
-            seed=self._seed,
-            topk=self._topk,
+            seed=settings.seed,
+            topk=settings.topk,
             has_weights=False,
         )
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
@@ -59,7 +71,7 @@ class RolloutWorker:
     async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         """Sample the G trajectories of a prompt, score them, put the group into the queue."""
         group = await self._sampler.group(
-            ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._topk
+            ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._settings.topk
         )
         self._count(group.trajectories)
         self._finished.append(group)
@@ -122,7 +134,7 @@ class RolloutWorker:
 
     async def _receipt(self, receipt: SyncReceipt, began: float, with_checksums: bool) -> SyncReceipt:
         checksums = await self._sampler.engine.weight_checksums() if with_checksums else {}
-        processor = await self._sampler.engine.processor() if with_checksums and self._config.engine.fixed_order else None
+        processor = await self._sampler.engine.processor() if with_checksums and self._settings.rollout.engine.fixed_order else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)

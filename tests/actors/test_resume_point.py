@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from actors.commands.recipe import load_config
+from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
 from actors.ledger import Ledger
 from actors.metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from actors.resume import OtherVersionError, TrainingState
-from actors.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import ConfigError, DataError
 from tests.actors.cases import group, prompt, prompts
