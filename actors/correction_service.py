@@ -70,7 +70,7 @@ class CorrectionService:
     def __init__(
         self, config: ServiceConfig, queue: Any, learner: LearnerGroup, monitor_state: Mapping[str, Any] | None = None
     ) -> None:
-        """monitor_state: of an earlier part of the run, see `monitor_state()`."""
+        """Args: monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run."""
         self._config, self._queue, self._learner = config, queue, learner
         self._correction = self._next_correction = config.correction
         self._monitor = Monitor(config.monitor.thresholds)

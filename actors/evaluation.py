@@ -100,8 +100,8 @@ class Evaluation:
         """The first answers, readable."""
         lines = [f"held-out accuracy {self} after {self.step} steps", ""]
         for prompt, trajectory in list(zip(prompts, self.trajectories, strict=True))[:limit]:
-            verdict = trajectory.error or f"reward {trajectory.reward:g}"
-            lines.append(f"{prompt.text!r} -> {trajectory.text!r}   (answer {prompt.answer!r}, {verdict})")
+            scored = trajectory.error or f"reward {trajectory.reward:g}"
+            lines.append(f"{prompt.text!r} -> {trajectory.text!r}   (answer {prompt.answer!r}, {scored})")
         return "\n".join(lines) + "\n"
 
 

@@ -73,7 +73,7 @@ class LearnerRankActor:
         return result
 
     def proximal(self, batch: PackedBatch, version: int) -> Proximal:
-        """At the weights of `version`, which have to be the present ones."""
+        """Proximal logprobs at the weights of `version`, which have to be the present ones."""
         if version != self._version:
             raise RuntimeError(f"learner rank {self._rank}: logprobs at version {version} asked, the weights are {self._version}")
         return self._learner.proximal(batch)

@@ -119,7 +119,7 @@ class StepMetrics(Mapping[str, float]):
         return {**self.finite(), **({"non_finite": non_finite} if non_finite else {})}
 
     def finite(self) -> dict[str, float]:
-        """What can be plotted."""
+        """The values that are numbers, which is what can be plotted."""
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
 
     def non_finite(self) -> dict[str, str]:

@@ -219,7 +219,7 @@ class RolloutPool:
 
         Args:
             unfinished: tickets of a restored queue, sampled first.
-            on_admitted: told of tickets before they are handed out.
+            on_admitted: told of tickets before workers get them.
         """
         self._work.is_fed = True
         try:

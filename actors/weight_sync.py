@@ -84,7 +84,7 @@ class WeightSync:
 
     @property
     def version(self) -> int:
-        """Of the newest weights handed over; -1 before the first."""
+        """Version of the newest published weights; -1 before the first."""
         return self._snapshot.version if self._snapshot else -1
 
     async def publish(self) -> WeightSnapshot:
@@ -191,7 +191,7 @@ class WeightSync:
         self._on_probe(target, version, max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)))
 
     def _end_probe(self, target: SyncTarget) -> None:
-        """Before newer weights: an answer would be of those, or of both."""
+        """Cancel it before newer weights arrive: its answer would be of those, or of both."""
         if target.probe is None:
             return
         if not target.probe.done():

@@ -147,7 +147,7 @@ class Observer:
         self._view.phase(text)
 
     def doing(self, text: str) -> None:
-        """The same, for what only a live panel has room for."""
+        """Like `phase`, for what only a live panel has room for."""
         self._view.waiting(text)
 
     def waiting(self, text: str) -> None:

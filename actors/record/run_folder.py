@@ -140,7 +140,7 @@ class RunFolder:
         return cls(path)
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Release the lock, so that another process may own the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
