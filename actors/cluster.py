@@ -18,6 +18,7 @@ from typing import Any
 import filelock
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
@@ -72,7 +73,7 @@ class Cluster:
             with _environment(_JOINED_ENVIRONMENT):
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             return self
-        os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: others give way to the learner by themselves, see give_way
+        os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: the others lower theirs themselves, see lower_priority
         workers = self._config.rollout.workers
         arguments: dict[str, Any] = {
             "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
@@ -163,7 +164,13 @@ def check_ray(settings: RayConfig) -> None:
         )
 
 
-def give_way(actor: Any) -> None:
+def beside_the_driver(actor: type, *, max_concurrency: int) -> Any:
+    """An actor class, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(actor).options(num_cpus=0, max_concurrency=max_concurrency, scheduling_strategy=here)
+
+
+def lower_priority(actor: Any) -> None:
     """Have an actor, and what it starts from now on, leave a core to the learner's ranks when they want one.
 
     On a machine with few cores the learner is what a step waits for, and whoever shares a core with it delays the whole run: at equal

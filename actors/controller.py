@@ -10,32 +10,33 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import interrupts
 from actors.alarms import AlarmResponse
-from actors.cluster import give_way
+from actors.carriers import PreparedBatch, Ticket
+from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
-from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
-from actors.evaluation import Evaluation, evaluate
+from actors.correction_service import CorrectionService, ServiceConfig
+from actors.evaluation import Evaluation, Evaluations
 from actors.learner_group import LearnerGroup
 from actors.ledger import Ledger
 from actors.pool import RolloutPool
-from actors.record.observer import FinishedStep, Observer
+from actors.record.checkpoint_writer import CheckpointWriter
+from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.record.step_report import learned_numbers
+from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState
-from actors.resume_point import ResumePoint
-from actors.supervision import Stopwatch, counted, wait_for
-from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.rollout_worker import WorkerSettings
+from actors.supervision import Stopwatch, abandon, counted, unless_failed, wait_for
+from actors.trajectory_queue import TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of
 from actors.weight_sync import WeightSync
-from correction.errors import DataError, EvenkeelError
+from correction.errors import EvenkeelError
 from correction.schedule import needs_topk
 from rollout.tasks import Task
 from rollout.trajectory import Prompt, SyncReceipt
@@ -66,12 +67,18 @@ class Controller:
     """One run, from the start of its actors to the last checkpoint."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, task: Task, observer: Observer, *, resume_from: ResumePoint | None = None
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        task: Task,
+        observer: Observer,
+        *,
+        resume_from: tuple[Checkpoint, TrainingState] | None = None,
     ) -> None:
         self._folder, self._task, self._observer = folder, task, observer
         self._reference = config.model
-        self._resume_from = resume_from.checkpoint if resume_from else None
-        self._state = resume_from.state if resume_from else None
+        self._resume_from = resume_from[0] if resume_from else None
+        self._state = resume_from[1] if resume_from else None
         self._weights = (self._resume_from.hf if self._resume_from else config.model).resolve()
         self._config = config
         self._step = self._state.step if self._state else 0
@@ -83,10 +90,9 @@ class Controller:
         self._alarms = AlarmResponse(config, self._state.replacement if self._state else None)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
-        self._evaluation: asyncio.Task[Evaluation] | None = None
         self._last_evaluation: asyncio.Task[Evaluation] | None = None
-        self._saving: asyncio.Task[None] | None = None
-        self._untold: FinishedStep | None = None
+        self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
+        self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._ends_at_once = False
         self._watch = Stopwatch()
 
@@ -99,7 +105,7 @@ class Controller:
             self._observer.serve()
             try:
                 await self._start()
-                summary: RunSummary = await self._beside_failures(self._whole_run())
+                summary: RunSummary = await unless_failed(self._whole_run(), self._pool.raise_on_failure())
                 return summary
             finally:
                 await self._end()
@@ -120,10 +126,10 @@ class Controller:
             feeding.cancel()
         if self._step > self._last_saved:
             await self._save()
-        await self._saved()
+        await self._checkpoints.finished()
         self._is_training = False
         after = None if self._ends_early else await self._evaluate_last()
-        await self._flush()
+        await self._steps.flush()
         self._observer.keep_scatter(await self._ask(self._service.scatter))
         ended_by = self.ended_by if self._step < self._config.steps else None
         return RunSummary(self._step, before, after, time.monotonic() - self._began, self._ends_early, self._alarm, ended_by)
@@ -137,48 +143,27 @@ class Controller:
     async def _train(self) -> None:
         config = self._config
         while self._step < config.steps and not self._ends_early:
-            if self._saving is not None and self._saving.done():
-                await self._saved()
+            await self._checkpoints.finished(at_once=True)
             batch = await self._next_batch()
             result = await self._learn(batch)
             self._compare_bits(batch, result)
-            self._version += 1
-            self._observer.trained()
-            with self._watch.phase("publish"):
-                await self._sync.publish()                                 # engines take it while we go on
+            await self._publish()  # engines take it while we go on
             discarded, counts = await self._ask(self._queue.advance, self._version, [g.group_id for g in batch.groups])
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
-            phases = self._watch.read()
-            self._tell()  # the step before, if nothing took long enough to tell it beside
-            self._untold = self._observer.end_step(self._step, self._version, batch, result, phases, counts, discarded)
+            self._steps.end_step(self._step, self._version, batch, result, self._watch.read(), counts, discarded)
             # The ranks take collective calls from one caller at a time: the service may call them when it is asked for the next batch.
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
             await self._answer_alarms()
-            self._evaluate_beside()
+            self._evaluations.begin_if_due(self._step, self._version)
 
-    def _tell(self) -> None:
-        """Make the last finished step known, and have its batch diagnosed, if that wasn't done."""
-        step, self._untold = self._untold, None
-        if step is not None:
-            self._observer.tell(step, self._observe(step))
-
-    async def _telling_beside(self, work: Awaitable[T], *, after_s: float) -> T:
-        """The result of `work`; the last step is told while that is under way, if it takes longer than `after_s`."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task}, timeout=after_s)
-            if not task.done():
-                self._tell()
-            return await task
-        finally:
-            task.cancel()
-
-    async def _flush(self) -> None:
-        """Have the lines of all finished steps written."""
-        self._tell()
-        await self._observer.flush()
+    async def _publish(self) -> None:
+        """The new weights, as the next version."""
+        self._version += 1
+        self._observer.trained()
+        with self._watch.phase("publish"):
+            await self._sync.publish()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
         """A short call to the queue or the service."""
@@ -196,34 +181,20 @@ class Controller:
                 notice=self._observer.waiting,
                 detail=lambda: self._queue.waiting_for.remote(self._version),
             )
-            return await self._telling_beside(batch, after_s=_BATCH_IS_LATE_S)
+            return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _learn(self, batch: PreparedBatch) -> Any:
         self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
         with self._watch.phase("train"):
             # Told as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
-            return await self._telling_beside(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
-
-    def _observe(self, step: FinishedStep) -> Awaitable[Observation | None]:
-        """Diagnostics of a step's batch, in the making; their alarms are answered between two steps, once known."""
-        batch, result = step.batch, step.result
-        learned = learned_numbers(batch, result)
-        reference = self._service.observe.remote(step.number, batch.version, result.target_logprobs, result.decided, learned)
-
-        async def with_alarms() -> Observation | None:
-            observation: Observation | None = await reference
-            if observation is not None:
-                self._alarms.take(observation.events)
-            return observation
-
-        return asyncio.create_task(with_alarms())
+            return await self._steps.beside(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
 
     async def _answer_alarms(self) -> None:
         """Do what is configured about the alarms that have come."""
         action = self._alarms.decide()
         if action is None or self._alarm:
             return
-        await self._flush()  # the alarm is told before what it leads to
+        await self._steps.flush()  # the alarm is told before what it leads to
         if action.replacement is not None:
             self._observer.event("warning", action.text)
             await self._ask(self._service.switch, action.replacement.correction)
@@ -234,45 +205,19 @@ class Controller:
     def _compare_bits(self, batch: PreparedBatch, result: Any) -> None:
         """True on-policy: before the new weights go anywhere. Raises: EngineError at the first difference, if that ends the run."""
         if self._config.true_on_policy:
-            step = self._step + 1
-            agreement = compare_batch(self._config, batch.corrected.batch, result.target_logprobs, step=step)
+            agreement = compare_batch(self._config, batch.corrected.batch, result.target_logprobs, step=self._step + 1)
             if agreement.first is not None:
-                self._observer.event("warning", f"step {step}: {describe(agreement)}")
+                self._observer.event("warning", f"step {self._step + 1}: {describe(agreement)}")
             self._observer.note(metrics_of(agreement))
 
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 
-    def _evaluate_beside(self) -> None:
-        """Start an evaluation if one is due and none is running; it ends whenever it ends."""
-        every = self._config.evaluation.every_steps
-        if not every or self._step % every or self._step >= self._config.steps:
-            return
-        if self._evaluation is not None and not self._evaluation.done():
-            self._observer.event("info", f"evaluation of step {self._step} left out: the one before is still running")
-            return
-        prompts = self._held_out[: self._config.evaluation.problems_between]
-        self._evaluation = asyncio.create_task(self._in_time(self._evaluate(prompts), f"evaluation beside step {self._step + 1}"))
-        self._evaluation.add_done_callback(self._note_evaluation)
-
-    def _note_evaluation(self, task: asyncio.Task[Evaluation]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self._observer.event("warning", f"an evaluation beside training failed: {task.exception()}")
-
-    async def _evaluate(self, prompts: Sequence[Prompt]) -> Evaluation:
-        settings = self._config.evaluation
-        result = await evaluate(
-            self._pool, prompts, step=self._step, temperature=settings.temperature, correct_at=settings.correct_at
-        )
-        self._observer.evaluated(result, prompts)
-        return result
-
     async def _evaluate_now(self, when: str) -> Evaluation:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
-        if self._evaluation is not None:
-            await asyncio.wait({self._evaluation})  # which has a name and an end of its own
+        await self._evaluations.finished()
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
         await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
-        return await self._in_time(self._evaluate(self._held_out), f"evaluation {when}")
+        return await self._evaluations.whole(when, self._step, self._version)
 
     async def _evaluate_last(self) -> Evaluation | None:
         """None if an interrupt leaves it out: the last checkpoint is on disk, and whoever wants the run to end has waited for that."""
@@ -280,53 +225,22 @@ class Controller:
         await asyncio.wait({self._last_evaluation})
         return None if self._last_evaluation.cancelled() else self._last_evaluation.result()
 
-    async def _in_time(self, evaluation: Awaitable[T], what: str) -> T:
-        return await wait_for(
-            evaluation,
-            f"{what}, weights v{self._version} <- rollout workers",
-            deadline_s=self._config.deadlines.evaluation_s,
-            notice_s=self._config.deadlines.notice_s,
-            notice=self._observer.waiting,
-        )
-
     async def _save(self) -> None:
-        """Take all that a checkpoint of everything holds, and have it written beside the next steps.
-
-        The learner is idle, and nothing of the queue is between two places.
-        """
-        await self._saved()
+        """Take a checkpoint of everything. The learner is idle, and nothing of the queue is between two places."""
+        await self._checkpoints.finished()
         self._observer.doing(f"checkpoint of step {self._step}")
-        began = time.monotonic()
-        deadline_s = self._config.deadlines.checkpoint_s
-        await self._flush()  # a resume goes on after this step: its line and counts have to be there by then
+        await self._steps.flush()  # a resume goes on after this step: its line and counts have to be there by then
         await self._answer_alarms()  # and what its diagnostics have set off
-        with contextlib.ExitStack() as stack:
-            checkpoint = stack.enter_context(self._folder.checkpoint(self._step))
-            # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be on a file system that both see.
-            await self._learner.begin_save((checkpoint.state / "learner").resolve(), checkpoint.hf.resolve(), deadline_s=deadline_s)
-            queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
-            elapsed_s = time.monotonic() - self._began
-            monitor = await self._ask(self._service.monitor_state)
-            totals = self._observer.totals()
-            TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, self._alarms.replacement).save(checkpoint.state)
-            self._saving = asyncio.create_task(self._finish_save(checkpoint, stack.pop_all(), began))
+        await self._checkpoints.begin(self._step, self._learner, self._training_state)
         self._last_saved = self._step
 
-    async def _finish_save(self, checkpoint: Checkpoint, folder: contextlib.ExitStack, began: float) -> None:
-        with folder:
-            await self._learner.saved(deadline_s=self._config.deadlines.checkpoint_s)
-            if not (checkpoint.hf / "config.json").is_file():
-                raise DataError(
-                    f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
-                )
-        self._folder.prune_checkpoints(self._config.checkpoint.keep)
-        self._observer.saved(self._folder.path / "checkpoints" / f"step_{checkpoint.step:06d}", time.monotonic() - began)
-
-    async def _saved(self) -> None:
-        """Wait for the checkpoint under way, if there is one. Raises: what went wrong with it."""
-        if self._saving is not None:
-            await asyncio.shield(self._saving)  # an error elsewhere doesn't take it along
-            self._saving = None
+    async def _training_state(self) -> TrainingState:
+        deadline_s = self._config.deadlines.checkpoint_s
+        queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
+        elapsed_s = time.monotonic() - self._began
+        monitor = await self._ask(self._service.monitor_state)
+        totals = self._observer.totals()
+        return TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, self._alarms.replacement)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -338,66 +252,73 @@ class Controller:
         if self._state and (doubt := self._ledger.doubt(self._state.queue)):
             observer.event("warning", doubt)
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
-        bind, deadlines = config.metrics.bind, config.deadlines
         self._folder.keep_model_files(self._weights)
-
         workers, ranks = config.rollout.workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
-        # Beside the driver: a rollout node may leave, and must not take the queue along.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._queue: Any = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=4096, scheduling_strategy=here).remote(
-            groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
-        )
-        self._unfinished: list[Ticket] = []
-        if self._state:
-            self._unfinished = await self._ask(self._queue.restore, self._state.queue)
-        self._pool = RolloutPool(
-            config.rollout,
-            self._folder.model_path.resolve(),
-            self._queue,
-            self._held_out[0],
-            resource=config.ray.rollout_resource,
-            bind=bind,
-            start_s=deadlines.start_s,
-            worker_s=deadlines.start_s + 3 * deadlines.sync_s,  # a new engine, and its three attempts at a sync
-            notice_s=deadlines.notice_s,
-            seed=config.seed,
-            topk=needs_topk(config.correction),
-            on_joined=observer.joined,
-            on_left=lambda name: observer.left(f"rollout-{name}"),
-            on_finished=observer.group_finished,
-            on_event=observer.event,
-        )
-        self._pool.start()
-        self._learner: LearnerGroup
-        self._learner, infos = await LearnerGroup.start(
-            config.learner, self._weights, version=self._version, bind=bind, start_s=deadlines.start_s, step_s=deadlines.step_s
-        )
-        for info in infos:
-            observer.joined(info)
-        if self._resume_from:
-            await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
-        if config.correction.kl.coefficient > 0:
-            await self._learner.load_reference(self._reference.resolve())
-        for note in self._alarms.notes():
-            observer.event("info", note)
-        self._service: Any = ray.remote(CorrectionService).options(num_cpus=0, max_concurrency=64, scheduling_strategy=here).remote(
-            self._service_config(), self._queue, self._learner, self._state.monitor if self._state else None
-        )
+        await self._start_queue()
+        self._start_pool()
+        await self._start_learner()
+        self._start_service()
         for actor in (self._queue, self._service):
-            give_way(actor)
+            lower_priority(actor)
         self._sync = WeightSync(
             config.weight_sync,
             self._learner,
             probe_ids=self._held_out[0].token_ids,
-            sync_s=deadlines.sync_s,
+            sync_s=config.deadlines.sync_s,
             on_receipt=self._receipt,
             on_probe=observer.probed,
             on_dirty=observer.dirty,
             on_failure=self._pool.report_unsyncable,
         )
         observer.follow(self._pool, self._learner)
-        await self._beside_failures(self._first_sync())
+        await unless_failed(self._first_sync(), self._pool.raise_on_failure())
+
+    async def _start_queue(self) -> None:
+        config = self._config
+        self._queue: Any = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(
+            groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
+        )
+        self._unfinished: list[Ticket] = []
+        if self._state:
+            self._unfinished = await self._ask(self._queue.restore, self._state.queue)
+
+    def _start_pool(self) -> None:
+        config = self._config
+        settings = WorkerSettings(
+            rollout=config.rollout,
+            model=self._folder.model_path.resolve(),
+            sample=self._held_out[0],
+            bind=config.metrics.bind,
+            resource=config.ray.rollout_resource,
+            seed=config.seed,
+            topk=needs_topk(config.correction),
+        )
+        self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
+        self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
+        self._pool.start()
+
+    async def _start_learner(self) -> None:
+        config, deadlines = self._config, self._config.deadlines
+        self._learner: LearnerGroup
+        start_s, step_s = deadlines.start_s, deadlines.step_s
+        self._learner, infos = await LearnerGroup.start(
+            config.learner, self._weights, version=self._version, bind=config.metrics.bind, start_s=start_s, step_s=step_s
+        )
+        for info in infos:
+            self._observer.joined(info)
+        if self._resume_from:
+            await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
+        if config.correction.kl.coefficient > 0:
+            await self._learner.load_reference(self._reference.resolve())
+
+    def _start_service(self) -> None:
+        for note in self._alarms.notes():
+            self._observer.event("info", note)
+        self._service: Any = beside_the_driver(CorrectionService, max_concurrency=64).remote(
+            self._service_config(), self._queue, self._learner, self._state.monitor if self._state else None
+        )
+        self._steps.follow(self._service)
 
     async def _first_sync(self) -> None:
         await self._pool.first_worker()
@@ -410,18 +331,13 @@ class Controller:
         config = self._config
         return ServiceConfig(
             correction=self._alarms.correction,
-            groups_per_step=config.groups_per_step,
-            optimizer_steps_per_batch=config.learner.total_optimizer_steps_per_batch,
-            temperature=config.rollout.sampling.temperature,
-            overlong=config.rollout.overlong,
-            max_tokens=config.rollout.sampling.max_tokens,
-            dynamic_sampling=config.dynamic_sampling,
             has_reference=config.correction.kl.coefficient > 0,
-            has_auxiliary_loss=config.learner.moe_aux_loss_coefficient > 0,
-            batch_s=config.deadlines.batch_s,
-            ahead_s=2 * config.deadlines.step_s + config.deadlines.checkpoint_s,
-            monitor=config.monitor.thresholds,
-            detailed=config.monitor.detailed,
+            groups_per_step=config.groups_per_step,
+            dynamic_sampling=config.dynamic_sampling,
+            rollout=config.rollout,
+            learner=config.learner,
+            deadlines=config.deadlines,
+            monitor=config.monitor,
         )
 
     def _prompts(self) -> Iterator[Prompt]:
@@ -432,35 +348,21 @@ class Controller:
         self._pool.wake()
         self._observer.receipt(receipt)
 
-    async def _beside_failures(self, work: Any) -> Any:
-        """The result of `work`, or the error of the pool if that comes first."""
-        task = asyncio.ensure_future(work)
-        failure = asyncio.ensure_future(self._pool.raise_on_failure())
-        try:
-            await asyncio.wait({task, failure}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                failure.result()
-            return task.result() if task.done() else await task
-        finally:
-            for waiting in (task, failure):
-                waiting.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await waiting
-
     async def _end(self) -> None:
         """Stop what was started, whatever state it is in. What ended the run need not cost the checkpoint that is being written."""
         self._observer.doing("ending")
-        if self._saving is not None and not self._ends_at_once:
+        if not self._ends_at_once:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
-                await wait_for(self._saved(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
+                await wait_for(self._checkpoints.finished(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
         try:
-            await wait_for(self._flush(), "lines of the last steps", deadline_s=1.0 if self._ends_at_once else _END_S)
+            await wait_for(self._steps.flush(), "lines of the last steps", deadline_s=1.0 if self._ends_at_once else _END_S)
         except Exception as error:  # must not stand in place of what ended the run
             self._observer.event("warning", f"the last step's numbers may be incomplete: {error}")
-        for beside in (self._evaluation, self._last_evaluation, self._saving):
-            if beside is not None and not beside.cancel() and not beside.cancelled():
-                beside.exception()  # is known: it ended the run, or a warning told of it
+        self._checkpoints.abandon()
+        if self._last_evaluation is not None:
+            abandon(self._last_evaluation)
         endings: dict[str, Callable[[], Any]] = {
+            "_evaluations": lambda: self._evaluations.abandon(),
             "_service": lambda: self._service.stop.remote(),
             "_sync": lambda: self._sync.close(),
             "_pool": lambda: self._pool.stop(),
@@ -478,7 +380,6 @@ class Controller:
 
         The second, or one before training, ends it at once. One during the last evaluation leaves that out.
         """
-        loop = asyncio.get_running_loop()
         main = asyncio.current_task()
 
         def interrupt(number: int) -> None:
@@ -494,11 +395,5 @@ class Controller:
                 self._ends_at_once = True
                 main.cancel()
 
-        for number in interrupts.SIGNALS:
-            loop.add_signal_handler(number, interrupt, number)
-        try:
+        with interrupts.handled_in(asyncio.get_running_loop(), interrupt):
             yield
-        finally:
-            for number in interrupts.SIGNALS:
-                loop.remove_signal_handler(number)
-            interrupts.rearm()

@@ -19,26 +19,26 @@ from typing import Any
 
 from torch import Tensor
 
+from actors.carriers import INVALID, UNIFORM, Observation, PreparedBatch, ScatterSample
+from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.learner_group import LearnerGroup
-from actors.scatter import ScatterReservoir, ScatterSample
+from actors.scatter import ScatterReservoir
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
 from correction.advantages import group_advantages
-from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
+from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
-from correction.monitor import Event, Monitor, MonitorConfig, State
+from correction.monitor import Monitor
 from correction.schedule import needs_proximal_forward
-from rollout.config import OverlongConfig
+from learner.config import LearnerConfig
+from rollout.config import RolloutConfig
 from rollout.packing import pack_groups
 from rollout.trajectory import Group
 
 log = logging.getLogger("evenkeel.correction")
 _POLL_S = 30.0
-INVALID = "fewer than two valid trajectories"
-UNIFORM = "rewards all alike"
-"""Reasons for which the service discards a group."""
 _OF_THE_BOUNDS = ("rejected_share",)
 """Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
 
@@ -48,51 +48,20 @@ class ServiceConfig:
     """What the service needs of the run's configuration."""
 
     correction: CorrectionConfig
-    groups_per_step: int
-    optimizer_steps_per_batch: int
-    temperature: float
-    overlong: OverlongConfig
-    max_tokens: int
-    dynamic_sampling: bool
+    """To begin with: the run's, or the one that an alarm has put in its place."""
     has_reference: bool
-    has_auxiliary_loss: bool
-    """The model adds a balancing loss of its own."""
-    batch_s: float
-    ahead_s: float
-    """The learner has to be at the version of the batch ahead by then: a step, publishing and a checkpoint."""
-    monitor: MonitorConfig
-    detailed: bool
-    """Diagnose in detail."""
+    """The learner has a reference policy, whose logprobs belong to a batch."""
+    groups_per_step: int
+    dynamic_sampling: bool
+    rollout: RolloutConfig
+    learner: LearnerConfig
+    deadlines: DeadlinesConfig
+    monitor: EarlyWarningConfig
 
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch on its way to the learner."""
-
-    version: int
-    """The learner's version from which the update starts."""
-    correction: CorrectionConfig
-    """What it is corrected by, and has to be trained with."""
-    corrected: CorrectedBatch
-    groups: tuple[Group, ...]
-    proximal_s: float
-    """Learner time spent on proximal (and reference) logprobs."""
-    correct_s: float
-    """Time of the correction itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a trained batch says about the run."""
-
-    diagnostics: dict[str, float]
-    """By their names in correction.quantities."""
-    events: tuple[Event, ...]
-    """What the monitor makes of them, worst first."""
-    state: State
-    """Of the monitor, after this batch."""
-    seconds: float
-    """Time that all this took."""
+    @property
+    def ahead_s(self) -> float:
+        """Seconds until the learner has to be at the version of the batch ahead: two steps, of which one is under way, and a checkpoint."""
+        return 2 * self.deadlines.step_s + self.deadlines.checkpoint_s
 
 
 class CorrectionService:
@@ -101,10 +70,10 @@ class CorrectionService:
     def __init__(
         self, config: ServiceConfig, queue: Any, learner: LearnerGroup, monitor_state: Mapping[str, Any] | None = None
     ) -> None:
-        """monitor_state: of an earlier part of the run, see `monitor_state()`."""
+        """Args: monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run."""
         self._config, self._queue, self._learner = config, queue, learner
         self._correction = self._next_correction = config.correction
-        self._monitor = Monitor(config.monitor)
+        self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
             self._monitor.load_state_dict(monitor_state)
         self._observing = asyncio.Lock()
@@ -126,7 +95,7 @@ class CorrectionService:
         prepared = await wait_for(
             asyncio.shield(self._ahead[1]),
             f"batch of version {version} <- trajectory queue",
-            deadline_s=self._config.batch_s,
+            deadline_s=self._config.deadlines.batch_s,
             detail=lambda: self._queue.waiting_for.remote(version),
         )
         self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v == version - 1} | {version: prepared}
@@ -165,7 +134,7 @@ class CorrectionService:
         batch = corrected.batch
         proximal = target_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
         self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, batch.loss_mask)
-        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, detailed=self._config.detailed)
+        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, detailed=self._config.monitor.detailed)
         events = self._monitor.update(step, {**learned, **numbers})
         return Observation(dict(numbers), tuple(events), self._monitor.state, time.monotonic() - began)
 
@@ -180,7 +149,7 @@ class CorrectionService:
             if correction.proximal is self._next_correction.proximal:
                 self._monitor.forget(_OF_THE_BOUNDS)
             else:
-                self._monitor = Monitor(self._config.monitor)
+                self._monitor = Monitor(self._config.monitor.thresholds)
             self._next_correction = correction
 
     async def scatter(self) -> ScatterSample | None:
@@ -208,15 +177,15 @@ class CorrectionService:
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
         began = time.monotonic()
-        is_deferred = not self._needs_forward and self._config.optimizer_steps_per_batch == 1
+        is_deferred = not self._needs_forward and self._config.learner.total_optimizer_steps_per_batch == 1
         corrected = (defer if is_deferred else correct)(batch, self._correction)
         return PreparedBatch(version, self._correction, corrected, tuple(groups), proximal_s, time.monotonic() - began)
 
     @property
     def _needs_forward(self) -> bool:
-        config = self._config
+        learner = self._config.learner
         return needs_proximal_forward(
-            self._correction, config.optimizer_steps_per_batch, has_auxiliary_loss=config.has_auxiliary_loss
+            self._correction, learner.total_optimizer_steps_per_batch, has_auxiliary_loss=learner.moe_aux_loss_coefficient > 0
         )
 
     @property
@@ -246,9 +215,9 @@ class CorrectionService:
             groups,
             learner_version=version,
             advantage=self._advantages,
-            overlong=self._config.overlong,
-            max_tokens=self._config.max_tokens,
-            temperature=self._config.temperature,
+            overlong=self._config.rollout.overlong,
+            max_tokens=self._config.rollout.sampling.max_tokens,
+            temperature=self._config.rollout.sampling.temperature,
         )
 
     @property

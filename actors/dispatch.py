@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from actors.trajectory_queue import Ticket
+from actors.carriers import Ticket
 from rollout.trajectory import Prompt, Trajectory
 
 _HANDFUL = 4

@@ -13,12 +13,14 @@ from collections.abc import Collection, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import ray
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PrometheusFamily
 from prometheus_client.registry import Collector
 
-from actors.metrics import Kind, Metric, lookup, member
+from actors.metric_kinds import Kind, Metric
+from actors.metrics import lookup, member
 from correction.errors import ConfigError
 
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
@@ -183,3 +185,13 @@ class DiscoveryServer:
                 """Requests of Prometheus are not logged."""
 
         return Handler
+
+
+def listen_address(bind: str) -> str:
+    """`metrics.bind` as an address: "node" means this node's own, as other nodes reach it."""
+    return node_address() if bind == "node" else bind
+
+
+def node_address() -> str:
+    """This node's address in its Ray cluster."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

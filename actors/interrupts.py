@@ -16,9 +16,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 GRACE_S = 10.0
 """How long the main thread may take to unwind."""
@@ -124,6 +127,19 @@ def rearm() -> None:
     """Take signals back from whoever has handled them meanwhile (an event loop, a library); nothing to do outside `guarded`."""
     if _guard is not None and threading.current_thread() is threading.main_thread():
         _guard.arm()
+
+
+@contextlib.contextmanager
+def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterator[None]:
+    """An event loop gets the signals, by `handle`, for a while."""
+    for number in SIGNALS:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        rearm()
 
 
 def check() -> None:

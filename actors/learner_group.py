@@ -8,14 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.actor_info import ActorInfo, listen_address, node_address
-from actors.exporter import MetricsEndpoint
+from actors.carriers import ActorInfo, WeightSnapshot
+from actors.exporter import MetricsEndpoint, listen_address, node_address
 from actors.supervision import USUAL_START, wait_for
 from correction.config import CorrectionConfig
 from correction.engines.weight_bucket import WeightBucket
@@ -26,7 +25,6 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from torch import Tensor
 
     from correction.batch import CorrectedBatch, PackedBatch
-    from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
     from learner.broadcast import WeightBroadcaster
     from learner.learner_rank import Proximal
@@ -35,22 +33,6 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
 
 _SAVED_POLL_S = 0.2
 """Between two questions whether a checkpoint is written; a rank answers between its steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSnapshot:
-    """The weights of one version, on their way to the engines."""
-
-    version: int
-    buckets: list[Any]
-    """References to WeightBuckets."""
-    probe_logprobs: list[float]
-    """The learner's own logprobs of the probe prompt at these weights; empty when none was asked for."""
-    checksums: dict[str, str]
-    """By Hugging Face name; empty when not asked for."""
-    seconds: float
-    processor: Processor | None = None
-    """What the learner computes with, together with the checksums; for true on-policy only."""
 
 
 class LearnerRankActor:
@@ -91,7 +73,7 @@ class LearnerRankActor:
         return result
 
     def proximal(self, batch: PackedBatch, version: int) -> Proximal:
-        """At the weights of `version`, which have to be the present ones."""
+        """Proximal logprobs at the weights of `version`, which have to be the present ones."""
         if version != self._version:
             raise RuntimeError(f"learner rank {self._rank}: logprobs at version {version} asked, the weights are {self._version}")
         return self._learner.proximal(batch)

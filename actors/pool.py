@@ -17,20 +17,19 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
-from actors.actor_info import ActorInfo
-from actors.cluster import give_way
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.cluster import lower_priority
+from actors.config import DeadlinesConfig
 from actors.dispatch import Questions, WaitingWork
-from actors.rollout_worker import GroupSummary, RolloutWorker, WorkerLoad
+from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.supervision import USUAL_START, counted, unwrapped, wait_for
-from actors.trajectory_queue import ANSWER_S, Ticket
+from actors.trajectory_queue import ANSWER_S
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
-from rollout.config import RolloutConfig
 from rollout.trajectory import Prompt, Trajectory
 
 log = logging.getLogger("evenkeel.pool")
@@ -66,41 +65,27 @@ class WorkerHandle:
     info: ActorInfo | None = None
 
 
+class PoolObserver(Protocol):
+    """Is told what happens in the pool."""
+
+    def joined(self, info: ActorInfo) -> None: ...
+
+    def left(self, key: str) -> None:
+        """key: as ActorInfo.key."""
+
+    def group_finished(self, summary: GroupSummary) -> None: ...
+
+    def event(self, level: str, text: str) -> None: ...
+
+
 class RolloutPool:
     """Starts workers, gives them groups, replaces those that fail. One event loop uses it."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model: Path,
-        queue: Any,
-        sample_prompt: Prompt,
-        *,
-        resource: str,
-        bind: str,
-        start_s: float,
-        worker_s: float,
-        notice_s: float,
-        seed: int = 0,
-        topk: int = 0,
-        on_joined: Callable[[ActorInfo], None],
-        on_left: Callable[[str], None],
-        on_finished: Callable[[GroupSummary], None],
-        on_event: Callable[[str, str], None],
-    ) -> None:
-        """
-        Args:
-            start_s: a worker's engine has to be up by then.
-            worker_s: work may wait so long for a worker with the published weights.
-            notice_s: between notices of what is waited for.
-            seed: of the run's samples.
-        """
-        self._config, self._model, self._queue, self._sample_prompt = config, model, queue, sample_prompt
-        self._resource, self._bind, self._seed = resource, bind, seed
-        self._start_s, self._worker_s, self._notice_s, self._topk = start_s, worker_s, notice_s, topk
-        self._on_joined, self._on_left, self._on_finished, self._on_event = on_joined, on_left, on_finished, on_event
+    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver) -> None:
+        self._settings, self._config, self._deadlines = settings, settings.rollout, deadlines
+        self._queue, self._observer = queue, observer
         self._sync: WeightSync | None = None
-        self._work = WaitingWork(config.slots_per_worker, config.sampling.samples_per_group)
+        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._workers: dict[str, WorkerHandle] = {}
         self._born = 0
         self._replaced = 0
@@ -129,7 +114,7 @@ class RolloutPool:
         await wait_for(
             self._until(lambda: any(True for _ in self._joined())),
             "the first rollout worker",
-            deadline_s=self._start_s,
+            deadline_s=self._deadlines.start_s,
             notice=log.debug,  # each worker's own start gives notice
         )
 
@@ -156,14 +141,14 @@ class RolloutPool:
             .options(
                 num_cpus=1,
                 num_gpus=1 if on_gpu else 0,
-                resources={self._resource: 1},
+                resources={self._settings.resource: 1},
                 max_concurrency=4096,
                 max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
             )
-            .remote(name, self._config, self._queue, bind=self._bind, seed=self._seed, topk=self._topk)
+            .remote(name, self._settings, self._queue)
         )
-        give_way(actor)
+        lower_priority(actor)
         worker = WorkerHandle(name, actor, SyncTarget(name, actor))
         self._workers[name] = worker
         self._spawn(self._bring_up(worker))
@@ -171,17 +156,17 @@ class RolloutPool:
     async def _bring_up(self, worker: WorkerHandle) -> None:
         try:
             info = await wait_for(
-                worker.actor.start.remote(self._model, 0, self._sample_prompt),
-                f"start of rollout worker {worker.name} (a node with the resource {self._resource!r}, then its engine)",
-                deadline_s=self._start_s,
-                notice_s=self._notice_s,
-                usual_s=USUAL_START * self._start_s,
+                worker.actor.start.remote(0),
+                f"start of rollout worker {worker.name} (a node with the resource {self._settings.resource!r}, then its engine)",
+                deadline_s=self._deadlines.start_s,
+                notice_s=self._deadlines.notice_s,
+                usual_s=USUAL_START * self._deadlines.start_s,
             )
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
             return
         worker.state, worker.info = WorkerState.JOINED, info
-        self._on_joined(info)
+        self._observer.joined(info)
         if self._sync is not None:
             self._sync.join(worker.sync)
         self.wake()
@@ -195,10 +180,10 @@ class RolloutPool:
         del self._workers[worker.name]
         if self._sync is not None:
             self._sync.leave(worker.name)
-        self._on_left(worker.name)
+        self._observer.left(f"rollout-{worker.name}")
         _kill(worker.actor)
         groups = counted(len(worker.groups), "group")
-        self._on_event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
+        self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
         self._replaced += not is_waiting_for_a_node
         is_hopeless = never_worked and not self._workers
@@ -234,7 +219,7 @@ class RolloutPool:
 
         Args:
             unfinished: tickets of a restored queue, sampled first.
-            on_admitted: told of tickets before they are handed out.
+            on_admitted: told of tickets before workers get them.
         """
         self._work.is_fed = True
         try:
@@ -248,8 +233,8 @@ class RolloutPool:
         held: list[Prompt] = []
         places = 0
         while True:
-            call = self._queue.wait_for_places.remote(self._notice_s)  # no place for long is no fault; no answer is one
-            limit_s = self._notice_s + ANSWER_S
+            call = self._queue.wait_for_places.remote(self._deadlines.notice_s)  # no place for long is no fault; no answer is one
+            limit_s = self._deadlines.notice_s + ANSWER_S
             waiting = asyncio.ensure_future(wait_for(call, "free places <- trajectory queue", deadline_s=limit_s, notice_s=ANSWER_S))
             while len(held) < places and not waiting.done():  # as many as last time, made while the engines are at work
                 held.append(next(prompts))
@@ -272,7 +257,7 @@ class RolloutPool:
         try:
             call = worker.actor.generate_groups.remote(tickets)
             for summary in await self._worked(call, f"groups {ids} <- rollout worker {worker.name}"):
-                self._on_finished(summary)
+                self._observer.group_finished(summary)
             worker.resyncs = 0
             self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
         except (EngineError, DeadlineExceeded) as error:
@@ -337,9 +322,9 @@ class RolloutPool:
             await wait_for(
                 self._until(lambda: not self._is_stuck()),
                 f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
-                deadline_s=self._worker_s,
-                notice_s=self._notice_s,
-                notice=lambda text: self._on_event("warning", text),
+                deadline_s=self._deadlines.start_s + 3 * self._deadlines.sync_s,  # of a new engine and its three attempts at a sync
+                notice_s=self._deadlines.notice_s,
+                notice=lambda text: self._observer.event("warning", text),
                 detail=self._missing,
             )
 

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from actors.alarms import Replacement
-from actors.trajectory_queue import QueueSnapshot
+from actors.carriers import QueueSnapshot
 from correction.errors import DataError
 
 _FILE = "controller.pickle"
-_FORMAT = 3
+_FORMAT = 4
+"""The file is a pickle of plain values; the state in it is a pickle of its own, of classes that another version may not have."""
+
+
+class OtherVersionError(DataError):
+    """A checkpoint that is whole, and that another version of evenkeel has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +51,30 @@ class TrainingState:
     def save(self, folder: Path) -> None:
         """Write into a checkpoint's state folder."""
         with (folder / _FILE).open("wb") as file:
-            pickle.dump({"format": _FORMAT, "state": self}, file)
+            pickle.dump({"format": _FORMAT, "state": pickle.dumps(self)}, file)
 
     @classmethod
     def load(cls, folder: Path) -> TrainingState:
         """Read from a checkpoint's state folder (pickle: only load what a run of yours has written).
 
-        Raises: DataError if the file is missing, damaged or of another format.
+        Raises: OtherVersionError if another version of evenkeel has written it; DataError if it is missing or damaged.
         """
         path = folder / _FILE
         if not path.exists():
             raise DataError(f"{path} is missing: {folder.parent} is no complete checkpoint. Resume from an older one by removing it.")
         try:
-            with path.open("rb") as file:
-                content = pickle.load(file)
-            version = content["format"]
+            content = pickle.loads(path.read_bytes())
+            found = content["format"]
+            if found != _FORMAT:
+                which = "an earlier version" if found < _FORMAT else "a later version"
+                raise _other_version(folder, which, f"its format is {found}, this version's {_FORMAT}")
+            state: TrainingState = pickle.loads(content["state"])
+        except OtherVersionError:
+            raise
         except Exception as error:  # whatever damaged bytes ask of pickle
+            if _names_what_is_gone(error):
+                raise _other_version(folder, "an earlier version", str(error)) from error
             raise DataError(f"{path}: damaged, no state can be read from it ({type(error).__name__}: {error})") from error
-        if version != _FORMAT:
-            raise DataError(f"{path} has format {version}, this version of evenkeel reads {_FORMAT}")
-        state: TrainingState = content["state"]
         outstanding = len(state.queue.in_flight) + len(state.queue.finished)
         if state.queue.admitted != state.queue.trained + state.queue.discarded + outstanding:
             raise DataError(
@@ -73,3 +82,15 @@ class TrainingState:
                 f"{outstanding} under way: the checkpoint has lost or doubled prompts"
             )
         return state
+
+
+def _names_what_is_gone(error: Exception) -> bool:
+    """The pickle is whole, and holds a module or a class that this version doesn't have."""
+    return isinstance(error, ModuleNotFoundError) or (isinstance(error, AttributeError) and "Can't get attribute" in str(error))
+
+
+def _other_version(folder: Path, which: str, reason: str) -> OtherVersionError:
+    return OtherVersionError(
+        f"{folder / _FILE}: written by {which} of evenkeel ({reason}), and only that can go on with it. "
+        f"Start a new run from its weights: model={folder.parent / 'hf'}"
+    )

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.actor_info import ActorInfo, listen_address
-from actors.exporter import MetricsEndpoint
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.exporter import MetricsEndpoint, listen_address
 from actors.supervision import wait_for
-from actors.trajectory_queue import ANSWER_S, Ticket
+from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from rollout.config import RolloutConfig
@@ -22,64 +22,44 @@ from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSummary:
-    """What the pool learns of a finished group; the group itself is in the queue."""
+class WorkerSettings:
+    """What all rollout workers of a run have in common."""
 
-    group_id: int
-    response_tokens: int
-    trajectories: int
-    reward_errors: tuple[str, ...]
-    generate_s: float
-    worker: str
-    """Name of the one that sampled it."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """Running totals of one worker."""
-
-    busy_s: float
-    """Seconds with at least one request in the engine, weight updates included."""
-    up_s: float
-    """Seconds since its engine was up."""
-    generated_tokens: int
-    requests_in_flight: int
-
-    def since(self, before: WorkerLoad | None) -> WorkerLoad:
-        """What has been added to the totals since `before`; None: since its start."""
-        if before is None:
-            return self
-        added = self.generated_tokens - before.generated_tokens
-        return WorkerLoad(self.busy_s - before.busy_s, self.up_s - before.up_s, added, self.requests_in_flight)
+    rollout: RolloutConfig
+    model: Path
+    """Folder with config and tokenizer; the weights come from the learner."""
+    sample: Prompt
+    """The reward function is tried on it as a worker starts, so that its mistakes show then."""
+    bind: str
+    """metrics.bind."""
+    resource: str
+    """Of Ray; a worker asks for one."""
+    seed: int = 0
+    """Of the run's samples."""
+    topk: int = 0
+    """Most likely tokens to keep with each sampled one, for corrections that look at them."""
 
 
 class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
-    def __init__(self, name: str, config: RolloutConfig, queue: Any, *, bind: str, seed: int = 0, topk: int = 0) -> None:
-        """
-        Args:
-            seed: of the run's samples.
-            topk: most likely tokens to keep with each sampled one, for corrections that look at them.
-        """
-        self._name, self._config, self._queue, self._bind, self._seed, self._topk = name, config, queue, bind, seed, topk
+    def __init__(self, name: str, settings: WorkerSettings, queue: Any) -> None:
+        self._name, self._settings, self._queue = name, settings, queue
         self._finished: list[Group] = []
         self._handing_over = asyncio.Lock()
 
-    async def start(self, model: Path, version: int, sample: Prompt) -> ActorInfo:
-        """Start the engine and the reward processes; the reward function is tried on `sample`, so that its mistakes show now.
-
-        Args: model: folder with config and tokenizer; the weights come from the learner.
-        """
-        self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(self._bind))
+    async def start(self, version: int) -> ActorInfo:
+        """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
+        settings = self._settings
+        self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
         self._sampler = await Sampler.start(
-            model,
-            self._config,
-            sample=sample,
+            settings.model,
+            settings.rollout,
+            sample=settings.sample,
             version=version,
             name=f"rollout worker {self._name}",
-            seed=self._seed,
-            topk=self._topk,
+            seed=settings.seed,
+            topk=settings.topk,
             has_weights=False,
         )
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
@@ -91,7 +71,7 @@ class RolloutWorker:
     async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         """Sample the G trajectories of a prompt, score them, put the group into the queue."""
         group = await self._sampler.group(
-            ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._topk
+            ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._settings.topk
         )
         self._count(group.trajectories)
         self._finished.append(group)
@@ -154,7 +134,7 @@ class RolloutWorker:
 
     async def _receipt(self, receipt: SyncReceipt, began: float, with_checksums: bool) -> SyncReceipt:
         checksums = await self._sampler.engine.weight_checksums() if with_checksums else {}
-        processor = await self._sampler.engine.processor() if with_checksums and self._config.engine.fixed_order else None
+        processor = await self._sampler.engine.processor() if with_checksums and self._settings.rollout.engine.fixed_order else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)

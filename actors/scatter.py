@@ -7,37 +7,12 @@ staleness (int32, versions) and step (int32).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class ScatterSample:
-    """Tokens drawn at random from trained ones; every array is [n]."""
-
-    behavior_logprobs: np.ndarray
-    """float32, nats."""
-    proximal_logprobs: np.ndarray
-    """float32, nats."""
-    staleness: np.ndarray
-    """int32, versions between sampling and training."""
-    step: np.ndarray
-    """int32, training step of the token's batch."""
-
-    def save(self, path: Path) -> None:
-        """Write scatter.npz."""
-        with path.open("wb") as file:
-            np.savez_compressed(file, **{name: getattr(self, name) for name in self.__slots__})
-
-    @classmethod
-    def load(cls, path: Path) -> ScatterSample:
-        """Read scatter.npz. Raises: OSError, ValueError or KeyError for anything else."""
-        with np.load(path, allow_pickle=False) as file:
-            return cls(**{name: file[name] for name in cls.__slots__})
+from actors.carriers import ScatterSample
 
 
 class ScatterReservoir:

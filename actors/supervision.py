@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import ray.exceptions
 
@@ -67,6 +67,27 @@ async def wait_for(
             task.cancel()
         elif not task.cancelled():
             task.exception()  # read, or asyncio would report it: this wait may be cancelled just when the task fails
+
+
+async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, None]) -> T:
+    """The result of `work`, or the error of `failure`, which never returns, if that comes first; what is left is cancelled."""
+    task, failing = asyncio.ensure_future(work), asyncio.ensure_future(failure)
+    try:
+        await asyncio.wait({task, failing}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            failing.result()
+        return await task
+    finally:
+        for waiting in (task, failing):
+            waiting.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await waiting
+
+
+def abandon(task: asyncio.Task[Any]) -> None:
+    """Cancel a task whose end nobody waits for any more; an error that it has ended with counts as known."""
+    if not task.cancel() and not task.cancelled():
+        task.exception()
 
 
 def unwrapped(error: BaseException) -> BaseException:

@@ -21,10 +21,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from actors.carriers import QueueSnapshot, Ticket
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group, Prompt
 
@@ -40,38 +41,11 @@ class GroupState(StrEnum):
     DRAWN = "drawn"
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A place in the queue: the right to sample one group."""
-
-    group_id: int
-    prompt: Prompt
-    admitted_version: int
-
-
 @dataclass(slots=True)
 class _Entry:
     ticket: Ticket
     state: GroupState
     group: Group | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QueueSnapshot:
-    """All that a restart needs to go on with the same bound and without losing or repeating a prompt."""
-
-    version: int
-    next_group_id: int
-    admitted: int
-    trained: int
-    discarded: int
-    in_flight: tuple[Ticket, ...]
-    """Admitted and not finished: sampled again after a restart."""
-    finished: tuple[Group, ...]
-    """Finished and not trained, drawn ones included."""
-    discarded_by_reason: dict[str, int] = field(default_factory=dict)
-    unreported: tuple[tuple[str, str], ...] = ()
-    """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
 
 class TrajectoryQueue:

@@ -21,8 +21,9 @@ from typing import Any
 
 import ray
 
+from actors.carriers import WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.learner_group import LearnerGroup, WeightSnapshot
+from actors.learner_group import LearnerGroup
 from actors.supervision import wait_for
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
@@ -83,7 +84,7 @@ class WeightSync:
 
     @property
     def version(self) -> int:
-        """Of the newest weights handed over; -1 before the first."""
+        """Version of the newest published weights; -1 before the first."""
         return self._snapshot.version if self._snapshot else -1
 
     async def publish(self) -> WeightSnapshot:
@@ -190,7 +191,7 @@ class WeightSync:
         self._on_probe(target, version, max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)))
 
     def _end_probe(self, target: SyncTarget) -> None:
-        """Called before newer weights are sent: the answer would be computed by those, or by both."""
+        """Cancel it before newer weights arrive: its answer would be of those, or of both."""
         if target.probe is None:
             return
         if not target.probe.done():

@@ -119,6 +119,12 @@ class MicrobatchOutput:
     sums: Tensor | None
     decided: FinalDecision | None
 
+    @classmethod
+    def of(cls, values: TokenValues, loss: MicrobatchLoss | None) -> MicrobatchOutput:
+        """Args: loss: None without an objective."""
+        sums, decided = (loss.sums, loss.decided) if loss else (None, None)
+        return cls(values.logprobs.detach(), values.entropies.detach(), sums, decided)
+
 
 def run_microbatches(
     chunks: Sequence[DistributedDataParallel],
@@ -154,14 +160,7 @@ def run_microbatches(
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
             result = objective(microbatch, values) if objective else None
-            outputs.append(
-                MicrobatchOutput(
-                    values.logprobs.detach(),
-                    values.entropies.detach(),
-                    sums=result.sums if result else None,
-                    decided=result.decided if result else None,
-                )
-            )
+            outputs.append(MicrobatchOutput.of(values, result))
             loss = result.loss if result else values.logprobs.new_zeros(())
             return loss, torch.zeros((), dtype=torch.int), {}
 

@@ -13,6 +13,7 @@ from actors import interrupts
 from actors.cluster import Cluster, check_ray
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
+from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
 from actors.devices import check_devices
@@ -20,7 +21,6 @@ from actors.record.observer import Observer
 from actors.record.report import write_report
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
-from actors.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.supervision import counted
 from actors.true_on_policy import resolved
 from correction.errors import DataError, EvenkeelError
@@ -143,7 +143,7 @@ def _run_in(
             observer.event(level, note)
         if point:
             observer.event("info", f"going on from step {point.checkpoint.step} ({point.checkpoint.path})")
-        controller = Controller(config, folder, task, observer, resume_from=point)
+        controller = Controller(config, folder, task, observer, resume_from=(point.checkpoint, point.state) if point else None)
         with _log_as_events(observer):
             observer.phase("starting Ray")
             with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once

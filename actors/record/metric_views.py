@@ -5,17 +5,13 @@ Prometheus has a file of its own (exporter.py), since every actor serves it; the
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.metrics import Kind, StepMetrics, is_listed, lookup
+from actors.metric_kinds import Kind
+from actors.metrics import StepMetrics, lookup
 from correction.errors import ConfigError
-from correction.monitor import Event, State
-from correction.quantities import current_name
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
@@ -28,46 +24,6 @@ class MetricsView(Protocol):
     def write(self, metrics: StepMetrics) -> None: ...
 
     def close(self) -> None: ...
-
-
-def json_line(metrics: StepMetrics) -> str:
-    """One line of metrics.jsonl, without the line end: strict JSON; values that aren't finite stand under "non_finite" as words."""
-    record: dict[str, Any] = metrics.finite()
-    non_finite = metrics.non_finite()
-    if non_finite:
-        record["non_finite"] = non_finite
-    return json.dumps(record, allow_nan=False)
-
-
-def parse_json_line(line: str) -> StepMetrics:
-    """The metrics of a line that `json_line` wrote; names that a newer or older catalogue doesn't list are left out.
-
-    Raises: json.JSONDecodeError or KeyError for anything else than such a line.
-    """
-    record: Mapping[str, Any] = json.loads(line)
-    metrics = StepMetrics(record["step"])
-    values = {name: value for name, value in record.items() if name not in ("step", "non_finite")}
-    values |= {name: float(word) for name, word in record.get("non_finite", {}).items()}
-    for name, value in ((current_name(name), value) for name, value in values.items()):
-        if is_listed(name):
-            metrics.set(name, value)
-    return metrics
-
-
-def event_line(event: Event) -> str:
-    """One line of monitor.jsonl, without the line end: strict JSON; values that aren't finite stand there as words."""
-    words = {name: str(value) for name, value in (("value", event.value), ("growth", event.growth)) if not math.isfinite(value)}
-    return json.dumps(asdict(event) | words, allow_nan=False)
-
-
-def parse_event_line(line: str) -> Event | None:
-    """The event of a line that `event_line` wrote; None for anything else, such as a torn line."""
-    try:
-        record = json.loads(line)
-        numbers = {name: float(record[name]) for name in ("value", "growth")}
-        return Event(**{**record, **numbers, "name": current_name(record["name"]), "state": State(record["state"])})
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 class TensorBoardView:
@@ -122,15 +78,13 @@ class MetricViews:
             self._views.append(wandb)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step."""
         for view in self._views:
             view.write(metrics)
 
     def evaluation(self, metrics: StepMetrics) -> None:
-        """Show a held-out evaluation, at the step whose weights answered."""
+        """Of the held-out questions, at the step whose weights answered."""
         self.step(metrics)
 
     def close(self) -> None:
-        """Write out what is left, and close."""
         for view in self._views:
             view.close()

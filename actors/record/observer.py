@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from actors.actor_info import ActorInfo, listen_address
+from actors.carriers import INVALID, UNIFORM, ActorInfo, GroupSummary, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
 from actors.config import RunConfig
-from actors.correction_service import INVALID, UNIFORM, Observation, PreparedBatch
 from actors.evaluation import Evaluation
-from actors.exporter import DiscoveryServer, MetricsEndpoint
+from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics import StepMetrics
 from actors.record.metric_views import MetricViews
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
@@ -31,10 +30,7 @@ from actors.record.step_report import (
 )
 from actors.record.terminal import TerminalView
 from actors.repeated import Repeated
-from actors.rollout_worker import GroupSummary, WorkerLoad
-from actors.scatter import ScatterSample
 from actors.supervision import wait_for
-from actors.trajectory_queue import Ticket
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
 from correction.quantities import current_name
@@ -151,7 +147,7 @@ class Observer:
         self._view.phase(text)
 
     def doing(self, text: str) -> None:
-        """The same, for what only a live panel has room for."""
+        """Like `phase`, for what only a live panel has room for."""
         self._view.waiting(text)
 
     def waiting(self, text: str) -> None:

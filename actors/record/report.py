@@ -12,11 +12,11 @@ from typing import Any
 import jinja2
 import yaml
 
+from actors.carriers import ScatterSample
 from actors.metrics import StepMetrics, by_worker
 from actors.record.report_plots import Plot, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import duration
-from actors.scatter import ScatterSample
 from correction.monitor import Event
 
 _MOST_EVENTS = 200

@@ -19,8 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-from actors.metrics import CATALOGUE, StepMetrics
-from actors.scatter import ScatterSample
+from actors.carriers import ScatterSample
+from actors.metric_catalogue import CATALOGUE
+from actors.metrics import StepMetrics
 from correction.monitor import Event, State
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis

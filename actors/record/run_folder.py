@@ -1,14 +1,15 @@
-"""The folder of a run: who owns it, and what is where.
+"""The folder of a run: what is where (who owns it: ownership.py).
 
     config.yaml                     the resolved configuration
     metrics.jsonl                   one line a step                      evaluations.jsonl    one line a held-out evaluation
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
-    rewound.jsonl                   lines of these that a resume took back (nothing is deleted)
+    ledger.jsonl                    one line a prompt that has left the queue (actors/ledger.py)
+    rewound.jsonl                   lines of the first three that a resume took back (nothing of them is deleted)
     events.log                      what happened: time, level, text
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
     skipped_batches/step_000010.pt  batches whose loss or gradient was not finite: a few, for torch.load
-    scatter.npz                     pi_prox against mu (actors/scatter.py)
+    scatter.npz                     pi_prox against mu (ScatterSample in actors/carriers.py)
     checkpoints/step_000050/        hf/ (a Hugging Face folder) and state/ (what a resume needs); step_....damaged: set aside by a resume
     model/                          config and tokenizer of the model, for engines that start while it runs
     report.html
@@ -20,14 +21,13 @@ readers overlook and the next owner repairs.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import shutil
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -37,19 +37,16 @@ import filelock
 import yaml
 from pydantic import BaseModel
 
+from actors.json_lines import JsonLines
 from actors.metrics import StepMetrics
-from actors.record.metric_views import event_line, json_line, parse_event_line, parse_json_line
+from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
 from correction.errors import ConfigError, DataError
-from correction.monitor import Event
+from correction.monitor import Event, State
+from correction.quantities import current_name
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
 KEPT_SKIPPED_BATCHES = 8
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
-_FOLDERS = ("tensorboard", "trajectories", "checkpoints")
-_BEFORE_NUMBERS = {*_FOLDERS, "config.yaml", "events.log", "ledger.jsonl"}
-"""What a run writes before its first evaluation, step or checkpoint."""
-_BESIDE = re.compile(r"\.\d+\.")
-"""A file that was being written, see write_file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +96,13 @@ class RunFolder:
             name: of the run.
         Raises: ConfigError if another process owns the folder, or it holds something already.
         """
-        path = _fresh_path(root, name) if path is None else Path(path)
+        path = fresh_path(root, name) if path is None else Path(path)
         was_ours = (path / ".owner.json").is_file()
-        lock = _own(path)
+        lock = own(path)
         present = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".owner"))
-        is_reused = bool(present) and was_ours and _is_failed_start(path, present)
+        is_reused = bool(present) and was_ours and is_failed_start(path, present)
         if is_reused:
-            _clear(path, present)
+            clear(path, present)
         elif present:
             if not was_ours:
                 (path / ".owner.json").unlink()
@@ -113,7 +110,7 @@ class RunFolder:
             what = "a run" if "config.yaml" in present else f"other files ({present[0]}, ...)"
             remedy = f"Go on with it (--resume {path}), or choose" if "config.yaml" in present else "Choose"
             raise ConfigError(f"run_dir = {path}: holds {what} already, and a new run would mix with it. {remedy} another run_dir.")
-        for name_of_folder in _FOLDERS:
+        for name_of_folder in FOLDERS:
             (path / name_of_folder).mkdir()
         folder = cls(path, lock)
         folder.is_reused = is_reused
@@ -126,9 +123,9 @@ class RunFolder:
         Raises: ConfigError if it is no run folder or another process owns it.
         """
         folder = cls.view(path)
-        folder._lock = _own(folder.path)
+        folder._lock = own(folder.path)
         for lines in folder._lines_by_step:
-            _repair_last_line(lines)
+            lines.repair()
         for leftover in (folder.path / "checkpoints").glob("*.partial"):
             shutil.rmtree(leftover)
         return folder
@@ -143,7 +140,7 @@ class RunFolder:
         return cls(path)
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Release the lock, so that another process may own the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -173,9 +170,9 @@ class RunFolder:
         return self.path / "monitor.jsonl"
 
     @property
-    def _lines_by_step(self) -> tuple[Path, ...]:
+    def _lines_by_step(self) -> tuple[JsonLines, ...]:
         """Files whose lines belong to a step."""
-        return self.metrics_path, self.evaluations_path, self.monitor_path
+        return tuple(JsonLines(path) for path in (self.metrics_path, self.evaluations_path, self.monitor_path))
 
     @property
     def tensorboard_path(self) -> Path:
@@ -216,44 +213,42 @@ class RunFolder:
 
     def append_metrics(self, metrics: StepMetrics) -> None:
         """Add a step's line to metrics.jsonl."""
-        _append_line(self.metrics_path, json_line(metrics))
+        JsonLines(self.metrics_path).append(metrics.record())
 
     def append_evaluation(self, metrics: StepMetrics) -> None:
         """Add an evaluation's line to evaluations.jsonl; its step is the one whose weights answered."""
-        _append_line(self.evaluations_path, json_line(metrics))
+        JsonLines(self.evaluations_path).append(metrics.record())
 
     def read_metrics(self) -> list[StepMetrics]:
         """All steps so far, in order; a line that is being written is left out."""
-        return _read_lines(self.metrics_path)
+        return JsonLines(self.metrics_path).read(StepMetrics.of_record)
 
     def read_evaluations(self) -> list[StepMetrics]:
         """All held-out evaluations so far, in order of their steps."""
-        return sorted(_read_lines(self.evaluations_path), key=lambda metrics: metrics.step)
+        return sorted(JsonLines(self.evaluations_path).read(StepMetrics.of_record), key=lambda metrics: metrics.step)
 
     def rewind(self, step: int) -> int:
         """Take back what was written after `step`, before a resume from there; the lines move to rewound.jsonl.
 
         Returns: number of lines taken back.
         """
-        return sum(_move_lines_after(path, step, self.path / "rewound.jsonl") for path in self._lines_by_step)
+        return sum(lines.rewind(step, to=self.path / "rewound.jsonl") for lines in self._lines_by_step)
 
     def append_monitor_event(self, event: Event) -> None:
         """Add an event of the early warning to monitor.jsonl."""
-        _append_line(self.monitor_path, event_line(event))
+        JsonLines(self.monitor_path).append(_event_record(event))
 
     def read_monitor_events(self) -> list[Event]:
         """All events of the early warning so far, in order; a line that is being written is left out."""
-        if not self.monitor_path.is_file():
-            return []
-        lines = self.monitor_path.read_text(errors="replace").splitlines()
-        return [event for line in lines if (event := parse_event_line(line)) is not None]
+        return JsonLines(self.monitor_path).read(_parse_event)
 
     def event(self, level: str, text: str) -> RunEvent:
         """Add a line to events.log. level: info, warning or error; watch or alarm, from the early warning."""
         if level not in _LEVELS:
             raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
         entry = RunEvent(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()))
-        _append_line(self.events_path, f"{entry.time} {entry.level:7} {entry.text}")
+        with self.events_path.open("a", encoding="utf-8") as file:
+            file.write(f"{entry.time} {entry.level:7} {entry.text}\n")
         return entry
 
     def read_events(self) -> list[RunEvent]:
@@ -355,101 +350,15 @@ class RunFolder:
         return removed
 
 
-def _fresh_path(root: Path, name: str) -> Path:
-    """root/NAME-DATE-TIME, with a number behind it if that is taken."""
-    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
-    candidates = [root / stem, *(root / f"{stem}-{i}" for i in range(2, 100))]
-    return next(path for path in candidates if not path.exists())
+def _event_record(event: Event) -> dict[str, Any]:
+    """As it stands in a line of monitor.jsonl; values that aren't finite stand there as words."""
+    words = {name: str(value) for name, value in (("value", event.value), ("growth", event.growth)) if not math.isfinite(value)}
+    return asdict(event) | words
 
 
-def _is_failed_start(path: Path, present: Sequence[str]) -> bool:
-    """Nothing is in it but what a run writes before its first number. A config.yaml alone may be anybody's."""
-    known = all(name in _BEFORE_NUMBERS or _BESIDE.match(name) for name in present)
-    samples = path / "trajectories"
-    has_samples = samples.is_dir() and any(samples.iterdir())
-    checkpoints = path / "checkpoints"
-    has_checkpoints = checkpoints.is_dir() and any(not entry.name.endswith(".partial") for entry in checkpoints.iterdir())
-    is_ours = "config.yaml" not in present or set(_FOLDERS) <= set(present)  # which are made before it
-    return known and is_ours and not has_samples and not has_checkpoints
-
-
-def _clear(path: Path, present: Sequence[str]) -> None:
-    for name in present:
-        if (path / name).is_dir():
-            shutil.rmtree(path / name)
-        elif name != "events.log":
-            (path / name).unlink()
-
-
-def _own(path: Path) -> filelock.BaseFileLock:
-    """Take the lock of a folder, which is made if need be; say who has it otherwise."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run_dir = {path}: can't be made: {error.strerror}. Choose another run_dir.") from error
-    lock = filelock.FileLock(path / ".owner.lock")
-    owner = path / ".owner.json"
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        try:
-            who = json.loads(owner.read_text())
-            by = f"process {who['pid']} on {who['host']} since {who['since']}"
-        except (OSError, ValueError, KeyError):
-            by = "another process"
-        raise ConfigError(f"run_dir = {path}: in use by {by}. Wait for that run or stop it, or choose another run_dir.") from None
-    owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(timespec="seconds")}))
-    return lock
-
-
-def _append_line(path: Path, line: str) -> None:
-    # One write of one whole line: a reader never sees two lines mixed, and a crash tears the last one at most.
-    with path.open("ab") as file:
-        file.write(line.encode() + b"\n")
-
-
-def _read_lines(path: Path) -> list[StepMetrics]:
-    """Metrics of a JSONL file; a torn line (without an end, or cut in the middle) is left out."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            found.append(parse_json_line(line))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
-
-
-def _repair_last_line(path: Path) -> None:
-    """Cut off what follows the last line end: the part of a line that a crash left."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-
-
-def _move_lines_after(path: Path, step: int, target: Path) -> int:
-    """Move the lines whose step is later than `step` to the end of `target`. Returns: how many."""
-    if not path.is_file():
-        return 0
-    kept: list[str] = []
-    moved: list[str] = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            is_later = json.loads(line)["step"] > step
-        except (ValueError, KeyError, TypeError):
-            is_later = True
-        (moved if is_later else kept).append(line)
-    if moved:
-        for line in moved:
-            _append_line(target, line)
-        beside = path.with_name(f".{os.getpid()}.{path.name}")
-        beside.write_text("".join(line + "\n" for line in kept))
-        os.replace(beside, path)
-    return len(moved)
+def _parse_event(record: dict[str, Any]) -> Event:
+    numbers = {name: float(record[name]) for name in ("value", "growth")}
+    return Event(**{**record, **numbers, "name": current_name(record["name"]), "state": State(record["state"])})
 
 
 def _fsync(path: Path) -> None:

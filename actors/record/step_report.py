@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from actors.correction_service import PreparedBatch
-from actors.metrics import DIAGNOSTIC_PLACES, LOSS_PLACES
-from actors.rollout_worker import GroupSummary, WorkerLoad
+from actors.carriers import GroupSummary, PreparedBatch, WorkerLoad
+from actors.metric_catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
 from rollout.trajectory import FinishReason, Group, SyncReceipt, Trajectory
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from actors.trajectory_queue import Ticket
+from actors.carriers import Ticket
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
 
 

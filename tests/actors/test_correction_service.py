@@ -22,18 +22,29 @@ import torch
 from torch import Tensor
 
 from actors import correction_service
-from actors.correction_service import CorrectionService, Observation, PreparedBatch, ServiceConfig
-from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.carriers import Observation, PreparedBatch, Ticket
+from actors.config import DeadlinesConfig, EarlyWarningConfig
+from actors.correction_service import CorrectionService, ServiceConfig
+from actors.trajectory_queue import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
 from correction.errors import DeadlineExceeded
 from correction.monitor import MonitorConfig, State
-from rollout.config import TrainOverlong
+from learner.config import LearnerConfig
+from rollout.config import RolloutConfig
 from rollout.trajectory import Group
 from tests.actors.cases import FakeActor, group, prompts, trajectory
 
 GROUPS = 4
+ROLLOUT = RolloutConfig.model_validate(
+    {
+        "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+        "reward": {"kind": "exact_match"},
+        "sampling": {"max_tokens": 16},
+        "engine": {"device": "cpu"},
+    }
+)
 
 
 def code(token_ids: Tensor) -> Tensor:
@@ -84,18 +95,13 @@ class Scene:
         self.learner = Learner()
         settings: dict[str, Any] = {
             "correction": CorrectionConfig.model_validate({"preset": preset}),
-            "groups_per_step": GROUPS,
-            "optimizer_steps_per_batch": steps,
-            "temperature": 1.0,
-            "overlong": TrainOverlong(),
-            "max_tokens": 16,
-            "dynamic_sampling": False,
             "has_reference": False,
-            "has_auxiliary_loss": False,
-            "batch_s": 5.0,
-            "ahead_s": 5.0,
-            "monitor": MonitorConfig(),
-            "detailed": False,
+            "groups_per_step": GROUPS,
+            "dynamic_sampling": False,
+            "rollout": ROLLOUT,
+            "learner": LearnerConfig(optimizer_steps_per_batch=steps),
+            "deadlines": DeadlinesConfig(batch_s=5.0, step_s=2.0, checkpoint_s=1.0),
+            "monitor": EarlyWarningConfig(detailed=False),
         }
         config = ServiceConfig(**(settings | changes))
         self.service = CorrectionService(config, FakeActor(self.queue), self.learner, monitor_state)  # type: ignore[arg-type]
@@ -251,7 +257,7 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
 
 def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
     async def scenario() -> None:
-        scene = Scene(batch_s=0.3)
+        scene = Scene(deadlines=DeadlinesConfig(batch_s=0.3))
         tickets = await scene.admit(0, GROUPS)
         await scene.put(answered(tickets[1]))
         with pytest.raises(DeadlineExceeded, match=r"batch of version 0 .*1 of 4 groups drawn, 3 being sampled"):
@@ -280,7 +286,7 @@ def test_a_queue_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_learner_that_comes_too_late_is_named() -> None:
     async def scenario() -> None:
-        scene = Scene(ahead_s=0.2)
+        scene = Scene(deadlines=DeadlinesConfig(batch_s=5.0, step_s=0.05, checkpoint_s=0.1))
         tickets = await scene.admit(0, 2 * GROUPS)
         await scene.put(*[answered(ticket) for ticket in tickets])
         await scene.service.next_batch(0)
@@ -391,7 +397,7 @@ def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) ->
     thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
 
     async def scenario() -> None:
-        scene = Scene(steps=1, monitor=thresholds, detailed=True)
+        scene = Scene(steps=1, monitor=EarlyWarningConfig(thresholds=thresholds))
         events = []
         for version in range(13):
             observation = await scene.observe(await scene.batch(version), gap=0.1 if version >= 10 else 0.01, entropy=1.0)
@@ -409,12 +415,13 @@ def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_resumed_service_warns_where_the_first_would_have() -> None:
     """Step 12 needs the nine steps before the checkpoint: a monitor that began anew would still be learning what is usual."""
     thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
+    warning = EarlyWarningConfig(thresholds=thresholds, detailed=False)
 
     async def scenario() -> None:
-        first = Scene(steps=1, monitor=thresholds)
+        first = Scene(steps=1, monitor=warning)
         for version in range(9):
             await first.observe(await first.batch(version), gap=0.01)
-        second = Scene(steps=1, monitor=thresholds, monitor_state=await first.service.monitor_state())
+        second = Scene(steps=1, monitor=warning, monitor_state=await first.service.monitor_state())
         await first.service.stop()
         steps = []
         for version in range(4):
@@ -451,9 +458,10 @@ def test_a_switch_takes_the_next_batch_that_is_begun() -> None:
 def test_a_switch_begins_what_it_changes_anew() -> None:
     """Rejection's usual level is that of the bounds; the gap from behaviour to proximal has the same under any bounds."""
     thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
+    warning = EarlyWarningConfig(thresholds=thresholds, detailed=False)
 
     async def scenario() -> None:
-        scene = Scene(steps=1, preset="mis-token", monitor=thresholds)
+        scene = Scene(steps=1, preset="mis-token", monitor=warning)
         for version in range(3):
             await scene.observe(await scene.batch(version), gap=0.01)
         await scene.service.switch(CorrectionConfig.model_validate({"preset": "mis-geometric"}))

@@ -14,11 +14,12 @@ import pytest
 import ray.exceptions
 
 import actors.pool
-from actors.actor_info import ActorInfo
+from actors.carriers import ActorInfo, GroupSummary, Ticket
+from actors.config import DeadlinesConfig
 from actors.dispatch import Questions, WaitingWork
 from actors.pool import RolloutPool
-from actors.rollout_worker import GroupSummary
-from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.rollout_worker import WorkerSettings
+from actors.trajectory_queue import TrajectoryQueueActor
 from rollout.config import RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt
 
@@ -107,10 +108,9 @@ class Run:
                 "engine": {"device": "cpu"},
             }
         )
-        self.pool = RolloutPool(
-            config, Path("model"), FakeActor(self.queue), prompt(0), resource="rollout", bind="127.0.0.1", start_s=50.0, worker_s=50.0,
-            notice_s=20.0, on_joined=lambda _: None, on_left=lambda _: None, on_finished=lambda _: None, on_event=lambda *_: None,
-        )  # fmt: skip
+        settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
+        observer = SimpleNamespace(joined=lambda _: None, left=lambda _: None, group_finished=lambda _: None, event=lambda *_: None)
+        self.pool = RolloutPool(settings, DeadlinesConfig(start_s=50.0, notice_s=20.0), FakeActor(self.queue), observer)
 
     async def begin(self) -> asyncio.Task[None]:
         self.pool.start()

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from actors.evaluation import Evaluation, evaluate
+from actors.evaluation import Evaluation, evaluate, wilson
 from actors.metrics import StepMetrics
-from actors.statistics import wilson
 from rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import prompts, trajectory
 

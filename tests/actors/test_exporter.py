@@ -20,7 +20,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.exporter import DiscoveryServer, MetricsEndpoint
-from actors.metrics import CATALOGUE, Kind, MetricError
+from actors.metric_catalogue import CATALOGUE
+from actors.metric_kinds import Kind
+from actors.metrics import MetricError
 from correction.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

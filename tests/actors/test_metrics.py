@@ -11,9 +11,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from actors.config import MetricsConfig
-from actors.metrics import CATALOGUE, LOSS_PLACES, Kind, MetricError, StepMetrics, is_listed, lookup, markdown, member
-from actors.record.metric_views import MetricViews, TensorBoardView, json_line, parse_event_line, parse_json_line
-from actors.record.run_folder import RunFolder
+from actors.metric_catalogue import CATALOGUE, LOSS_PLACES
+from actors.metric_kinds import Kind
+from actors.metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member
+from actors.record.metric_views import MetricViews, TensorBoardView
+from actors.record.run_folder import RunFolder, _parse_event
 from actors.record.step_report import _placed, diagnostic_metrics
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.errors import ConfigError
@@ -62,11 +64,11 @@ def test_numbers_of_the_correction_are_listed_one_by_one() -> None:
 
 def test_shares_of_an_earlier_run_are_read_by_their_names_of_today() -> None:
     """They were called fractions; what a reward function names is left alone."""
-    line = '{"step": 1, "correction/kept_fraction": 0.5, "correction/rejected_fraction_positive": 0.25, "reward/component/a_fraction": 1}'
+    record = {"step": 1, "correction/kept_fraction": 0.5, "correction/rejected_fraction_positive": 0.25, "reward/component/a_fraction": 1}
     read = {"step": 1, "correction/kept_share": 0.5, "correction/rejected_positive_share": 0.25, "reward/component/a_fraction": 1}
-    assert dict(parse_json_line(line)) == read
-    event = parse_event_line('{"step": 3, "name": "bad_update_fraction", "state": "watch", "value": 1, "growth": 2, "message": "m"}')
-    assert event is not None and event.name == "bad_update_share"
+    assert dict(StepMetrics.of_record(record)) == read
+    event = _parse_event({"step": 3, "name": "bad_update_fraction", "state": "watch", "value": 1, "growth": 2, "message": "m"})
+    assert event.name == "bad_update_share"
 
 
 def test_absent_is_absent() -> None:
@@ -83,18 +85,18 @@ def test_a_metric_has_one_source() -> None:
 
 def test_a_line_is_strict_json_and_comes_back_as_it_was() -> None:
     metrics = StepMetrics(3, {"reward/mean": 0.1, "groups/trained_total": 96, "learner/grad_norm": math.inf, "learner/loss": math.nan})
-    line = json_line(metrics)
+    line = json.dumps(metrics.record())
     record = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert record == {
         "step": 3, "reward/mean": 0.1, "groups/trained_total": 96, "non_finite": {"learner/grad_norm": "inf", "learner/loss": "nan"},
     }
-    back = parse_json_line(line)
+    back = StepMetrics.of_record(json.loads(line))
     assert back["learner/grad_norm"] == math.inf and math.isnan(back["learner/loss"])
     assert {k: back[k] for k in back.finite()} == {"step": 3, "reward/mean": 0.1, "groups/trained_total": 96}
 
 
 def test_a_line_of_another_catalogue_is_read_without_what_is_unknown() -> None:
-    assert dict(parse_json_line('{"step": 1, "reward/mean": 1, "gone/metric": 2}')) == {"step": 1, "reward/mean": 1}
+    assert dict(StepMetrics.of_record({"step": 1, "reward/mean": 1, "gone/metric": 2})) == {"step": 1, "reward/mean": 1}
 
 
 def test_names_say_what_they_are() -> None:

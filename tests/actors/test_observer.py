@@ -16,17 +16,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from actors.actor_info import ActorInfo
+from actors.carriers import UNIFORM, ActorInfo, GroupSummary, Observation
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.correction_service import UNIFORM, Observation
 from actors.evaluation import evaluate
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics, by_worker
 from actors.record.observer import Observer
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.record.terminal import TerminalView
-from actors.rollout_worker import GroupSummary
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State

@@ -13,10 +13,11 @@ import pytest
 import ray.exceptions
 
 import actors.pool
-from actors.actor_info import ActorInfo
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.config import DeadlinesConfig
 from actors.pool import RolloutPool
-from actors.rollout_worker import GroupSummary, WorkerLoad
-from actors.trajectory_queue import Ticket, TrajectoryQueueActor
+from actors.rollout_worker import WorkerSettings
+from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt
@@ -105,7 +106,7 @@ class Scene:
         start_faults: dict[str, Exception] | None = None,
         behind: set[str] | None = None,
         places: int = 8,
-        worker_s: float = 5.0,
+        worker_s: float = 10.0,
     ) -> None:
         self.faults: dict[str, Fault] = faults or {}
         self.start_faults = start_faults or {}
@@ -132,21 +133,15 @@ class Scene:
                 "engine": {"device": "cpu"},
             }
         )
-        self.pool = RolloutPool(
-            config,
-            Path("model"),
-            FakeActor(self.queue),
-            prompt(0),
-            resource="rollout",
-            bind="127.0.0.1",
-            start_s=5.0,
-            worker_s=worker_s,
-            notice_s=0.2,
-            on_joined=lambda info: self.joined.append(info.name),
-            on_left=self.left.append,
-            on_finished=lambda summary: self.finished.append(summary.group_id),
-            on_event=lambda _, text: self.events.append(text),
+        settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
+        deadlines = DeadlinesConfig(start_s=worker_s / 2, sync_s=worker_s / 6, notice_s=0.2)
+        observer = SimpleNamespace(
+            joined=lambda info: self.joined.append(info.name),
+            left=lambda key: self.left.append(key.removeprefix("rollout-")),
+            group_finished=lambda summary: self.finished.append(summary.group_id),
+            event=lambda _, text: self.events.append(text),
         )
+        self.pool = RolloutPool(settings, deadlines, FakeActor(self.queue), observer)
 
     def _make(self, name: str, *_: Any, **__: Any) -> FakeActor:
         self.workers[name] = Worker(name, self)

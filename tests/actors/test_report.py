@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from actors.carriers import ScatterSample
 from actors.metrics import StepMetrics
 from actors.record.report import summary_rows, worker_rows, write_report
 from actors.record.report_plots import _CURVES as CURVES
 from actors.record.report_plots import draw_curves, draw_plots, running_mean
 from actors.record.run_folder import RunFolder
-from actors.scatter import ScatterReservoir, ScatterSample
+from actors.scatter import ScatterReservoir
 from correction.monitor import Event, State
 
 

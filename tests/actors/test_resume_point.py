@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from actors.commands.recipe import load_config
+from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
 from actors.ledger import Ledger
 from actors.metrics import StepMetrics
 from actors.record.run_folder import RunFolder
-from actors.resume import TrainingState
-from actors.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
+from actors.resume import OtherVersionError, TrainingState
 from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import ConfigError, DataError
 from tests.actors.cases import group, prompt, prompts
@@ -131,6 +131,17 @@ def test_no_checkpoint_that_can_be_read_is_one_sentence(folder: RunFolder) -> No
     assert "none of its checkpoints can be read (step_000002, step_000001)" in said and "\n" not in said
     assert f"{folder.path}/checkpoints/step_000002/state/controller.pickle: damaged" in said
     assert len(folder.checkpoints()) == 2, "nothing is changed by a refusal"
+
+
+def test_a_checkpoint_of_an_earlier_version_is_not_damaged(folder: RunFolder) -> None:
+    """It is named, and nothing is set aside; the older ones, of that version too, aren't tried."""
+    newest, older = sorted(folder.checkpoints(), key=lambda checkpoint: -checkpoint.step)
+    for checkpoint in (newest, older):
+        (checkpoint.state / "controller.pickle").write_bytes(b"cactors.gone\nGone\n.")
+    with pytest.raises(OtherVersionError) as caught:
+        find_resume_point(folder, ())
+    assert f"model={newest.hf}" in str(caught.value) and "\n" not in str(caught.value)
+    assert folder.checkpoints() == [older, newest]
 
 
 def test_a_whole_folder_needs_no_warning(folder: RunFolder) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.alarms import Replacement
-from actors.resume import TrainingState
+from actors.resume import OtherVersionError, TrainingState
 from actors.trajectory_queue import TrajectoryQueue
 from correction.config import CorrectionConfig
 from correction.errors import DataError
@@ -59,5 +59,25 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no complete checkpoint"):
         TrainingState.load(tmp_path)
     (tmp_path / "controller.pickle").write_bytes(pickle.dumps({"format": 99}))
-    with pytest.raises(DataError, match="has format 99, this version of evenkeel reads 3"):
+    with pytest.raises(OtherVersionError, match=r"written by a later version of evenkeel .its format is 99, this version's 4"):
+        TrainingState.load(tmp_path)
+
+
+@pytest.mark.parametrize("gone", ["actors.gone", "actors.resume"], ids=["module", "class"])
+@pytest.mark.parametrize("is_format_3", [True, False], ids=["format 3", "this format"])
+def test_a_state_of_an_earlier_version_says_so(tmp_path: Path, gone: str, is_format_3: bool) -> None:
+    """Its pickle names a module or a class that is no more, which is no damage; the weights beside it can be trained on."""
+    state = f"c{gone}\nGone\n.".encode()  # protocol 0: a global, and the end
+    content = b"(S'format'\nI3\nS'state'\n" + state[:-1] + b"d." if is_format_3 else pickle.dumps({"format": 4, "state": state})
+    (tmp_path / "controller.pickle").write_bytes(content)
+    with pytest.raises(OtherVersionError) as caught:
+        TrainingState.load(tmp_path)
+    said = str(caught.value)
+    assert "written by an earlier version of evenkeel" in said and "damaged" not in said
+    assert said.endswith(f"Start a new run from its weights: model={tmp_path.parent / 'hf'}")
+
+
+def test_format_3_with_classes_that_are_still_there_is_of_an_earlier_version(state: TrainingState, tmp_path: Path) -> None:
+    (tmp_path / "controller.pickle").write_bytes(pickle.dumps({"format": 3, "state": state}))
+    with pytest.raises(OtherVersionError, match=r"written by an earlier version of evenkeel .its format is 3"):
         TrainingState.load(tmp_path)

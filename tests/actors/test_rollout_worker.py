@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.rollout_worker import RolloutWorker
-from actors.trajectory_queue import Ticket
+from actors.carriers import Ticket
+from actors.rollout_worker import RolloutWorker, WorkerSettings
 from correction.errors import EngineError
 from rollout.config import RolloutConfig
 from rollout.trajectory import Group
@@ -36,7 +37,7 @@ class SlowQueue:
 async def hand_over_three(queue: SlowQueue) -> list[Any]:
     """The first group's call is under way when two more finish. Returns what each of the three got."""
     config = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
-    worker = RolloutWorker("0", config, queue, bind="127.0.0.1")
+    worker = RolloutWorker("0", WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout"), queue)
     tasks = []
     for finished in [group(Ticket(i, prompt(i), 0)) for i in range(3)]:
         worker._finished.append(finished)

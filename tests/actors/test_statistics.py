@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from actors.statistics import wilson
+from actors.evaluation import wilson
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 10), (7, 10), (10, 10), (281, 512), (507, 512)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from actors.carriers import GroupSummary, WorkerLoad
 from actors.record.step_report import rollout_metrics, sync_metrics, worker_metrics
-from actors.rollout_worker import GroupSummary, WorkerLoad
 
 
 def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> None:

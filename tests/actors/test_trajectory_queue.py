@@ -16,7 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.trajectory_queue import Ticket, TrajectoryQueue, TrajectoryQueueActor
+from actors.carriers import Ticket
+from actors.trajectory_queue import TrajectoryQueue, TrajectoryQueueActor
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group
 from tests.actors.cases import group, prompt, prompts

@@ -14,8 +14,9 @@ import pytest
 import ray.exceptions
 import torch
 
+from actors.carriers import WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.learner_group import LearnerRankActor, WeightSnapshot
+from actors.learner_group import LearnerRankActor
 from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from actors.carriers import Ticket
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.record.run_folder import Checkpoint, RunFolder
-from actors.resume import TrainingState
-from actors.trajectory_queue import Ticket
+from actors.resume import OtherVersionError, TrainingState
 from correction.errors import ConfigError, DataError
 from correction.schedule import needs_topk
 from rollout.chat import load_tokenizer
@@ -45,7 +45,8 @@ class ResumePoint:
 def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunConfig, ResumePoint | None]:
     """The run's configuration with overrides on top, and the newest whole checkpoint, if the run has any; nothing is changed yet.
 
-    Raises: ConfigError for settings that the run can't go on with; DataError if no checkpoint can be read.
+    Raises: ConfigError for settings that the run can't go on with; OtherVersionError if the newest whole checkpoint is of another version
+    of evenkeel; DataError if no checkpoint can be read.
     """
     before, config = run_config(folder, ()), run_config(folder, overrides)
     if not folder.checkpoints():
@@ -134,6 +135,8 @@ def _newest_readable(folder: RunFolder) -> ResumePoint:
     for checkpoint in reversed(folder.checkpoints()):
         try:
             return ResumePoint(checkpoint, _read(checkpoint), tuple(damaged))
+        except OtherVersionError:
+            raise  # the older ones are of no later version, and nothing is wrong with this one
         except DataError as error:
             damaged.append((checkpoint, str(error)))
     raise DataError(
@@ -143,14 +146,14 @@ def _newest_readable(folder: RunFolder) -> ResumePoint:
 
 
 def _read(checkpoint: Checkpoint) -> TrainingState:
-    """Raises: DataError naming the file that is missing or damaged."""
+    """Raises: OtherVersionError; DataError naming the file that is missing or damaged."""
     from learner.checkpoint_files import check_readable  # torch: seconds that a refusal of the settings doesn't need
     from learner.model_check import check_trainable
 
+    state = TrainingState.load(checkpoint.state)
     hf_config = check_trainable(checkpoint.hf)
     load_tokenizer(checkpoint.hf)
     check_readable(checkpoint.state / "learner", hf_config)
-    state = TrainingState.load(checkpoint.state)
     if state.step != checkpoint.step:
         raise DataError(f"{checkpoint.state}: it is the state of step {state.step}, in the checkpoint of step {checkpoint.step}")
     return state

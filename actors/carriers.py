@@ -1,0 +1,182 @@
+"""All that crosses a process between actors; what crosses packages is theirs (rollout/trajectory.py, correction/batch.py).
+
+Frozen: nothing is changed after it was handed over, and tensors are read-only by agreement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:  # torch: seconds that not every process needs
+    from correction.batch import CorrectedBatch
+    from correction.config import CorrectionConfig
+    from correction.engines.processor import Processor
+    from correction.monitor import Event, State
+    from rollout.trajectory import Group, Prompt
+
+INVALID = "fewer than two valid trajectories"
+UNIFORM = "rewards all alike"
+"""Reasons for which the service discards a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorInfo:
+    """Who an actor is and where its numbers are."""
+
+    role: str
+    """"rollout", "learner", ..."""
+    name: str
+    """Which one of its role."""
+    pid: int
+    """Of its process."""
+    target: str
+    """host:port of its Prometheus endpoint."""
+    detail: str = ""
+    """What a person should know of it besides."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.role}-{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A place in the queue: the right to sample one group."""
+
+    group_id: int
+    prompt: Prompt
+    admitted_version: int
+    """Published when it was admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """All that a restart needs to go on with the same bound and without losing or repeating a prompt."""
+
+    version: int
+    """Of the published weights."""
+    next_group_id: int
+    admitted: int
+    """Groups since the run began, like the next two."""
+    trained: int
+    discarded: int
+    in_flight: tuple[Ticket, ...]
+    """Admitted and not finished: sampled again after a restart."""
+    finished: tuple[Group, ...]
+    """Finished and not trained, drawn ones included."""
+    discarded_by_reason: dict[str, int] = field(default_factory=dict)
+    unreported: tuple[tuple[str, str], ...] = ()
+    """Discarded, as (prompt id, reason), and not yet in the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """What the pool learns of a finished group; the group itself is in the queue."""
+
+    group_id: int
+    response_tokens: int
+    """Of all its trajectories together."""
+    trajectories: int
+    reward_errors: tuple[str, ...]
+    """Of the trajectories without a reward."""
+    generate_s: float
+    """Seconds from the first request to the last answer."""
+    worker: str
+    """Name of the one that sampled it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Running totals of one worker."""
+
+    busy_s: float
+    """Seconds with at least one request in the engine, weight updates included."""
+    up_s: float
+    """Seconds since its engine was up."""
+    generated_tokens: int
+    requests_in_flight: int
+
+    def since(self, before: WorkerLoad | None) -> WorkerLoad:
+        """What has been added to the totals since `before`; None: since its start."""
+        if before is None:
+            return self
+        added = self.generated_tokens - before.generated_tokens
+        return WorkerLoad(self.busy_s - before.busy_s, self.up_s - before.up_s, added, self.requests_in_flight)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch on its way to the learner."""
+
+    version: int
+    """The learner's version from which the update starts."""
+    correction: CorrectionConfig
+    """What it is corrected by, and has to be trained with."""
+    corrected: CorrectedBatch
+    """Packed: [N] tokens of S sequences."""
+    groups: tuple[Group, ...]
+    """Of these tokens, in their order."""
+    proximal_s: float
+    """Seconds of the learner for proximal (and reference) logprobs."""
+    correct_s: float
+    """Seconds of the correction itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a trained batch says about the run."""
+
+    diagnostics: dict[str, float]
+    """By their names in correction.quantities."""
+    events: tuple[Event, ...]
+    """What the monitor makes of them, worst first."""
+    state: State
+    """Of the monitor, after this batch."""
+    seconds: float
+    """Time that all this took, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSample:
+    """Tokens drawn at random from trained ones; every array is [n]."""
+
+    behavior_logprobs: np.ndarray
+    """float32, nats."""
+    proximal_logprobs: np.ndarray
+    """float32, nats."""
+    staleness: np.ndarray
+    """int32, versions between sampling and training."""
+    step: np.ndarray
+    """int32, training step of the token's batch."""
+
+    def save(self, path: Path) -> None:
+        """Write scatter.npz."""
+        with path.open("wb") as file:
+            np.savez_compressed(file, **{name: getattr(self, name) for name in self.__slots__})
+
+    @classmethod
+    def load(cls, path: Path) -> ScatterSample:
+        """Read scatter.npz. Raises: OSError, ValueError or KeyError for anything else."""
+        with np.load(path, allow_pickle=False) as file:
+            return cls(**{name: file[name] for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSnapshot:
+    """The weights of one version, on their way to the engines."""
+
+    version: int
+    buckets: list[Any]
+    """References to WeightBuckets."""
+    probe_logprobs: list[float]
+    """[tokens of the probe prompt - 1] nats: the learner's own, at these weights; empty when none was asked for."""
+    checksums: dict[str, str]
+    """By Hugging Face name; empty when not asked for."""
+    seconds: float
+    """Time of the copy."""
+    processor: Processor | None = None
+    """What the learner computes with, together with the checksums; for true on-policy only."""

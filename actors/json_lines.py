@@ -1,0 +1,82 @@
+"""Files of one JSON object a line: they grow by whole lines, and a line that a crash has torn is no obstacle."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_NOT_OURS = (ValueError, KeyError, TypeError)
+"""What reading a torn or foreign line raises."""
+
+
+class JsonLines:
+    """One such file; each object has its "step". One process writes, any number read, without a lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Add lines: strict JSON, in one write, so that a reader never sees two lines mixed and a crash tears the last one at most.
+
+        Raises: ValueError for a number that isn't finite.
+        """
+        self._append_text([json.dumps(record, allow_nan=False) for record in records])
+
+    def read(self, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+        """What `parse` makes of each line, in order; lines that are torn, or of which it can make nothing, are left out.
+
+        Args:
+            parse: raises ValueError, KeyError or TypeError for what it can't read.
+        """
+        found = []
+        for line in self._lines():
+            try:
+                found.append(parse(json.loads(line)))
+            except _NOT_OURS:
+                continue
+        return found
+
+    def repair(self) -> None:
+        """Cut off what follows the last line end: the part of a line that a crash has left, which the next line would join."""
+        if not self.path.is_file():
+            return
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(self.path, whole)
+
+    def rewind(self, step: int, *, to: Path | None = None) -> int:
+        """Take out the lines of later steps, and those that can't be read. Returns: how many.
+
+        Args:
+            to: they go to the end of this file before they leave the other; None: they are gone.
+        """
+        kept: list[str] = []
+        taken: list[str] = []
+        for line in self._lines():
+            (kept if _is_until(step, line) else taken).append(line)
+        if taken:
+            if to is not None:
+                JsonLines(to)._append_text(taken)
+            beside = self.path.with_name(f".{os.getpid()}.{self.path.name}")
+            beside.write_text("".join(line + "\n" for line in kept))
+            os.replace(beside, self.path)
+        return len(taken)
+
+    def _lines(self) -> list[str]:
+        return self.path.read_text(errors="replace").splitlines() if self.path.is_file() else []
+
+    def _append_text(self, lines: list[str]) -> None:
+        with self.path.open("ab") as file:
+            file.write("".join(line + "\n" for line in lines).encode())
+
+
+def _is_until(step: int, line: str) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except _NOT_OURS:
+        return False

@@ -1,0 +1,87 @@
+"""What is said of a metric: how it behaves over time, its unit, how values of several parts become one, its names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How a metric behaves over time."""
+
+    GAUGE = "gauge"
+    """A value of this step; it may rise and fall."""
+    COUNTER = "counter"
+    """A running total since the run began, restored on resume; its name ends in _total, that of a family in _total/."""
+    HISTOGRAM = "histogram"
+    """A family whose last part is an upper bound, and whose value counts what fell into that bucket in this step."""
+
+
+class Reduction(StrEnum):
+    """How values of several ranks or workers become one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    """Weighted by what each part counted; from sums and counts, never a mean of means."""
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+    """There is one source only."""
+
+
+class Unit(StrEnum):
+    """Base units; the second word is the suffix of the Prometheus name."""
+
+    ONE = ""
+    SECONDS = "s"
+    SHARE = "share"
+    NATS = "nats"
+    TOKENS = "tokens"
+    TOKENS_PER_SECOND = "tokens/s"
+    VERSIONS = "versions"
+    BYTES = "bytes"
+    TIMESTAMP = "unix time"
+
+
+_PROMETHEUS_SUFFIX = {
+    Unit.ONE: "",
+    Unit.SECONDS: "_seconds",
+    Unit.SHARE: "_ratio",
+    Unit.NATS: "_nats",
+    Unit.TOKENS: "_tokens",
+    Unit.TOKENS_PER_SECOND: "_tokens_per_second",
+    Unit.VERSIONS: "_versions",
+    Unit.BYTES: "_bytes",
+    Unit.TIMESTAMP: "_timestamp_seconds",
+}
+# What the catalogue's own names end in, taken off before the suffix above is put on.
+_NAME_SUFFIX = re.compile(r"(/tokens|_tokens_per_s|_share|_versions|_tokens|_bytes|_time_s|_s|_total)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One listed number, or a family of them when the name ends in a slash or an underscore."""
+
+    name: str
+    kind: Kind
+    unit: Unit
+    reduction: Reduction
+    help: str
+    """One sentence: what it is, and where it helps, what a healthy value looks like."""
+    label: str
+    """A few words for a table or an axis."""
+    part: str = "part"
+    """Of a family: what its open part names; the Prometheus label."""
+
+    @property
+    def is_family(self) -> bool:
+        return self.name.endswith(("/", "_"))
+
+    @property
+    def prometheus_name(self) -> str:
+        """Conventional name: evenkeel_ prefix, base unit as suffix, _total on counters (the client library appends that)."""
+        stem = _NAME_SUFFIX.sub("", self.name.rstrip("/_"))
+        suffix = _PROMETHEUS_SUFFIX[self.unit]
+        stem = re.sub(r"[^a-zA-Z0-9]+", "_", stem)
+        return f"evenkeel_{stem}" if stem.endswith(suffix) else f"evenkeel_{stem}{suffix}"

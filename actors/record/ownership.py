@@ -1,0 +1,70 @@
+"""Which folder a new run gets, and who owns it: one process, by a lock that the kernel releases when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import filelock
+
+from correction.errors import ConfigError
+
+FOLDERS = ("tensorboard", "trajectories", "checkpoints")
+_BEFORE_NUMBERS = {*FOLDERS, "config.yaml", "events.log", "ledger.jsonl"}
+"""What a run writes before its first evaluation, step or checkpoint."""
+_BESIDE = re.compile(r"\.\d+\.")
+"""A file that was being written, see write_file."""
+
+
+def fresh_path(root: Path, name: str) -> Path:
+    """root/NAME-DATE-TIME, with a number behind it if that is taken."""
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = [root / stem, *(root / f"{stem}-{i}" for i in range(2, 100))]
+    return next(path for path in candidates if not path.exists())
+
+
+def is_failed_start(path: Path, present: Sequence[str]) -> bool:
+    """Nothing is in it but what a run writes before its first number. A config.yaml alone may be anybody's."""
+    known = all(name in _BEFORE_NUMBERS or _BESIDE.match(name) for name in present)
+    samples = path / "trajectories"
+    has_samples = samples.is_dir() and any(samples.iterdir())
+    checkpoints = path / "checkpoints"
+    has_checkpoints = checkpoints.is_dir() and any(not entry.name.endswith(".partial") for entry in checkpoints.iterdir())
+    is_ours = "config.yaml" not in present or set(FOLDERS) <= set(present)  # which are made before it
+    return known and is_ours and not has_samples and not has_checkpoints
+
+
+def clear(path: Path, present: Sequence[str]) -> None:
+    """Remove what a start that failed has left, all but its events.log."""
+    for name in present:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        elif name != "events.log":
+            (path / name).unlink()
+
+
+def own(path: Path) -> filelock.BaseFileLock:
+    """Take the lock of a folder, which is made if need be; say who has it otherwise."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir = {path}: can't be made: {error.strerror}. Choose another run_dir.") from error
+    lock = filelock.FileLock(path / ".owner.lock")
+    owner = path / ".owner.json"
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        try:
+            who = json.loads(owner.read_text())
+            by = f"process {who['pid']} on {who['host']} since {who['since']}"
+        except (OSError, ValueError, KeyError):
+            by = "another process"
+        raise ConfigError(f"run_dir = {path}: in use by {by}. Wait for that run or stop it, or choose another run_dir.") from None
+    owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(timespec="seconds")}))
+    return lock

@@ -1,0 +1,80 @@
+"""Finished steps are told beside the next one, so that neither the learner nor the loop waits for what is written down of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from actors.carriers import Observation, PreparedBatch
+from actors.record.observer import FinishedStep, Observer
+from actors.record.step_report import learned_numbers
+from correction.monitor import Event
+
+if TYPE_CHECKING:
+    from learner.step import StepResult
+
+T = TypeVar("T")
+
+
+class StepTeller:
+    """Holds the last finished step until there is time to tell it: while the next one is waited for or trained, or at a flush."""
+
+    def __init__(self, observer: Observer, *, on_events: Callable[[Sequence[Event]], None]) -> None:
+        """Args: on_events: takes what the early warning says of a step, once that is known; may come after the next step has begun."""
+        self._observer, self._on_events = observer, on_events
+        self._service: Any = None
+        self._untold: FinishedStep | None = None
+
+    def follow(self, service: Any) -> None:
+        """The correction service, which diagnoses the steps."""
+        self._service = service
+
+    def end_step(
+        self,
+        number: int,
+        version: int,
+        batch: PreparedBatch,
+        result: StepResult,
+        phases: dict[str, float],
+        counts: dict[str, int],
+        discarded: Sequence[tuple[str, str]],
+    ) -> None:
+        """A step ends now, see Observer.end_step; the one before is told, if nothing took long enough to tell it beside."""
+        self._tell()
+        self._untold = self._observer.end_step(number, version, batch, result, phases, counts, discarded)
+
+    async def beside(self, work: Awaitable[T], *, after_s: float) -> T:
+        """The result of `work`; the last step is told while that is under way, if it takes longer than `after_s`."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task}, timeout=after_s)
+            if not task.done():
+                self._tell()
+            return await task
+        finally:
+            task.cancel()
+
+    async def flush(self) -> None:
+        """Have the lines of all finished steps written."""
+        self._tell()
+        await self._observer.flush()
+
+    def _tell(self) -> None:
+        step, self._untold = self._untold, None
+        if step is not None:
+            self._observer.tell(step, asyncio.ensure_future(self._observed(step)))
+
+    def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
+        """Diagnostics of a step's batch, in the making: the service is asked now, which holds the batch for one step more."""
+        batch, result = step.batch, step.result
+        learned = learned_numbers(batch, result)
+        reference = self._service.observe.remote(step.number, batch.version, result.target_logprobs, result.decided, learned)
+
+        async def with_events() -> Observation | None:
+            observation: Observation | None = await reference
+            if observation is not None:
+                self._on_events(observation.events)
+            return observation
+
+        return with_events()
