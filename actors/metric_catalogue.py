@@ -202,10 +202,10 @@ _CORRECTION = [
         "0.1: a few tokens carry the batch.",
     ),
     _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Share of trained tokens that rejection took out of the loss."),
-    _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Share of sequences that the veto took out of the loss."),
+    _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Share of trained tokens that the veto took out of the loss."),
     _gauge(
         "rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut",
-        "Share of trained tokens whose importance weight was cut to its bound.",
+        "Share of the units that carry an importance weight (tokens, or sequences) whose weight was cut to its bound.",
     ),
     *_from_source("correction/", DIAGNOSTICS | DIAGNOSTIC_FAMILIES, DIAGNOSTIC_PLACES),
 ]

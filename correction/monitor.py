@@ -24,7 +24,7 @@ from typing import Any
 
 from pydantic import Field
 
-from correction.quantities import BUCKET_EDGES, current_name
+from correction.quantities import BUCKET_EDGES
 from correction.settings import Settings
 
 _MAD_TO_STD = 1.4826
@@ -258,8 +258,8 @@ class Monitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; symptoms that weren't followed then begin anew."""
-        self._series = {current_name(name): _Series(**series) for name, series in state["series"].items()}
-        saved = {current_name(name): _SymptomState(**values) for name, values in state["stands"].items()}
+        self._series = {name: _Series(**series) for name, series in state["series"].items()}
+        saved = {name: _SymptomState(**values) for name, values in state["stands"].items()}
         self._symptom_states |= {name: current for name, current in saved.items() if name in self._symptom_states}
 
     def forget(self, names: Iterable[str]) -> None:

@@ -33,7 +33,6 @@ from actors.repeated import Repeated
 from actors.supervision import wait_for
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
-from correction.quantities import current_name
 from rollout.trajectory import Prompt, SyncReceipt
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class Observer:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
         self._views = MetricViews(folder, config.metrics)
-        self._totals: dict[str, float] = {current_name(name): total for name, total in (totals or {}).items()}
+        self._totals: dict[str, float] = dict(totals or {})
         families = tuple(_EVENT_COUNTERS.values())
         # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
         self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}

@@ -16,7 +16,7 @@ import filelock
 from correction.errors import ConfigError
 
 FOLDERS = ("tensorboard", "trajectories", "checkpoints")
-_BEFORE_NUMBERS = {*FOLDERS, "config.yaml", "events.log", "ledger.jsonl"}
+_BEFORE_NUMBERS = {*FOLDERS, "model", "config.yaml", "events.log", "ledger.jsonl"}
 """What a run writes before its first evaluation, step or checkpoint."""
 _BESIDE = re.compile(r"\.\d+\.")
 """A file that was being written, see write_file."""

@@ -92,6 +92,10 @@ def test_what_a_failed_start_has_left_is_cleared_but_for_its_events(folder: RunF
     (folder.path / "tensorboard" / "events.out").write_text("")
     (folder.path / "checkpoints" / "step_000001.partial").mkdir()
     (folder.path / f".{os.getpid()}.config.yaml").write_text("name: x")
+    source = folder.path.parent / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    folder.keep_model_files(source)  # before any engine is started from them
     folder.close()
     with RunFolder.create(folder.path, "x") as again:
         assert again.is_reused

@@ -244,18 +244,3 @@ def test_what_is_forgotten_begins_anew():
     events = [e for step in range(60, 100) for e in monitor.update(step, {"rejected_share": 0.5, "bad_update_share": 0.2})]
     assert {event.name for event in events} == {"bad_update_share"}
     assert monitor.states["rejected_share"] is State.OK
-
-
-def test_a_checkpoint_of_before_is_read_with_the_names_of_today():
-    """Shares were called fractions: series and states go on under the new names."""
-    before = Monitor()
-    for step in range(40):
-        before.update(step, {"bad_update_share": 0.01 if step < 30 else 0.2})
-    assert before.states["bad_update_share"] is State.ALARM
-    old = {
-        part: {name.replace("_share", "_fraction"): values for name, values in saved.items()} for part, saved in before.state_dict().items()
-    }
-    assert "bad_update_fraction" in old["series"] and "bad_update_share" not in old["series"]
-    after = Monitor()
-    after.load_state_dict(old)
-    assert after.state_dict() == before.state_dict()

@@ -82,7 +82,7 @@ class Run:
 
     # -- its life ----------------------------------------------------------------------------------------------------
 
-    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 240.0) -> None:
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 480.0) -> None:
         """Raises: AssertionError with the end of the output when the run ends before, or time is up."""
         until = time.monotonic() + timeout_s
         while not ready():
@@ -91,7 +91,7 @@ class Run:
             assert time.monotonic() < until, f"not in {timeout_s} s: {what}\n{self.output()[-4000:]}\n{self.events()[-2000:]}"
             time.sleep(0.2)
 
-    def wait(self, timeout_s: float = 240.0) -> int:
+    def wait(self, timeout_s: float = 480.0) -> int:
         """The exit code."""
         try:
             return self.process.wait(timeout_s)
