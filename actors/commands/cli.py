@@ -112,7 +112,7 @@ def train(
     else:
         _refuse_recipe(resume, words)
         from actors.record.run_folder import RunFolder
-        from actors.resume_point import run_config
+        from actors.commands.resume_point import run_config
 
         run_config(RunFolder.view(resume), words)
     from actors.commands.train import train_run
