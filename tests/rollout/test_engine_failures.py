@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from correction.checksum import tensor_checksum
 
+from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError
 from rollout.engine import RolloutEngine
