@@ -25,6 +25,7 @@ _SHARED_ENGINE = (
 """Files whose tests use the shared engine: of several processes only one starts it."""
 
 _LONGEST_FIRST = (
+    "tests/e2e/test_asynchronous_run.py",
     "shared engine",
     "tests/e2e",
     "tests/learner",
@@ -53,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups for `pytest -n 2`. (pytest-xdist 3.8's own, by marks, have no effect with pytest 9.2, and no message says so.)"""
+    """Groups for `pytest -n 2`. (Those of `--dist loadgroup` go by marks, which pytest 9.2 keeps from having an effect.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class InGroups(LoadScopeScheduling):
