@@ -12,30 +12,74 @@ from correction.engines.weight_bucket import WeightBucket
 from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
-_ENGINE_FIXTURES = {"shared_engine", "engine"}
-_LONGEST_FIRST = ("tests/e2e", "shared engine", "tests/learner", "tests/failures", "tests/rollout", "tests/benchmarks")
-"""Order in which two processes take groups of tests: what is short fills the end."""
+ROOT = Path(__file__).parents[1]
+PROMETHEUS = ROOT / ".tools" / "prometheus"
+
+_SHARED_ENGINE = (
+    "tests/e2e/test_true_on_policy.py",
+    "tests/e2e/test_weight_updates.py",
+    "tests/rollout/test_engine.py",
+    "tests/rollout/test_sampler.py",
+    "tests/rollout/test_seeded_sampler.py",
+)
+"""Files whose tests use the shared engine: of several processes only one starts it."""
+
+_LONGEST_FIRST = (
+    "tests/e2e/test_asynchronous_run.py",
+    "shared engine",
+    "tests/e2e",
+    "tests/learner",
+    "tests/rollout/test_engine_failures.py",
+    "tests/failures",
+    "tests/rollout",
+    "tests/benchmarks",
+    "tests/lab",
+)
+"""Order in which several processes take groups of tests: what is short fills the end."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `pytest -n 2 --dist loadgroup`: a file stays in one process, and so does everything that uses the shared engine.
-
-    Fixtures of a module or of the session (engines, ranks, whole runs) are then made once, whatever the number of processes.
-    """
-    names = {item.nodeid: _group(item) for item in items}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(names[item.nodeid]))
-    places = {name: place for place, name in enumerate(dict.fromkeys(names.values()))}
-    items.sort(key=lambda item: (_rank(names[item.nodeid]), places[names[item.nodeid]]))  # stable: tests of a group keep their order
-
-
-def _group(item: pytest.Item) -> str:
-    return "shared engine" if _ENGINE_FIXTURES & set(getattr(item, "fixturenames", ())) else item.nodeid.split("::")[0]
+def group_of(node_id: str) -> str:
+    """A file stays in one process, and so does all that uses the shared engine: engines, ranks and whole runs are then made once."""
+    file = node_id.split("::")[0]
+    return "shared engine" if file in _SHARED_ENGINE else file
 
 
 def _rank(group: str) -> int:
     return next((rank for rank, start in enumerate(_LONGEST_FIRST) if group.startswith(start)), len(_LONGEST_FIRST))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the groups of the most tests
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups for `pytest -n 2`. (Those of `--dist loadgroup` go by marks, which pytest 9.2 keeps from having an effect.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InGroups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return InGroups(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Raises: pytest.UsageError where a test outside `_SHARED_ENGINE` would start that engine a second time."""
+    for item in items:
+        if "shared_engine" in getattr(item, "fixturenames", ()) and group_of(item.nodeid) != "shared engine":
+            raise pytest.UsageError(f"{item.nodeid} uses the shared engine: add its file to _SHARED_ENGINE in tests/conftest.py")
+    groups = [group_of(item.nodeid) for item in items]
+    places = {name: place for place, name in enumerate(dict.fromkeys(groups))}
+    items.sort(key=lambda item: (_rank(name := group_of(item.nodeid)), places[name]))  # stable: tests of a group keep their order
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """At the end, where it is read: what was left out for want of a program, and the command that fetches it."""
+    yield
+    if not all((PROMETHEUS / name).exists() for name in ("prometheus", "promtool")):
+        terminalreporter.write_line("without a real Prometheus its tests were skipped: deploy/fetch_prometheus.sh fetches it", yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """What the contract would be on GPUs: the switches of SGLang's deterministic inference and of megatron-core's batch-invariant mode.
 
-Never run: no GPU was at hand. The contract refuses cuda, and this says what is to be tried where there is one; a test checks the names
-against the installed packages (SGLang 0.5.21, megatron-core 0.16.1). Both sides descend from one set of Triton kernels (Thinking Machines'
-batch_invariant_ops), which take the place of aten::mm, addmm, _log_softmax and mean.
+Never run: no GPU was at hand. The contract refuses cuda, and this says what is to be tried where there is one; a test gives the
+configuration to the installed packages (SGLang 0.5.21, megatron-core 0.16.1). Both sides descend from one set of Triton kernels (Thinking
+Machines' batch_invariant_ops), which take the place of aten::mm, addmm, _log_softmax and mean.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 
 from correction.errors import ConfigError
-from correction.precision import precision_gap, precision_table
+from correction.precision import precision_gap
 
 
 def test_the_published_figures_for_bfloat16():
@@ -22,18 +22,8 @@ def test_three_more_bits_make_an_eighth_of_the_gap():
     assert low.ratio_std / high.ratio_std == pytest.approx(8, rel=0.15)
 
 
-def test_float32_agrees_with_itself():
-    gap = precision_gap("float32", tokens=2_000)
-    assert (gap.ratio_mean, gap.ratio_std, gap.ratio_max, gap.ratio_min, gap.k3_kl) == (1, 0, 1, 1, 0)
-
-
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="float17 is not known"):
         precision_gap("float17")
     with pytest.raises(ConfigError, match="every probability of a token is 0"):
         precision_gap("float8_e4m3fn", tokens=3, vocabulary=1_000_000)
-
-
-def test_table_has_a_row_for_each_format():
-    table = precision_table([precision_gap(name, tokens=100) for name in ("bfloat16", "float16")])
-    assert [line.split()[0] for line in table.splitlines()] == ["dtype", "bfloat16", "float16", "Published"]

@@ -148,49 +148,62 @@ def learner_on(folder: Path, **settings: Any) -> Iterator[LearnerRank]:
         learner.close()
 
 
+_KEPT: list[Any] = []
+"""A pool of one process for each rank."""
+
+
 def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> list[Any]:
-    """work(rank, ranks, port, *args) in as many fresh processes that meet on loopback; their results by rank."""
-    processes, queue = _start_ranks(work, ranks, args)
+    """work(rank, ranks, port, *args) in as many processes that meet on loopback; their results by rank.
+
+    The processes are kept for the next call: each imports torch and Megatron for seconds. After a failure they are ended.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _KEPT.extend(mp.get_context("spawn").Pool(1) for _ in range(ranks - len(_KEPT)))
+    port = _free_port()
+    answers = [pool.apply_async(_in_bytes, (work, rank, ranks, port, *args)) for rank, pool in enumerate(_KEPT[:ranks])]
     try:
-        answers = dict(torch.load(io.BytesIO(queue.get(timeout=timeout_s)), weights_only=False) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-    failed = {rank: answer for rank, (is_fine, answer) in answers.items() if not is_fine}
-    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    return [answers[rank][1] for rank in range(ranks)]
+        return [torch.load(io.BytesIO(answer.get(timeout_s)), weights_only=False) for answer in answers]
+    except BaseException as error:
+        while _KEPT:
+            _KEPT.pop().terminate()
+        failed = [other for answer in answers if answer.ready() and (other := _error_of(answer)) is not None]
+        raise AssertionError("\n".join(map(str, failed)) or f"no answer in {timeout_s} s") from error
 
 
 def run_ranks_until_killed(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> None:
-    """The same for ranks that end by SIGKILL."""
-    processes, _ = _start_ranks(work, ranks, args)
+    """The same in fresh processes, which end by SIGKILL."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context, port = mp.get_context("spawn"), _free_port()
+    processes = [context.Process(target=work, args=(rank, ranks, port, *args), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
     for process in processes:
         process.join(timeout_s)
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * ranks
 
 
-def _start_ranks(work: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    processes = [context.Process(target=_run_rank, args=(queue, work, rank, ranks, port, args), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    return processes, queue
+        return int(probe.getsockname()[1])
 
 
-def _run_rank(queue: Any, work: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple[Any, ...]) -> None:
-    try:
-        answer = (rank, (True, work(rank, ranks, port, *args)))
-    except BaseException:
-        answer = (rank, (False, traceback.format_exc()))
+def _in_bytes(work: Callable[..., Any], *args: Any) -> bytes:
+    """A tensor that goes between processes is a handle, which needs its process; and the traceback goes along as text."""
     stream = io.BytesIO()
-    torch.save(answer, stream)  # as bytes: a tensor in a queue is a handle that dies with its process
-    queue.put(stream.getvalue())
+    try:
+        torch.save(work(*args), stream)
+    except BaseException:
+        raise AssertionError(f"rank {args[0]}: {traceback.format_exc()}") from None
+    return stream.getvalue()
+
+
+def _error_of(answer: Any) -> BaseException | None:
+    try:
+        answer.get(0)
+    except BaseException as error:
+        return error
+    return None
 
 
 def off_policy_batch(learner: LearnerRank, seed: int = 0, **options: float) -> PackedBatch:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import learner.megatron  # noqa: F401
-from learner.cpu_hook import _RULES
+from learner.cpu_hook import _RULES, _MegatronLoader
 from tests.learner.learner_cases import save_model
 
 ON_CPU = not torch.cuda.is_available()
@@ -33,6 +33,33 @@ def test_rules(source: str, target: str) -> None:
     for pattern, replacement in _RULES:
         source = pattern.sub(replacement, source)
     assert source == target
+
+
+def test_byte_code_is_kept_for_as_long_as_it_is_that_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second import compiles nothing. After a change of the source or of the rules, or damage, the source is compiled again."""
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    monkeypatch.setattr("sys.pycache_prefix", None)
+    compiled: list[str] = []
+    monkeypatch.setattr("learner.cpu_hook._re_targeted", lambda source: compiled.append(source) or source)
+    path = tmp_path / "some.py"
+
+    def value_of(source: str) -> int:
+        path.write_text(source)
+        found: dict[str, int] = {}
+        exec(_MegatronLoader("some", str(path)).get_code("some"), found)
+        return found["x"]
+
+    assert [value_of("x = 1"), value_of("x = 1")] == [1, 1] and compiled == ["x = 1"]
+    assert [value_of("x = 2"), value_of("x = 2")] == [2, 2] and compiled == ["x = 1", "x = 2"]
+    (kept,) = (tmp_path / "__pycache__").iterdir()
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:10], whole[:-5], whole[:16] + b"N", bytes(100)):
+        compiled.clear()
+        kept.write_bytes(damaged)
+        assert value_of("x = 2") == 2 and compiled == ["x = 2"] and kept.read_bytes() == whole
+    monkeypatch.setattr("learner.cpu_hook._RULES", ())
+    assert value_of("x = 2") == 2 and len(compiled) == 2
+    assert len(list((tmp_path / "__pycache__").iterdir())) == 2
 
 
 def test_torch_itself_is_untouched() -> None:

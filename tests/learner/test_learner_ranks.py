@@ -1,4 +1,4 @@
-"""Two and four real ranks on gloo do what one does. Ranks are fresh processes, for which rank functions stand at module level."""
+"""Two and four real ranks on gloo do what one does. Ranks are processes of their own, for which rank functions stand at module level."""
 
 from __future__ import annotations
 
