@@ -111,8 +111,8 @@ def train(
         _load(recipe, words)  # a typo shows before the imports, which take seconds
     else:
         _refuse_recipe(resume, words)
-        from actors.record.run_folder import RunFolder
         from actors.commands.resume_point import run_config
+        from actors.record.run_folder import RunFolder
 
         run_config(RunFolder.view(resume), words)
     from actors.commands.train import train_run
