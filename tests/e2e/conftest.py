@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.e2e.launch import RECIPE, evenkeel
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small") / "model"
-    made = evenkeel("init-model", str(RECIPE), f"model={folder}")
-    assert made.returncode == 0, made.stdout + made.stderr
-    assert "supervised warm-up: 4 steps" in made.stdout
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "small" / "model"  # one for all processes of the suite
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            made = evenkeel("init-model", str(RECIPE), f"model={folder}")
+            assert made.returncode == 0, made.stdout + made.stderr
+            assert "supervised warm-up: 4 steps" in made.stdout
     return folder

@@ -40,19 +40,19 @@ def evenkeel(*words: str, timeout_s: float = 120.0, cwd: Path = ROOT) -> subproc
 
 
 class Run:
-    """`evenkeel train` in a session of its own, with its own Ray session in a short path."""
+    """`evenkeel train` in a session of its own, with its own Ray session in a short path, or on the cluster at `address`."""
 
-    def __init__(self, run_dir: Path, *words: str) -> None:
+    def __init__(self, run_dir: Path, *words: str, address: str = "") -> None:
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
         self._temp = tempfile.mkdtemp(prefix="ek-", dir="/tmp")  # socket paths must stay below 108 characters
         self.log = run_dir.parent / f"{run_dir.name}-{self._mark[:6]}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*EVENKEEL, "train", *words, f"ray.temp_dir={self._temp}"],
+                [*EVENKEEL, "train", *words, f"ray.address={address}" if address else f"ray.temp_dir={self._temp}"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(self._mark),
+                env=environment(self._mark) | ({"RAY_AUTH_MODE": "disabled"} if address else {}),
                 cwd=ROOT,
                 start_new_session=True,
             )

@@ -1,12 +1,16 @@
-"""A run that is driven to an alarm, and ends by it: real engines, a learning rate that grows to a hundred times the recipe's.
+"""A run on a Ray cluster that was there before it, driven to an alarm, and ended by it: real engines, a learning rate that grows to a
+hundred times the recipe's.
 
-Behaviours locked here: the monitor follows every step; its event is in every place where a person or a program may look; the run ends after
+Behaviours locked here: every actor that joined the cluster is in the service discovery and serves metrics, and the cluster outlives the
+run; the monitor follows every step; its event is in every place where a person or a program may look; the run ends after
 the step under way with a checkpoint from which it can go on, and with an exit code of its own.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from actors.commands.cli import ENDED_BY_ALARM
 from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
 from correction.monitor import Event, Monitor, State
+from tests.e2e.cluster import is_up, ray_cluster, scraped_roles
 from tests.e2e.launch import RECIPE, Run
 
 pytestmark = pytest.mark.engine
@@ -26,16 +31,50 @@ THRESHOLDS = ["skip_steps=1", "baseline_steps=8", "level_steps=3", "trend_steps=
 OVERRIDES = ["steps=60", "learner.learning_rate=0.1", "learner.warmup_steps=60", "checkpoint.every_steps=0", "monitor.on_alarm=stop"]
 
 
+@dataclass
+class Story:
+    """What the tests look at afterwards."""
+
+    run: Run
+    discovered: set[str] = field(default_factory=set)
+    """Roles that were in the service discovery at some time."""
+    scraped: set[str] = field(default_factory=set)
+    """Those of them that served metrics of ours."""
+    cluster_is_up: bool = False
+    """After the run."""
+
+
 @pytest.fixture(scope="module")
-def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("warning") / "run"
     thresholds = [f"monitor.thresholds.{item}" for item in THRESHOLDS]
-    run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds)
-    try:
-        run.wait()
-        yield run
-    finally:
-        run.close()
+    with ray_cluster() as address:
+        run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds, address=address)
+        story = Story(run)
+        try:
+            until = time.monotonic() + 300.0
+            while run.process.poll() is None and time.monotonic() < until:
+                discovered, scraped = scraped_roles(run_dir)
+                story.discovered |= discovered
+                story.scraped |= scraped
+                time.sleep(0.5)
+            run.wait(1.0)
+            story.cluster_is_up = is_up(address)
+            yield story
+        finally:
+            run.close()
+
+
+@pytest.fixture
+def run(story: Story) -> Run:
+    return story.run
+
+
+def test_run_joins_a_cluster_and_its_actors_can_be_scraped(story: Story) -> None:
+    """Every actor that joined is in the service discovery, serves evenkeel_ metrics, and the cluster outlives the run."""
+    assert story.discovered == story.scraped == {"controller", "learner", "rollout"}
+    assert story.cluster_is_up
+    assert "raylet" not in story.run.seen_commands, "it would be a Ray of the run's own"
 
 
 def first_alarm(run: Run) -> Event:

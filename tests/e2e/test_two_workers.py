@@ -1,7 +1,8 @@
-"""Runs with two real rollout workers: both work, who did what adds up, and everything that shows a run says it.
+"""Runs with two real rollout workers, two learner ranks and weights by broadcast, ended by Ctrl-C.
 
-Behaviours locked here: both have a fair part of the groups, tokens and groups by worker sum to the totals, each worker's version is the one
-that its step was sampled with, and metrics, terminal, report and Prometheus agree.
+Behaviours locked here: both workers have a fair part of the groups, tokens and groups by worker sum to the totals, each worker's version is
+the one that its step was sampled with, and metrics, terminal, report and Prometheus agree; a synchronous run's engines agree with the
+learner at equal weights on every batch, and nothing is stale; Ctrl-C ends with exit code 0, a checkpoint, a report and no process left.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def story(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: p
     run_dir = tmp_path_factory.mktemp("two") / "run"
     overrides = [
         "rollout.workers=2", f"groups_per_step={GROUPS}", f"max_staleness={request.param}", "checkpoint.every_steps=0",
+        "learner.data_parallel=2", "weight_sync.transport=broadcast",
         "rollout.sampling.max_tokens=96",  # sampling has to take longer than what lies between the two receipts
     ]  # fmt: skip
     run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *overrides)
@@ -69,7 +71,7 @@ def story(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: p
         run.wait_until(lambda: len(_together(run.metrics())) >= STEPS, f"{STEPS} steps with two workers")
         scraped = scrape(run)
         run.interrupt()
-        assert run.wait(120.0) == 0, run.output()[-4000:]
+        run.wait(120.0)
         lines = run.metrics()
         yield Story(run, request.param, lines, _together(lines), scraped)
     finally:
@@ -143,3 +145,53 @@ def test_every_prompt_is_accounted_for_once(story: Story) -> None:
     outstanding = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
     positions = sorted(int(prompt_id.rpartition("/")[2]) for prompt_id in settled + outstanding)
     assert positions == list(range(state.queue.admitted))
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_a_report(story: Story) -> None:
+    run = story.run
+    assert run.process.returncode == 0, run.output()[-4000:]
+    assert "Traceback" not in run.output()
+    folder = RunFolder.view(run.run_dir)
+    checkpoint = folder.latest_checkpoint()
+    assert [checkpoint.step] == [c.step for c in folder.checkpoints()] and checkpoint.step == run.steps()[-1]
+    state = TrainingState.load(checkpoint.state)
+    assert state.weight_version == checkpoint.step
+    assert folder.report_path.stat().st_size > 10_000
+    assert f"evenkeel train --resume {run.run_dir}" in run.output()
+
+
+def test_no_process_is_left_after_ctrl_c(story: Story) -> None:
+    for name in ("raylet", "gcs_server", "LearnerRankActor", "sglang", "reward_process"):
+        assert name in story.run.seen_commands, "the count must have seen what it counts"
+    assert story.run.orphans() == []
+
+
+def test_engines_agree_on_every_batch(story: Story) -> None:
+    """Float32 forwards of two implementations at the same weights, k3 by expm1 in float64. An asynchronous batch may have none fresh."""
+    fresh = [line for line in story.lines if "mismatch/k3" in line]
+    assert fresh and (story.max_staleness > 0 or fresh == story.lines)
+    for line in fresh:
+        assert line["mismatch/k3"] < 1e-11
+        assert line["mismatch/max_abs_log_ratio"] < 2e-5
+    probes = [line["sync/probe_max_abs_difference"] for line in story.lines if "sync/probe_max_abs_difference" in line]
+    assert probes and max(probes) < 2e-5  # a line has what was answered by then
+
+
+def test_staleness_is_bounded_and_the_policy_moves(story: Story) -> None:
+    """In a synchronous run nothing is stale."""
+    assert [line["step"] for line in story.lines] == list(range(1, len(story.lines) + 1))
+    for line in story.lines:
+        assert line["staleness/max"] <= story.max_staleness
+        assert line["staleness/mixed_version_share"] == 0 or story.max_staleness > 0
+        outstanding = line["groups/admitted_total"] - line["groups/trained_total"] - line["groups/discarded_total"]
+        assert outstanding <= (story.max_staleness + 1) * GROUPS
+        assert line["learner/grad_norm"] > 0, "a batch without gradient would make agreement at later versions a matter of course"
+
+
+def test_a_healthy_run_has_no_warning(story: Story) -> None:
+    assert all(line["monitor/level"] == 0 for line in story.lines)
+    assert RunFolder.view(story.run.run_dir).read_monitor_events() == []
+
+
+def test_weights_went_by_broadcast(story: Story) -> None:
+    assert "goes through the object store" not in story.run.output()

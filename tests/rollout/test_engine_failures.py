@@ -1,4 +1,4 @@
-"""What happens when parts of an engine die. Each test starts its own engine.
+"""What happens when parts of an engine die.
 
 Behaviours locked here: no process outlives a killed owner; a stopped scheduler is a DeadlineExceeded with phase and engine, and the engine
 works again when it goes on; a killed scheduler is an EngineError for everybody who waits and for every later call, within seconds; shutdown
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -79,14 +80,53 @@ def test_no_process_outlives_an_owner_that_is_killed(tiny_model: Path, tmp_path:
     assert wait_until_gone(everybody, 10.0) == []
 
 
-def test_stopped_and_killed_scheduler(tiny_model: Path, engine_loop: BackgroundLoop) -> None:
+@pytest.fixture(scope="module")
+def doomed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
+    """An engine started as a run's are, from a folder without weights, that prefills long prompts in parts. The last test kills it."""
+    config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64})
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("doomed") / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    engine = engine_loop.run(RolloutEngine.start(folder, config, name="doomed engine", has_weights=False))
+    yield engine
+    engine_loop.run(engine.shutdown())
+
+
+def test_samples_that_are_prefilled_in_parts_after_an_update(doomed: RolloutEngine, tiny_model: Path, engine_loop: BackgroundLoop) -> None:
+    """Each part has to find the one before in the prefix cache, though samples that found their prompt there add nothing to it.
+
+    Otherwise the parts' memory is lost, or a part is computed for ever; and SGLang's scheduler ends when it is idle and misses memory.
+    The engine answers nobody before its first update, and is then of those weights.
+    """
+    engine = doomed
+
+    async def sample_across_an_update() -> list[Trajectory]:
+        group = asyncio.ensure_future(engine.generate(list(range(5, 45)), max_tokens=250, samples=4, ignore_stop=True))
+        await engine.generate([5], max_tokens=120, ignore_stop=True)
+        await engine.update_weights(1, [WeightBucket.of(tiny_weights(tiny_model))], mode="retract")
+        return await group
+
+    for call in (engine.generate([5, 6, 7], max_tokens=4), engine.score([5, 6])):
+        with pytest.raises(EngineDirty, match="it has had no weights yet"):
+            engine_loop.run(call)
+    engine_loop.run(engine.update_weights(0, [WeightBucket.of(tiny_weights(tiny_model))]))
+    expected = {name: tensor_checksum(tensor) for name, tensor in tiny_weights(tiny_model).items()}
+    assert engine_loop.run(engine.weight_checksums()) == expected
+    completions = engine_loop.run(sample_across_an_update())
+    spans = [[(span.version, span.end) for span in completion.version_spans] for completion in completions]
+    assert all(new == (1, 250) for _, new in spans)
+    assert all(old_end > 64 for (_, old_end), _ in spans), "the prefill after the update came in one part"
+    time.sleep(3.0)                                             # an idle scheduler looks after its memory
+    assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
+
+
+def test_stopped_and_killed_scheduler(doomed: RolloutEngine, tiny_model: Path, engine_loop: BackgroundLoop) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    config = EngineConfig(device="cpu", max_total_tokens=8192)
-    engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="doomed engine"))
+    engine, version = doomed, doomed.version + 1
+    engine_loop.run(engine.update_weights(version, [WeightBucket.of(tiny_weights(tiny_model))]))
     scheduler = engine.process_ids["scheduler"]
     try:
         os.kill(scheduler, signal.SIGSTOP)
-        with pytest.raises(DeadlineExceeded, match=r"doomed engine: no answer in 1 s \(phase: generate: 3 tokens, sent at weights v0"):
+        said = rf"doomed engine: no answer in 1 s \(phase: generate: 3 tokens, sent at weights v{version}"
+        with pytest.raises(DeadlineExceeded, match=said):
             engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, deadline_s=1.0))
         os.kill(scheduler, signal.SIGCONT)
         assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
@@ -107,7 +147,7 @@ async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> Non
     request = asyncio.ensure_future(engine.generate([5, 6, 7], max_tokens=900, ignore_stop=True))
     await asyncio.sleep(0.2)
     os.kill(scheduler, signal.SIGSTOP)
-    update = asyncio.ensure_future(engine.update_weights(1, [WeightBucket.of(tiny_weights(folder))]))
+    update = asyncio.ensure_future(engine.update_weights(engine.version + 1, [WeightBucket.of(tiny_weights(folder))]))
     await asyncio.sleep(0.2)
     killed = time.monotonic()
     os.kill(scheduler, signal.SIGKILL)
@@ -118,39 +158,6 @@ async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> Non
         with pytest.raises(EngineError):
             await call
     assert time.monotonic() - killed < 5.0
-
-
-def test_samples_that_are_prefilled_in_parts_after_an_update(tiny_model: Path, tmp_path: Path, engine_loop: BackgroundLoop) -> None:
-    """Each part has to find the one before in the prefix cache, though samples that found their prompt there add nothing to it.
-
-    Otherwise the parts' memory is lost, or a part is computed for ever; and SGLang's scheduler ends when it is idle and misses memory.
-    The engine is started as a run's are, from a folder without weights: it answers nobody before its first update, and is then of those.
-    """
-    config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64})
-    folder = shutil.copytree(tiny_model, tmp_path / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
-    engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine with small parts", has_weights=False))
-
-    async def sample_across_an_update() -> list[Trajectory]:
-        group = asyncio.ensure_future(engine.generate(list(range(5, 45)), max_tokens=250, samples=4, ignore_stop=True))
-        await engine.generate([5], max_tokens=120, ignore_stop=True)
-        await engine.update_weights(1, [WeightBucket.of(tiny_weights(tiny_model))], mode="retract")
-        return await group
-
-    try:
-        for call in (engine.generate([5, 6, 7], max_tokens=4), engine.score([5, 6])):
-            with pytest.raises(EngineDirty, match="it has had no weights yet"):
-                engine_loop.run(call)
-        engine_loop.run(engine.update_weights(0, [WeightBucket.of(tiny_weights(tiny_model))]))
-        expected = {name: tensor_checksum(tensor) for name, tensor in tiny_weights(tiny_model).items()}
-        assert engine_loop.run(engine.weight_checksums()) == expected
-        completions = engine_loop.run(sample_across_an_update())
-        spans = [[(span.version, span.end) for span in completion.version_spans] for completion in completions]
-        assert all(new == (1, 250) for _, new in spans)
-        assert all(old_end > 64 for (_, old_end), _ in spans), "the prefill after the update came in one part"
-        time.sleep(3.0)                                             # an idle scheduler looks after its memory
-        assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
-    finally:
-        engine_loop.run(engine.shutdown())
 
 
 def test_folder_that_sglang_cannot_serve(tiny_model: Path, tmp_path: Path, engine_loop: BackgroundLoop) -> None:

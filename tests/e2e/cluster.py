@@ -1,4 +1,4 @@
-"""A run on a Ray cluster that was there before it, and its metrics as Prometheus would find them."""
+"""A Ray cluster that is there before a run, and the run's metrics as Prometheus would find them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.e2e.launch import environment
 
-from tests.e2e.launch import RECIPE, ROOT, environment
-
-pytestmark = pytest.mark.engine
 RAY = str(Path(sys.executable).with_name("ray"))
+OPEN = {"RAY_AUTH_MODE": "disabled"}
 
 
 def _free_port() -> int:
@@ -28,11 +27,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture
-def cluster() -> Iterator[tuple[str, dict[str, str]]]:
-    """A head node of its own, with one unit of the resource that a rollout worker asks for: (address, environment)."""
+@contextmanager
+def ray_cluster() -> Iterator[str]:
+    """The address of a head node of its own, with one unit of the resource that a rollout worker asks for."""
     port, temp = _free_port(), tempfile.mkdtemp(prefix="ekc-", dir="/tmp")
-    variables = {**environment(), "RAY_AUTH_MODE": "disabled", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    variables = environment() | OPEN | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     ports = ["--min-worker-port=0", "--max-worker-port=0", f"--ray-client-server-port={_free_port()}"]
     command = [
         *(RAY, "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1"),
@@ -47,7 +46,7 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
                     break
             assert head.poll() is None, "ray start ended"
             time.sleep(0.5)
-        yield f"127.0.0.1:{port}", variables
+        yield f"127.0.0.1:{port}"
     finally:
         head.terminate()
         try:
@@ -56,30 +55,15 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
             head.kill()
 
 
-def test_run_joins_a_cluster_and_its_actors_can_be_scraped(
-    cluster: tuple[str, dict[str, str]], small_model: Path, tmp_path: Path
-) -> None:
-    """Every actor that joined is in the service discovery, serves evenkeel_ metrics, and the cluster outlives the run."""
-    address, variables = cluster
-    run_dir, output = tmp_path / "run", tmp_path / "output.txt"
-    words = [str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "steps=3", f"ray.address={address}"]
-    with output.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "actors.commands.cli", "train", *words], env=variables, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT
-        )
-        roles: set[str] = set()
-        scraped: set[str] = set()
-        while process.poll() is None:
-            for target in _targets(run_dir):
-                roles.add(target["labels"]["role"])
-                scraped |= _scrape(target)
-            time.sleep(0.5)
-    assert process.returncode == 0, output.read_text()[-3000:]
-    assert roles == {"controller", "learner", "rollout"}
-    assert scraped == {"controller", "learner", "rollout"}
-    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3
-    status = subprocess.run([RAY, "status", f"--address={address}"], env=variables, capture_output=True, check=False)
-    assert status.returncode == 0, "the cluster must be there after the run"
+def is_up(address: str) -> bool:
+    status = subprocess.run([RAY, "status", f"--address={address}"], env=environment() | OPEN, capture_output=True, check=False)
+    return status.returncode == 0
+
+
+def scraped_roles(run_dir: Path) -> tuple[set[str], set[str]]:
+    """Roles of the actors in the service discovery at this moment, and those of them whose page has metrics of ours."""
+    targets = _targets(run_dir)
+    return {target["labels"]["role"] for target in targets}, set[str]().union(*map(_scrape, targets))
 
 
 def _targets(run_dir: Path) -> list[dict[str, Any]]:
