@@ -154,7 +154,8 @@ def test_what_it_cannot_honour_is_refused_before_anything_starts(small_model: Pa
 
 
 def test_the_recipe_differs_from_the_plain_one_in_the_mode_alone() -> None:
+    """And in dynamic sampling: a synchronous run has nobody who would wait for groups that are sampled again."""
     names = ("nano_true_on_policy", "nano_spell_backward")
     exact, plain = (yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text()) for name in names)
     different = {key for key in exact | plain if exact.get(key) != plain.get(key)}
-    assert different == {"name", "true_on_policy", "max_staleness", "correction"}
+    assert different == {"name", "true_on_policy", "max_staleness", "correction", "dynamic_sampling"}
