@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.sides import Ratio, in_turns, options, seconds_of
+from benchmarks.sides import TimeRatio, in_turns, options, seconds_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
 from correction import CorrectionConfig, PackedBatch, defer
 from learner.config import LearnerConfig
@@ -127,7 +127,7 @@ def compare(size: str, kind: str, pairs: int, threads: int) -> list[str]:
     )
     missed = []
     for form, target in (("padded", 1 / fill), ("one by one", 0.95)) if kind == "ragged" else (("padded", 2.0), ("one by one", 2.0)):
-        ratio = Ratio.of(seconds[form], seconds["ours"])
+        ratio = TimeRatio.of(seconds[form], seconds["ours"])
         print(f"    times {form:10s}  {ratio}, target {target:.2f}", flush=True)
         if ratio.median < target:
             missed.append(f"{size} {kind}: {ratio.median:.2f} times {form}, target {target:.2f}")

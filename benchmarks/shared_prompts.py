@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.sides import Ratio, in_turns, options, seconds_of
+from benchmarks.sides import TimeRatio, in_turns, options, seconds_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
 from correction import CorrectionConfig, defer
 from learner.config import LearnerConfig
@@ -37,7 +37,7 @@ SHAPES = {
 """Groups, and shortest and longest prompt and answer."""
 
 
-def compare(learner: LearnerRank, action: Callable[[], object], pairs: int) -> Ratio:
+def compare(learner: LearnerRank, action: Callable[[], object], pairs: int) -> TimeRatio:
     """Seconds the plain way over seconds shared."""
 
     def measure(shares: bool) -> float:
@@ -45,7 +45,7 @@ def compare(learner: LearnerRank, action: Callable[[], object], pairs: int) -> R
         return seconds_of(action)
 
     seconds = in_turns({"plain": lambda _: measure(False), "shared": lambda _: measure(True)}, pairs, warm_up=1)
-    return Ratio.of(seconds["plain"], seconds["shared"])
+    return TimeRatio.of(seconds["plain"], seconds["shared"])
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class TimeRatio:
     """Median and quartiles of the ratios of single turns."""
 
     low: float
@@ -74,7 +74,7 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, above: Sequence[float], below: Sequence[float]) -> Ratio:
+    def of(cls, above: Sequence[float], below: Sequence[float]) -> TimeRatio:
         return cls(*statistics.quantiles([a / b for a, b in zip(above, below, strict=True)], n=4))
 
     def __str__(self) -> str:

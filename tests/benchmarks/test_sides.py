@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sides import ROOT, Peer, Ratio, in_turns, options
+from benchmarks.sides import ROOT, Peer, TimeRatio, in_turns, options
 
 
 def test_each_turn_begins_with_another_side_and_the_warm_up_does_not_count() -> None:
@@ -27,7 +27,7 @@ def test_each_turn_begins_with_another_side_and_the_warm_up_does_not_count() -> 
 
 def test_a_ratio_is_of_the_same_turn() -> None:
     """1, 2 and 3 times, though the sums' ratio is 14 / 6: quartiles of three values are the values."""
-    assert str(Ratio.of([1.0, 4.0, 9.0], [1.0, 2.0, 3.0])) == "2.00 (1.00 to 3.00)"
+    assert str(TimeRatio.of([1.0, 4.0, 9.0], [1.0, 2.0, 3.0])) == "2.00 (1.00 to 3.00)"
 
 
 def peer(folder: Path, answer: str) -> Peer:
