@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,7 @@ def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tm
     for step in (1, 2, 3):
         first.write(StepMetrics(step, {"reward/mean": step / 10, "staleness/tokens/0": 5.0, "learner/loss": math.nan}))
     first.close()
+    time.sleep(1)  # files of one process are read in the order of the second in which each began
     resumed = TensorBoardView(tmp_path, resumed_from=1)
     resumed.write(StepMetrics(2, {"reward/mean": 0.9}))
     resumed.close()

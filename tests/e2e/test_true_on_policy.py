@@ -180,7 +180,8 @@ def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
 
     async def answer(prompt: tuple[int, ...], seed: int, delay_s: float = 0.0) -> list[Trajectory]:
         await asyncio.sleep(delay_s)
-        return await exact_engine.generate(prompt, max_tokens=120, temperature=1.3, samples=3, seeds=[seed, seed + 1, seed + 2])
+        seeds = [seed, seed + 1, seed + 2]
+        return await exact_engine.generate(prompt, max_tokens=120, temperature=1.3, samples=3, seeds=seeds, ignore_stop=True)
 
     async def alone() -> list[list[Trajectory]]:
         return [await answer(prompt, seed=100 * i) for i, prompt in enumerate(asked)]
