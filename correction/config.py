@@ -6,6 +6,7 @@ What makes no sense is refused here, with the reason.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from pydantic import BaseModel, model_validator
@@ -57,6 +58,7 @@ def validate_combination(config: CorrectionConfig) -> None:
     """
     _refuse_counting_twice(config)
     _refuse_rho_in_objective(config)
+    _warn_of_a_penalty_without_pull(config)
     if config.normalize.population is not Population.OFF and config.importance.mode is WeightMode.OFF:
         raise ConfigError(
             f"normalize.population = {config.normalize.population}: there are no importance weights to normalise. "
@@ -89,3 +91,13 @@ def _refuse_rho_in_objective(config: CorrectionConfig) -> None:
     gate = config.objective.gate if config.objective.kind == "score" else None
     if config.objective.ratio is Ratio.RHO or (gate is not None and gate.ratio is Ratio.RHO):
         raise ConfigError("objective.ratio = rho: it has no gradient, since rho does not contain the target policy. Take r or q.")
+
+
+def _warn_of_a_penalty_without_pull(config: CorrectionConfig) -> None:
+    """No refusal: with a tiny coefficient k1 is a way to have the KL reported."""
+    if config.kl.coefficient > 0 and config.kl.estimator == "k1":
+        warnings.warn(
+            "kl.estimator = k1: the expected gradient of log target - log anchor is 0 on-policy, so this penalty adds noise and pulls "
+            "nowhere; it only reports the KL. Take k2, or unbiased_k3 for tokens of older weights.",
+            stacklevel=2,
+        )

@@ -47,7 +47,7 @@ def show_presets(console: Console) -> None:
 
 
 def show_preset(console: Console, name: str) -> None:
-    """One preset: what it optimises, when to use it, what to choose, its settings as one would write them, and its source.
+    """One preset: what it optimises, when to use it, what to choose, what was found with it, its source, and its settings as YAML.
 
     Raises: ConfigError with the nearest name.
     """
@@ -56,6 +56,8 @@ def show_preset(console: Console, name: str) -> None:
     parts = [("optimises", preset.formula), ("use it", preset.when)]
     if preset.open_constant:
         parts.append(("choose", preset.open_constant))
+    if preset.found:
+        parts.append(("what was found", preset.found))
     parts.append(("source", preset.source))
     console.print(Text(name, style="bold"))
     for title, text in parts:
