@@ -46,6 +46,7 @@ def test_a_preset_s_settings_are_shown_as_yaml_that_means_the_same(name: str) ->
     assert CorrectionConfig.model_validate(pasted).resolve() == CorrectionConfig(preset=name).resolve()
     text = "\n".join(lines)
     assert PRESETS[name].formula in text and PRESETS[name].source in text and PRESETS[name].open_constant in text
+    assert PRESETS[name].found in text and ("what was found" in lines) == bool(PRESETS[name].found)
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:

@@ -177,6 +177,9 @@ def test_dppo_example_of_the_paper():
     assert moves("ppo") == [False, True]
     assert moves("dppo-binary-tv") == [True, False]
     assert moves("dppo-binary-kl") == [True, False]
+    assert moves("grpo-clip-higher") == [False, True]
+    assert moves("grpo-relax-both") == [True, True]  # no clip for the rare token
+    assert moves("minimal-mask") == [True, True]  # 0.19 is less than its 0.5
 
 
 def test_bounded_coefficients_are_counted():
