@@ -16,6 +16,15 @@ from correction.presets.preset import Preset, PresetSettings
 PRESETS: dict[str, Preset] = {**DRIFT, **MISMATCH, **OFF_POLICY}
 """Every preset. `settings` is what CorrectionConfig is built from."""
 
+SHORT_NAMES = {
+    "Trust Region": '"Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879)',
+    "Objective-level hacking": '"Probing RLVR training instability through the lens of objective-level hacking"',
+    "Speed-kills note": 'on "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al., 2025)',
+    "KPop post": '"Taming Training-Inference Mismatch in Reinforcement Learning with Adaptive Masking Regions"',
+    "Miles post": '"Let Speed Be With Stability: All-In-One Solution to Training-Inference Mismatch with Miles"',
+}
+"""What presets call some of their sources, and their titles."""
+
 
 def preset_settings(name: str) -> PresetSettings:
     """PresetSettings of a preset.

@@ -30,7 +30,7 @@ MISMATCH: dict[str, Preset] = {
     "tis-sequence": Preset(
         {"objective": clip(), "importance": truncate(2.0, "sequence")},
         "min(prod rho, 2) PPO(r)",
-        "Speed-kills-stability note (sequence-level TIS, which prints no bound); the 2 is verl's (decoupled_seq_is)",
+        "Speed-kills note (sequence-level TIS, which prints no bound); the 2 is verl's (decoupled_seq_is)",
         "Short answers: unbiased up to the bound, but the variance of the product grows with length.",
         found="Speed-kills note: brings a run back that crashed with token-level TIS; rewards fluctuate, and it tests below no "
         "correction; mis-sequence-upper does better. Miles post: only for a very small mismatch or large batches, and normalised.",
@@ -61,7 +61,7 @@ MISMATCH: dict[str, Preset] = {
     "mis-token-upper": Preset(
         {"objective": clip(), "importance": {"mode": "mask", "upper": 3.0}},
         "1[rho <= 3] rho PPO(r)",
-        "Token-level MIS of the Speed-kills-stability note, which prints no bound; the 3 is TRL's (token_mask)",
+        "Token-level MIS of the Speed-kills note, which prints no bound; the 3 is TRL's (token_mask)",
         "For comparison with mis-sequence-upper: the same rule, token by token.",
         "importance.upper: 3 (TRL), 2 (verl's usual bound), 5 (AReaL) are in use",
         found="Speed-kills note: collapses where mis-sequence-upper holds.",
@@ -76,7 +76,7 @@ MISMATCH: dict[str, Preset] = {
     "mis-sequence-upper": Preset(
         {"objective": clip(), "importance": {"mode": "mask", "level": "sequence", "upper": 3.0}},
         "1[prod rho <= 3] prod rho PPO(r)",
-        "Sequence-level MIS of the Speed-kills-stability note, which prints no bound; the 3 is TRL's (sequence_mask, its default)",
+        "Sequence-level MIS of the Speed-kills note, which prints no bound; the 3 is TRL's (sequence_mask, its default)",
         "Long reasoning, and runs that collapse with corrections by token. Long answers weigh little or fall out.",
         "importance.upper: 3 (TRL), 2 to 10 (verl) are in use",
         found="Speed-kills note: stable, and above the best rewards of no correction and of TIS, where MIS by token collapses. "

@@ -68,5 +68,5 @@ def gated(gate: PresetSettings | None, *, upper: float | None = None, proximal: 
 
     Args: gate: M; upper: C; proximal: nothing (recompute) or BYPASS.
     """
-    more = {} if gate is None else {"gate": gate}
+    more: PresetSettings = {} if gate is None else {"gate": gate}
     return {**(proximal or {}), "objective": score(upper=upper, **more), "denominator": SEQUENCE_SUM, "advantage": NO_STD}
