@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from correction.diagnostics import diagnose
     from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
     from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
-    from correction.methods import PRESETS, presets_table
+    from correction.methods import PRESETS, Preset, presets_table
     from correction.monitor import Event, Monitor, MonitorConfig
-    from correction.presets.preset import Preset
     from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
     from correction.schedule import needs_proximal_forward, needs_topk
 
@@ -32,9 +31,8 @@ _HOMES = {
     "diagnostics": ("diagnose",),
     "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
     "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
-    "methods": ("PRESETS", "presets_table",),
+    "methods": ("PRESETS", "Preset", "presets_table",),
     "monitor": ("Event", "Monitor", "MonitorConfig",),
-    "presets.preset": ("Preset",),
     "quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
     "schedule": ("needs_proximal_forward", "needs_topk",),
 }

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import difflib
 
-from correction.errors import ConfigError
-from correction.presets.drift import DRIFT
-from correction.presets.mismatch import MISMATCH
-from correction.presets.off_policy import OFF_POLICY
-from correction.presets.preset import Preset, PresetSettings
+from .errors import ConfigError
+from .presets.drift import DRIFT
+from .presets.mismatch import MISMATCH
+from .presets.off_policy import OFF_POLICY
+from .presets.preset import Preset as Preset
+from .presets.preset import PresetSettings
 
 PRESETS: dict[str, Preset] = {**DRIFT, **MISMATCH, **OFF_POLICY}
 """Every preset. `settings` is what CorrectionConfig is built from."""

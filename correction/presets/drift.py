@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from correction.presets.preset import NO_STD, SEQUENCE_MEAN, SEQUENCE_SUM, Preset, clip, score
+from .preset import NO_STD, SEQUENCE_MEAN, SEQUENCE_SUM, Preset, clip, score
 
 _TOKEN_CLIP = (
     "Objective-level hacking (30B mixture-of-experts): clipping single tokens makes the mismatch grow, the tighter the faster. Trust "

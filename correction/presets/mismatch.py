@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from correction.presets.preset import NORMALIZED, SEQUENCE_MEAN, Preset, band, clip, truncate
+from .preset import NORMALIZED, SEQUENCE_MEAN, Preset, band, clip, truncate
 
 _TOKEN_TRUNCATION = (
     "Objective-level hacking (mixture-of-experts, GRPO): slows the growth of the mismatch and the fall of the entropy, and validates "

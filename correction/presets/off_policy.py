@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from correction.presets.preset import (
+from .preset import (
     BYPASS,
     NO_STD,
     SEQUENCE_SUM,
