@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 
 from correction import PRESETS, CorrectionConfig, PackedBatch, correct, policy_loss, policy_scale
 from correction.batch import CorrectedBatch
-from tests.correction.reference import METHODS, VARIANTS, Method, Sequence, run
+from tests.correction.reference import Method, Sequence, run
+from tests.correction.reference_methods import METHODS, VARIANTS, kl_of_two
 
 VOCABULARY, LISTED = 24, 3
 SPREADS = (0.001, 0.1, 0.6, 2.0)
@@ -23,10 +26,49 @@ pytestmark = [
 ]
 
 
+@dataclass(frozen=True)
+class Example:
+    """A batch, and what the reference needs beside it."""
+
+    batch: PackedBatch
+    target: torch.Tensor
+    """[N] log theta."""
+    mu: torch.Tensor
+    theta: torch.Tensor
+    """[N, V] probabilities of the whole vocabulary."""
+
+    def listed(self) -> torch.Tensor:
+        """[N, K] log theta of the tokens that the sampler listed."""
+        assert self.batch.topk_ids is not None
+        return self.theta.gather(1, self.batch.topk_ids).log()
+
+    def sequences(self, leaf: torch.Tensor) -> list[Sequence]:
+        """The same as plain numbers; log theta are the entries of the leaf."""
+        batch, scalars, found = self.batch, leaf.unbind(), []
+        for i in range(batch.num_sequences):
+            own = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
+            found.append(
+                Sequence(
+                    mu=batch.behavior_logprobs[own].tolist(),
+                    prox=batch.proximal_logprobs[own].tolist(),
+                    reference=batch.reference_logprobs[own].tolist(),
+                    log_theta=list(scalars[own]),
+                    advantage=float(batch.advantages[own][0]),
+                    mask=batch.loss_mask[own].tolist(),
+                    age=[batch.learner_version - version for version in batch.weight_versions[own].tolist()],
+                    group=int(batch.group_ids[i]),
+                    tokens=batch.token_ids[own].tolist(),
+                    vocabulary_mu=self.mu[own].tolist(),
+                    vocabulary_theta=self.theta[own].tolist(),
+                    listed=batch.topk_ids[own].tolist(),
+                )
+            )
+        return found
+
+
 @cache
-def example(spread: float, seed: int) -> tuple[PackedBatch, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(batch, log theta of the tokens, tables of mu, tables of theta [N, V], log theta of the listed tokens): prompts, holes in the mask,
-    advantages of both signs and 0, a sequence without any trained token, groups of unequal size."""
+def ragged(spread: float, seed: int) -> Example:
+    """Prompts, holes in the mask, advantages of both signs and 0, a sequence without any trained token, groups of unequal size."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths = [rng.randint(2, 9) for _ in range(11)]
     count, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
@@ -58,33 +100,62 @@ def example(spread: float, seed: int) -> tuple[PackedBatch, torch.Tensor, torch.
         topk_ids=listed,
         topk_logprobs=mu.gather(1, listed),
     )
-    return batch.validate(), theta.gather(1, tokens)[:, 0], mu.exp(), theta.exp(), theta.gather(1, listed)
+    return Example(batch.validate(), theta.gather(1, tokens)[:, 0], mu.exp(), theta.exp())
 
 
-def sequences(spread: float, seed: int, leaf: torch.Tensor) -> list[Sequence]:
-    """The same as plain numbers; log theta are the entries of the leaf."""
-    batch, _, mu, theta, _ = example(spread, seed)
-    scalars = leaf.unbind()
-    found = []
-    for i in range(batch.num_sequences):
-        own = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
-        found.append(
-            Sequence(
-                mu=batch.behavior_logprobs[own].tolist(),
-                prox=batch.proximal_logprobs[own].tolist(),
-                reference=batch.reference_logprobs[own].tolist(),
-                log_theta=list(scalars[own]),
-                advantage=float(batch.advantages[own][0]),
-                mask=batch.loss_mask[own].tolist(),
-                age=[6 - version for version in batch.weight_versions[own].tolist()],
-                group=int(batch.group_ids[i]),
-                tokens=batch.token_ids[own].tolist(),
-                vocabulary_mu=mu[own].tolist(),
-                vocabulary_theta=theta[own].tolist(),
-                listed=batch.topk_ids[own].tolist(),
-            )
-        )
-    return found
+RATIOS_UNDER_1 = (1e-4, 0.5, math.exp(-0.4), 0.8, math.exp(-0.1), 0.99, 0.999, 1 - 3e-4)
+RATIOS = (*RATIOS_UNDER_1, 1 + 4e-4, 1.001, 1.002, 1.2, 1.27, 1.28, math.exp(0.4), 1.5, 2.0, 3.0, 5.0)
+"""Bounds of ratios that presets have."""
+GAPS, DIVERGENCES = (0.1, 0.15, 0.2, 0.5), (0.05, 0.1)
+"""Bounds of |p - p'|, and of a binary KL."""
+
+
+@cache
+def at_the_bounds() -> Example:
+    """Sequences of one token, just under and over each bound, as rho and q (r = 1) or as r and q (rho = 1), with both signs of A.
+
+    So a bound that is 1% off (of its logarithm, if it is one of ratios) decides otherwise about some token, at every level.
+    """
+    pairs = []
+    for bound in RATIOS:
+        for x in (bound**0.99, bound**1.01):
+            base = min(0.3, 0.5 / x)
+            pairs += [(base, base * x)] + [(0.05, 0.05 * x)] * (bound in (0.8, 1.28))  # rare ones, where clips are relaxed
+    for gap in GAPS:
+        pairs += [(p, p + sign * gap * edge) for p, sign in ((0.3, 1), (0.7, -1)) for edge in (0.99, 1.01)]
+    for bound in DIVERGENCES:
+        pairs += [(0.3, divergent(0.3, bound * edge, end, way)) for end in (1e-9, 1 - 1e-9) for edge in (0.99, 1.01) for way in (0, 1)]
+    rows = [(mu, prox, theta, a) for p, x in pairs for mu, prox, theta in ((p, x, x), (p, p, x)) for a in (1.0, -1.0)]
+    mu, prox, theta, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    count = len(rows)
+    batch = PackedBatch(
+        token_ids=torch.zeros(count, dtype=torch.int64),
+        offsets=torch.arange(count + 1),
+        loss_mask=torch.ones(count, dtype=torch.bool),
+        behavior_logprobs=mu.log(),
+        proximal_logprobs=prox.log(),
+        reference_logprobs=mu.log() - 0.1,
+        advantages=advantages,
+        weight_versions=torch.zeros(count, dtype=torch.int32),
+        group_ids=torch.arange(count) // 5,
+        topk_ids=torch.zeros(count, 1, dtype=torch.int64),
+        topk_logprobs=mu.log()[:, None],
+    )
+    return Example(batch.validate(), theta.log(), torch.stack([mu, 1 - mu], 1), torch.stack([theta, 1 - theta], 1))
+
+
+def divergent(p: float, value: float, end: float, way: int) -> float:
+    """The probability between p and `end` whose binary KL with p is `value`; way 0: from p to it, 1: from it to p."""
+    near, far = p, end
+    for _ in range(100):
+        x = (near + far) / 2
+        kl = kl_of_two(p, x) if way == 0 else kl_of_two(x, p)
+        near, far = (x, far) if kl < value else (near, x)
+    return near
+
+
+def examples() -> list[Example]:
+    return [*(ragged(spread, seed) for seed, spread in enumerate(SPREADS)), at_the_bounds()]
 
 
 def gradient_of_parts(corrected: CorrectedBatch, target: torch.Tensor, listed: torch.Tensor, config: CorrectionConfig, parts):
@@ -100,11 +171,11 @@ def gradient_of_parts(corrected: CorrectedBatch, target: torch.Tensor, listed: t
     return loss * scale, leaf.grad * scale, out
 
 
-def compare(settings: dict, method: Method, spread: float, seed: int) -> tuple[int, int]:
-    """(kept tokens that have a gradient, those of the mask) after comparing everything."""
-    batch, target, _, _, listed = example(spread, seed)
+def compare(settings: dict, method: Method, example: Example) -> int:
+    """Tokens that have a gradient, after comparing everything."""
+    batch, target, listed = example.batch, example.target, example.listed()
     leaf = target.clone().requires_grad_()
-    expected = run(method, sequences(spread, seed, leaf))
+    expected = run(method, example.sequences(leaf))
     if expected.loss.requires_grad:
         expected.loss.backward()
     gradient = torch.zeros_like(target) if leaf.grad is None else leaf.grad
@@ -122,10 +193,10 @@ def compare(settings: dict, method: Method, spread: float, seed: int) -> tuple[i
     size = float(gradient.abs().max())
     torch.testing.assert_close(measured, gradient, rtol=1e-9, atol=1e-13 + 1e-12 * size)
     if "prompt" not in method.mean or not method.counts_kept:
-        split = gradient_of_parts(corrected, target, listed, config, [[7, 0, 3], [5, 1], [2, 4, 6, 8, 9, 10]])
+        split = gradient_of_parts(corrected, target, listed, config, [everything[7::-2], everything[0:8:2], everything[8:]])
         torch.testing.assert_close(split[1], gradient, rtol=1e-9, atol=1e-13 + 1e-12 * size)
         assert split[0] == pytest.approx(loss, rel=1e-10, abs=1e-13)
-    return int((gradient[mask] != 0).sum()), int(mask.sum())
+    return int((gradient[mask] != 0).sum())
 
 
 CASES = [*(({"preset": name}, method) for name, method in METHODS.items()), *VARIANTS]
@@ -137,8 +208,8 @@ def test_every_preset_has_a_reference() -> None:
 
 @pytest.mark.parametrize(("settings", "method"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else "")
 def test_loss_gradient_weights_and_mask(settings: dict, method: Method) -> None:
-    moved = [compare(settings, method, spread, seed) for seed, spread in enumerate(SPREADS)]
-    assert sum(count for count, _ in moved) > 0, "no token has a gradient: nothing was compared"
+    moved = [compare(settings, method, example) for example in examples()]
+    assert sum(moved) > 0, "no token has a gradient: nothing was compared"
 
 
 BLOCKING = ("minimal-mask", "grpo-relax-both", "grpo-clip-higher", "dppo-binary-kl-scale", "dppo-topk-tv", "mis-token-upper", "kpop")
@@ -148,10 +219,10 @@ BLOCKING = ("minimal-mask", "grpo-relax-both", "grpo-clip-higher", "dppo-binary-
 def test_the_batches_reach_what_a_preset_blocks(preset: str) -> None:
     """On some batch a token of non-zero advantage has no gradient, on some batch others have one."""
     shares = []
-    for seed, spread in enumerate(SPREADS):
-        batch, target, *_ = example(spread, seed)
-        leaf = target.clone().requires_grad_()
-        loss = run(METHODS[preset], sequences(spread, seed, leaf)).loss
+    for example in examples():
+        batch = example.batch
+        leaf = example.target.clone().requires_grad_()
+        loss = run(METHODS[preset], example.sequences(leaf)).loss
         if loss.requires_grad:
             loss.backward()
         looked_at = batch.loss_mask & (batch.advantages != 0)
