@@ -6,7 +6,6 @@ What makes no sense is refused here, with the reason.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from pydantic import BaseModel, model_validator
@@ -16,6 +15,9 @@ from correction.errors import ConfigError
 from correction.methods import preset_settings
 from correction.parts import CorrectionSettings
 from correction.schedule import effective_ratio, fold_obstacle
+
+REPORT_ONLY = 1e-6
+"""A KL coefficient up to which the penalty is there to be reported, not to be felt."""
 
 
 class CorrectionConfig(CorrectionSettings):
@@ -58,7 +60,7 @@ def validate_combination(config: CorrectionConfig) -> None:
     """
     _refuse_counting_twice(config)
     _refuse_rho_in_objective(config)
-    _warn_of_a_penalty_without_pull(config)
+    _refuse_a_penalty_without_pull(config)
     if config.normalize.population is not Population.OFF and config.importance.mode is WeightMode.OFF:
         raise ConfigError(
             f"normalize.population = {config.normalize.population}: there are no importance weights to normalise. "
@@ -93,11 +95,10 @@ def _refuse_rho_in_objective(config: CorrectionConfig) -> None:
         raise ConfigError("objective.ratio = rho: it has no gradient, since rho does not contain the target policy. Take r or q.")
 
 
-def _warn_of_a_penalty_without_pull(config: CorrectionConfig) -> None:
-    """No refusal: with a tiny coefficient k1 is a way to have the KL reported."""
-    if config.kl.coefficient > 0 and config.kl.estimator == "k1":
-        warnings.warn(
-            "kl.estimator = k1: the expected gradient of log target - log anchor is 0 on-policy, so this penalty adds noise and pulls "
-            "nowhere; it only reports the KL. Take k2, or unbiased_k3 for tokens of older weights.",
-            stacklevel=2,
+def _refuse_a_penalty_without_pull(config: CorrectionConfig) -> None:
+    """E over theta of grad (log theta - log anchor) is 0."""
+    if config.kl.estimator == "k1" and config.kl.coefficient > REPORT_ONLY:
+        raise ConfigError(
+            f"kl.estimator = k1 with kl.coefficient = {config.kl.coefficient}: its expected gradient is 0 on-policy, so that it adds noise "
+            f"and pulls nowhere. Take k2, or unbiased_k3 where tokens are stale; only to have the KL reported, at most {REPORT_ONLY}."
         )

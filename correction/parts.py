@@ -297,7 +297,7 @@ class KlConfig(Settings):
     estimator: Literal["k1", "k2", "k3", "unbiased_k3"] = "k3"
     """k1, k2, k3, or k3 times the ratio that makes it unbiased off-policy (DeepSeek-V3.2). As a term of the loss k2 has the gradient of
     KL(target || anchor) on-policy, unbiased_k3 off-policy too, k3 that of the KL in the other direction; k1 has an expected gradient of 0:
-    it measures, and pulls nowhere."""
+    it only reports, and is refused above a coefficient of 1e-6."""
     anchor: Literal["reference", "behavior", "proximal"] = "reference"
     """The other policy."""
     ratio: Ratio = Ratio.Q

@@ -257,12 +257,12 @@ METHODS: dict[str, Method] = {
 
 
 def kl_penalty(estimator: str) -> TokenRule:
-    """0.3 times an estimate of KL(theta || reference) from a token of theta, Schulman's k1, k2, k3; with q in front: DeepSeek-V3.2."""
+    """0.3 times an estimate of KL(theta || reference) from a token of theta, Schulman's k2, k3; with q in front: DeepSeek-V3.2."""
 
     def penalty(s: Sequence, t: int) -> Tensor:
         gap = s.log_theta[t] - s.reference[t]
         k3 = (-gap).exp() - 1 + gap
-        return 0.3 * {"k1": gap, "k2": gap**2 / 2, "k3": k3, "unbiased_k3": (s.log_theta[t] - s.mu[t]).exp() * k3}[estimator]
+        return 0.3 * {"k2": gap**2 / 2, "k3": k3, "unbiased_k3": (s.log_theta[t] - s.mu[t]).exp() * k3}[estimator]
 
     return penalty
 
@@ -303,7 +303,7 @@ VARIANTS: list[tuple[dict[str, Any], Method]] = [
     ),
     *(
         ({"preset": "bypass", "kl": {"coefficient": 0.3, "estimator": name}}, Method(ppo(), bypass=True, penalty=kl_penalty(name)))
-        for name in ("k1", "k2", "k3", "unbiased_k3")
+        for name in ("k2", "k3", "unbiased_k3")
     ),
 ]
 """Settings of parts that no preset has, and what they mean."""

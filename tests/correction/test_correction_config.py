@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import warnings
 
 import pytest
 
@@ -67,13 +66,12 @@ def test_a_veto_of_probabilities_has_its_own_limit():
     assert (by_probability.lower, by_probability.upper) == (None, 0.9)
 
 
-def test_a_penalty_that_pulls_nowhere_is_pointed_out():
-    with pytest.warns(UserWarning, match="adds noise and pulls nowhere.* Take k2"):
+def test_a_penalty_that_pulls_nowhere_is_refused():
+    """test_toy_policy.py has the gradients. A coefficient that only has the KL reported passes."""
+    with pytest.raises(ValueError, match=r"kl.coefficient = 0.1: its expected gradient is 0 on-policy.* Take k2"):
         CorrectionConfig(kl={"coefficient": 0.1, "estimator": "k1"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        CorrectionConfig(kl={"estimator": "k1"})
-        CorrectionConfig(kl={"coefficient": 0.1, "estimator": "k2"})
+    assert CorrectionConfig(kl={"coefficient": 1e-9, "estimator": "k1"}).kl.estimator == "k1"
+    assert CorrectionConfig(kl={"coefficient": 0.1, "estimator": "k2"}).kl.coefficient == 0.1
 
 
 def test_every_field_has_its_line():
