@@ -25,6 +25,10 @@ def _by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: st
     return Metric(f"worker/{name}/", Kind.GAUGE, unit, reduction, help, label, part="worker")
 
 
+def _by_k(name: str, label: str, help: str) -> Metric:
+    return Metric(f"held_out/{name}/", Kind.GAUGE, Unit.SHARE, Reduction.LAST, help, label, part="k")
+
+
 _U, _R = Unit, Reduction
 _PROGRESS = [
     _gauge("step", _U.ONE, _R.LAST, "step", "Training steps finished."),
@@ -111,10 +115,20 @@ _REWARD = [
     ),
 ]
 _HELD_OUT = [
-    _gauge("held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy", "Share of the scored held-out problems whose answer was right."),
-    _gauge("held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from", "Lower end of the 95 % Wilson interval of the held-out accuracy."),
+    _gauge(
+        "held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy",
+        "Share of right answers among a held-out problem's scored ones (one, or evaluation.samples), averaged over the problems.",
+    ),
+    _gauge(
+        "held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from",
+        "Lower end of the 95 % Wilson interval of the held-out accuracy; problems are its unit, not answers.",
+    ),
     _gauge("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
+    _by_k("pass_at", "pass@k", "Chance that at least one of k answers to a held-out problem is right, without bias (Chen et al. 2021)."),
+    _by_k("pass_at_low", "95 % from", "Lower end of the 95 % Wilson interval of pass@k; problems are its unit."),
+    _by_k("pass_at_high", "95 % to", "Upper end of the 95 % Wilson interval of pass@k."),
     _gauge("held_out/problems", _U.ONE, _R.LAST, "problems", "Number of held-out problems asked."),
+    _gauge("held_out/samples", _U.ONE, _R.LAST, "answers each", "Answers asked for of each held-out problem (evaluation.samples)."),
     _gauge(
         "held_out/unscored", _U.ONE, _R.LAST, "not scored",
         "Answers to held-out problems whose reward raised, timed out or never came; the accuracy leaves them out. 0 in a healthy run.",

@@ -242,6 +242,44 @@ class SamplingConfig(Settings):
         return {name: value for name, value in settings.items() if name not in _BIASING}
 
 
+class AnswerSampling(Settings):
+    """How questions are answered where nothing is trained on the answers: in evaluations and in filters.
+
+    top_p is offered here alone. A training sample's logprob is that of the whole distribution, which is what the learner computes: under
+    top-p the token would come from a part of it, and every importance ratio would be off by that part's mass (SamplingConfig refuses it).
+    """
+
+    samples: int = Field(default=1, ge=1, le=10**4)
+    """Answers to each question; more than one give pass@k beside the mean, and need a temperature above 0."""
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Sampling temperature of the answers; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the likeliest tokens that hold this share of the probability; 1 is the whole vocabulary, as in training."""
+
+    @model_validator(mode="after")
+    def _has_something_to_sample(self) -> AnswerSampling:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"samples = {self.samples} with temperature = 0: greedy answers to a question are all the same; raise the temperature, "
+                f"or set samples: 1"
+            )
+        if self.temperature == 0 and self.top_p < 1:
+            raise ValueError(
+                f"top_p = {self.top_p} with temperature = 0: the likeliest token is taken whatever top_p says; raise the temperature, "
+                f"or set top_p: 1"
+            )
+        return self
+
+    @property
+    def description(self) -> str:
+        """For people: "greedy", or "8 answers each, sampled at temperature 0.7, top-p 0.95"."""
+        if self.temperature == 0:
+            return "greedy"
+        cut = f", top-p {self.top_p:g}" if self.top_p < 1 else ""
+        several = f"{self.samples} answers each, " if self.samples > 1 else ""
+        return f"{several}sampled at temperature {self.temperature:g}{cut}"
+
+
 class TrainOverlong(Settings):
     """Answers cut at max_tokens are trained like any other, with the reward that they got."""
 

@@ -152,6 +152,7 @@ def init_model(
     epilog=_examples(
         "evenkeel eval models/nano-spell-backward --task recipes/nano_spell_backward.yaml",
         "evenkeel eval MODEL_FOLDER --task chain_sum --temperature 0 --samples answers.txt",
+        "evenkeel eval MODEL_FOLDER --task chain_sum --answers 32 --temperature 0.7 --top-p 0.95",
         "evenkeel eval MODEL_FOLDER --task chain_sum rollout.task.options.max_terms=2",
     ),
 )
@@ -168,14 +169,23 @@ def evaluate(
     problems: Annotated[int, typer.Option(min=1, help="How many held-out questions to ask. Training never sees these.")] = 512,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Sampling temperature; 0 takes the likeliest token. Default: evaluation.temperature of the recipe."),
+        typer.Option(help="Sampling temperature; 0 takes the likeliest token. Default: evaluation.temperature of the recipe."),
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens that hold this share. Default: evaluation.top_p of the recipe.")
+    ] = None,
+    answers: Annotated[
+        int | None, typer.Option(help="Answers to each question; several give pass@k, too. Default: evaluation.samples of the recipe.")
     ] = None,
     samples: Annotated[Path | None, typer.Option(help="Write every question, answer and reward to this text file.")] = None,
 ) -> None:
     """Ask a model the held-out questions of a task and print its accuracy.
 
-    SGLang answers each question once. The accuracy comes with its 95% confidence interval (Wilson), and with the number of answers that
-    could not be scored. With the name of a data set an answer may have 256 tokens, or a quarter of the model's context if that is less.
+    SGLang answers each question once, or several times. The accuracy comes with its 95% confidence interval (Wilson, questions being its
+    unit), and with the number of answers that could not be scored; with several answers comes pass@k, the unbiased estimate of the chance
+    that at least one of k is right.
+
+    With the name of a data set an answer may have 256 tokens, or a quarter of the model's context if that is less.
     """
     if not task:
         raise ConfigError(
@@ -183,10 +193,12 @@ def evaluate(
         )
     from actors.commands.task_config import task_config
 
-    task_config(model, task, overrides or [], problems=problems)  # a typo shows before the imports, which take seconds
+    chosen = {"temperature": temperature, "top_p": top_p, "samples": answers}
+    words = [*(overrides or []), *(f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None)]
+    task_config(model, task, words, problems=problems)  # a typo shows before the imports, which take seconds
     from actors.commands.evaluate import evaluate_folder
 
-    evaluate_folder(model, task, overrides or [], problems=problems, temperature=temperature, samples=samples, say=typer.echo)
+    evaluate_folder(model, task, words, problems=problems, samples=samples, say=typer.echo)
 
 
 @app.command(epilog=_examples("evenkeel report runs/nano-spell-backward-20260101-120000"))

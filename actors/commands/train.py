@@ -161,7 +161,7 @@ def _run_in(
     finally:
         observer.close()
         report = None if interrupts.is_ending() else _report(folder)
-    view.close(_summary_text(summary, folder, report, temperature=config.evaluation.temperature, steps=config.steps))
+    view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
 
 
@@ -219,11 +219,10 @@ def _report(folder: RunFolder) -> Path | None:
         return None
 
 
-def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, temperature: float, steps: int) -> str:
+def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, how: str, steps: int) -> str:
     lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {counted(summary.steps, 'step')} in {summary.seconds:.0f} s"]
     if summary.alarm:
         lines.append(summary.alarm)
-    how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     for when, evaluation in (("before", summary.before), ("after", summary.after)):
         if evaluation is not None:
             lines.append(f"held-out accuracy {when}: {evaluation} (95% Wilson, {how})")

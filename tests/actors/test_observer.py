@@ -28,6 +28,7 @@ from actors.record.terminal import TerminalView
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
+from rollout.config import AnswerSampling
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import prompts
 from tests.actors.test_evaluation import Answers
@@ -138,7 +139,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
 
 
 def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> None:
-    result = asyncio.run(evaluate(Answers([1.0, None, 0.0, None]), prompts(0, 4), step=4, temperature=0.0, correct_at=1.0))
+    result = asyncio.run(evaluate(Answers([1.0, None, 0.0, None]), prompts(0, 4), AnswerSampling(), step=4, correct_at=1.0))
     seen.observer.evaluated(result, prompts(0, 4))
     (line,) = seen.folder.read_evaluations()
     assert (line["held_out/accuracy"], line["held_out/unscored"]) == (0.5, 2)

@@ -83,6 +83,21 @@ def test_held_out_answers_without_a_score_are_shown_where_there_are_any(terminal
     view.close()
 
 
+def test_several_answers_to_a_question_are_shown_with_pass_at_the_largest_k() -> None:
+    """Those of a file from before there were several have neither."""
+    numbers = dict(HELD_OUT) | {"held_out/samples": 16}
+    for k, share in ((2, 0.6), (8, 0.7), (16, 0.8)):
+        numbers |= {f"held_out/pass_at/{k}": share, f"held_out/pass_at_low/{k}": share - 0.05, f"held_out/pass_at_high/{k}": share + 0.05}
+    view, out = watch(terminal=False)
+    view.evaluation(StepMetrics(0, numbers))
+    line = "held-out accuracy 0.500 [0.460, 0.540] on 512 problems x 16 answers, pass@16 0.800 [0.750, 0.850], weight version 0"
+    assert line in out.getvalue()
+    panel, screen = watch(terminal=True)
+    panel.evaluation(StepMetrics(0, numbers))
+    panel.close()
+    assert "pass@16 0.800" in screen.getvalue()
+
+
 def test_several_workers_have_a_line_of_their_own() -> None:
     """Few by name; of many the range, so that the line stays one."""
     one = {"worker/tokens/0": 512, "worker/wait_share/0": 0.03, "worker/weight_version/0": 5}
