@@ -40,6 +40,10 @@ _PROGRESS = [
         "steps/skipped_total", "skipped updates",
         "Optimizer steps left out because loss or gradient was not finite, or because no token was left to learn from.",
     ),
+    _counter(
+        "steps/overflowed_total", "overflowed updates",
+        "Optimizer steps left out because a float16 gradient overflowed under the loss scale, which adapts; a few are usual.",
+    ),
 ]
 _TIME = [
     _gauge("time/elapsed_s", _U.SECONDS, _R.LAST, "elapsed", "Wall time since the run began, earlier parts of a resumed run included."),
@@ -248,6 +252,7 @@ _LEARNER = [
         "The loss whose gradient was taken. In RL its value says little; a jump is worth a look.",
     ),
     _gauge("learner/grad_norm", _U.ONE, _R.LAST, "gradient norm", "Global L2 norm of the gradient before clipping."),
+    _gauge("learner/loss_scale", _U.ONE, _R.LAST, "loss scale", "Factor on the loss of a float16 learner; halved when gradients overflow."),
     _gauge(
         "learner/group_grad_norm/", _U.ONE, _R.LAST, "gradient norm of",
         "L2 norm before clipping of the gradient of a group of parameters: embedding, attention, mlp, router, norms, lm_head.",

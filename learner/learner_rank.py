@@ -94,9 +94,10 @@ class LearnerRank:
         """
         hf_config, policies = self._read(folder)
         chunks = [model.wrap(policy, self.config) for policy in policies]
-        attach_schedule(chunks)
+        optimizer = GuardedOptimizer(chunks, self.config)
+        attach_schedule(chunks, optimizer)
         side_files = hf_folder.side_files(folder) if self.placement.rank == 0 else {}
-        self._loaded = _Loaded(Path(folder), side_files, hf_config, chunks, GuardedOptimizer(chunks, self.config))
+        self._loaded = _Loaded(Path(folder), side_files, hf_config, chunks, optimizer)
         self._reference = None
 
     def load_reference(self, folder: str | os.PathLike[str]) -> None:
@@ -199,6 +200,7 @@ class LearnerRank:
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics = loss_metrics(sums, correction_config)
         losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
+        measured = [update for update in updates if not update.is_overflow]
         watch.seconds["total"] = time.perf_counter() - started
         return StepResult(
             step=step,
@@ -207,13 +209,18 @@ class LearnerRank:
             target_logprobs=logprobs,
             decided=decided,
             entropy=entropy,
-            grad_norms=tuple(update.norm for update in updates),
-            group_norms={name: math.fsum(update.group_norms[name] for update in updates) / len(updates) for name in updates[0].group_norms},
+            grad_norms=tuple(update.norm for update in measured),
+            group_norms={
+                name: math.fsum(update.group_norms[name] for update in measured) / len(measured)
+                for name in (measured[0].group_norms if measured else ())
+            },
             learning_rate=state.optimizer.learning_rate,
             tokens=corrected.batch.num_tokens,
             trained_tokens=int(corrected.batch.loss_mask.sum()),
             optimizer_steps=sum(update.is_applied for update in updates),
             skipped_steps=sum(not update.is_applied for update in updates),
+            overflowed_steps=sum(update.is_overflow for update in updates),
+            loss_scale=state.optimizer.loss_scale,
             microbatches=sum(one[0].microbatches for one in done),
             routing_agreement=_mean([one[0].routing_agreement for one in done[:first_epoch]]),
             seconds=watch.seconds,

@@ -16,7 +16,7 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
-from actors.devices import check_devices
+from actors.devices import check_devices, check_types
 from actors.record.observer import Observer
 from actors.record.report import write_report
 from actors.record.run_folder import RunFolder
@@ -76,6 +76,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     shape = model_config(model)
     config.learner.check_model(shape)
     config = resolved(config, model)
+    check_types(config)
     tokenizer = load_tokenizer(model)
     longest_prompt = config.rollout.max_prompt_tokens(shape.max_position_embeddings)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)

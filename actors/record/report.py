@@ -89,7 +89,8 @@ def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics
         rows.append(("trajectories with tokens of several versions", f"{statistics.fmean(values):.1%}"))
     counted = [("groups trained", "groups/trained_total"), ("groups discarded", "groups/discarded_total"),
                ("reward exceptions", "reward/exceptions_total"),
-               ("reward time-outs", "reward/timeouts_total"), ("skipped steps", "steps/skipped_total")]
+               ("reward time-outs", "reward/timeouts_total"), ("skipped steps", "steps/skipped_total"),
+               ("steps skipped by a float16 overflow", "steps/overflowed_total")]
     return rows + [(label, f"{last[name]:,.0f}") for label, name in counted if name in last]
 
 

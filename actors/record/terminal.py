@@ -249,10 +249,16 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
     ]
     parts = [f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics]
     if metrics.get("learner/optimizer_steps") == 0:
-        parts.append("no update: " + ("no gradient" if metrics.get("learner/grad_norm") == 0 else "loss or gradient not finite"))
+        parts.append(f"no update: {_why_no_update(metrics)}")
     if (level := _monitor_level(metrics)) not in ("", "ok"):
         parts.append(f"early warning {level}")
     return f"step {int(metrics.get('step', 0)):>{len(str(total_steps))}}/{total_steps}  " + "  ".join(parts)
+
+
+def _why_no_update(metrics: Mapping[str, float]) -> str:
+    if "learner/grad_norm" not in metrics and "learner/loss_scale" in metrics:
+        return f"gradient overflowed, loss scale {metrics['learner/loss_scale']:g}"
+    return "no gradient" if metrics.get("learner/grad_norm") == 0 else "loss or gradient not finite"
 
 
 def workers_line(metrics: Mapping[str, float]) -> str:
