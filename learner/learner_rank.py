@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -34,7 +33,7 @@ from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
 from learner.model_check import is_surplus_allowed
-from learner.optimizer import GuardedOptimizer, Update
+from learner.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, uncorrected
 from learner.step import Pass, PhaseTimer, StepResult, attach_schedule, run_microbatches, train_step
 
@@ -200,7 +199,6 @@ class LearnerRank:
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics = loss_metrics(sums, correction_config)
         losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
-        measured = [update for update in updates if not update.is_overflow]
         watch.seconds["total"] = time.perf_counter() - started
         return StepResult(
             step=step,
@@ -209,11 +207,8 @@ class LearnerRank:
             target_logprobs=logprobs,
             decided=decided,
             entropy=entropy,
-            grad_norms=tuple(update.norm for update in measured),
-            group_norms={
-                name: math.fsum(update.group_norms[name] for update in measured) / len(measured)
-                for name in (measured[0].group_norms if measured else ())
-            },
+            grad_norms=tuple(update.norm for update in updates if not update.is_overflow),
+            group_norms=mean_norms(updates),
             learning_rate=state.optimizer.learning_rate,
             tokens=corrected.batch.num_tokens,
             trained_tokens=int(corrected.batch.loss_mask.sum()),

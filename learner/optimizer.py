@@ -55,6 +55,12 @@ class Update:
         return math.sqrt(math.fsum(norm * norm for norm in self.group_norms.values()))
 
 
+def mean_norms(updates: Sequence[Update]) -> dict[str, float]:
+    """By group of parameters, over the updates whose gradient did not overflow; empty if all did."""
+    measured = [update.group_norms for update in updates if not update.is_overflow]
+    return {name: math.fsum(norms[name] for norms in measured) / len(measured) for name in (measured[0] if measured else ())}
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a parameter's state is kept."""

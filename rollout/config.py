@@ -159,6 +159,10 @@ class ReasoningGymReward(_Reward):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """Which scorer."""
+    dataset: str | None = None
+    """The data set, where the questions are rows that `evenkeel filter` wrote of it; empty: the task's own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """With dataset: its settings, as they were when it made the questions."""
 
 
 class MathVerifyReward(_Reward):
@@ -330,10 +334,17 @@ class RolloutConfig(Settings):
 
     @model_validator(mode="after")
     def _scorer_knows_the_questions(self) -> RolloutConfig:
-        if self.reward.kind == "reasoning_gym" and self.task.kind != "reasoning_gym":
+        if self.reward.kind != "reasoning_gym":
+            return self
+        if self.task.kind != "reasoning_gym" and self.reward.dataset is None:
             raise ValueError(
                 f"reward.kind = reasoning_gym with task.kind = {self.task.kind}: reasoning-gym scores only the questions that it made. "
-                "Set reward.kind to exact_match, math_verify or function"
+                "Set reward.dataset, if they are rows that `evenkeel filter` wrote, or reward.kind to exact_match, math_verify or function"
+            )
+        if self.task.kind == "reasoning_gym" and (self.reward.dataset is not None or self.reward.options):
+            raise ValueError(
+                f"reward.dataset = {self.reward.dataset} with task.dataset = {self.task.dataset}: the task says whose scorer it is. "
+                "Leave reward.dataset and reward.options out"
             )
         return self
 

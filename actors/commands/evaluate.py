@@ -18,7 +18,7 @@ from correction.errors import DataError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import AnswerSampling
 from rollout.sampler import Sampler
-from rollout.tasks import build_task, check_task_names
+from rollout.tasks import Task, build_task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
 
 
@@ -40,13 +40,8 @@ def evaluate_folder(
         samples: text file for the answers.
     Raises: DataError, ConfigError, EngineError.
     """
-    check_model_folder(model)
     config = task_config(model, task, overrides, problems=problems)
-    check_engine_device(config)
-    check_task_names(config.rollout.task)
-    longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
-    encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
-    built = build_task(config.rollout.task, encoder)
+    built, longest_prompt = task_for(config)
     prompts = built.held_out_prompts()[:problems]
     if not prompts:
         raise DataError(
@@ -67,6 +62,17 @@ def evaluate_folder(
         samples.write_text(result.text(prompts, limit=len(prompts)))
         say(f"answers: {samples}")
     return result
+
+
+def task_for(config: RunConfig) -> tuple[Task, int]:
+    """The task of a recipe, to be asked of its model by one engine; and the longest prompt, tokens. Raises: DataError, ConfigError."""
+    model = config.model
+    check_model_folder(model)
+    check_engine_device(config)
+    check_task_names(config.rollout.task)
+    longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
+    encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
+    return build_task(config.rollout.task, encoder), longest_prompt
 
 
 async def _evaluate(asker: Asker, prompts: Sequence[Prompt], config: RunConfig) -> Evaluation:

@@ -59,9 +59,9 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
     """The panel is drawn over what it drew before: a line that is written past it leaves half of it behind."""
-    from actors.commands.cli import _ToStandardError
+    from actors.commands.chatter import ToStandardError
 
-    handler, record = _ToStandardError(), logging.makeLogRecord({"msg": "waiting for an engine"})
+    handler, record = ToStandardError(), logging.makeLogRecord({"msg": "waiting for an engine"})
     view, out = watch(terminal=True)
     before = out.getvalue()
     handler.emit(record)
