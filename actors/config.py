@@ -223,6 +223,11 @@ class RunConfig(Settings):
             raise ConfigError(f"{place}: {error}") from error
         return self
 
+    @property
+    def needs_reference(self) -> bool:
+        """The learner keeps the weights of the model that the run began with: for a KL penalty, or to tell the KL."""
+        return self.correction.kl.coefficient > 0 or self.learner.report_kl_every > 0
+
     def correction_after_alarm(self) -> CorrectionConfig | None:
         """What `monitor.on_alarm` would go on with; None where it changes nothing. Raises: ConfigError if there is no such correction."""
         monitor = self.monitor

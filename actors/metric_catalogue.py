@@ -193,9 +193,11 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
     "rejected_share": "rejection/rejected_share",
     "rejected_by_veto": "rejection/vetoed_share",
     "truncated_share": "rejection/truncated_share",
+    "reference_kl": "learner/reference_kl",
     **dict.fromkeys(("drift_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
 }
-"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities; None: another source has that number."""
+"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities (the KL to the start model is the
+service's own); None: another source has that number."""
 LOSS_PLACES: dict[str, str | None] = {
     "clip_share": "learner/clip_share",
     "drift_k3_kl": "learner/drift_k3",
@@ -274,7 +276,11 @@ _LEARNER = [
         "learner/drift_k3", _U.NATS, _R.MEAN, "drift k3",
         "k3 KL from pi_prox to pi_theta: how far the optimizer moved the policy within the batch.",
     ),
-    _gauge("learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference", "KL from the target policy to the frozen reference policy."),
+    _gauge(
+        "learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference",
+        "KL a token from the target policy to the frozen reference policy, the model that the run began with: with a KL penalty the "
+        "penalty's own at every step, else k3 every learner.report_kl_every steps.",
+    ),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
     _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
     *_from_source("loss/", LOSS_METRICS, LOSS_PLACES),

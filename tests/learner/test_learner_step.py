@@ -409,6 +409,25 @@ def test_reference_logprobs_come_from_the_other_weights_and_leave_ours_alone(tmp
         torch.testing.assert_close(reference, hf_values(hf_model(other), batch)[0], rtol=0, atol=1e-5)
 
 
+def test_a_forward_of_the_reference_leaves_no_trace_in_training(tmp_path: Path) -> None:
+    """As where the KL is told beside training: loss, gradient and weights are those of training without it, bit for bit."""
+    folder, other = save_model(tmp_path / "m"), save_model(tmp_path / "other", seed=1)
+    ends = []
+    for is_told in (False, True):
+        with learner_on(folder, learning_rate=1e-3) as learner:
+            learner.load_reference(other)
+            batch = off_policy_batch(learner)
+            results = []
+            for step in range(2):
+                if is_told:
+                    assert not torch.equal(learner.reference_logprobs(batch), learner.logprobs(batch))
+                results.append(learner.step(correct(batch, TIS), TIS, step=step))
+            ends.append((weights(learner), [(one.loss, one.grad_norm, one.metrics) for one in results], results[-1].target_logprobs))
+    (ours, numbers, logprobs), (theirs, their_numbers, their_logprobs) = ends
+    assert numbers == their_numbers and torch.equal(logprobs, their_logprobs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_half_precision_trains_with_float32_master_weights(tmp_path: Path) -> None:
     """Steps far below its resolution add up: after 40 of them the weights have moved, as float32 training moves them."""
     folder = save_model(tmp_path / "m")
