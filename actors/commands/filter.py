@@ -86,6 +86,8 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     if task.questions_per_epoch is None and questions is None:
         raise ConfigError(f"evenkeel filter: {task.name} makes questions without end; say how many to ask with --questions")
     positions = list(_distinct_positions(task, questions))
+    if questions is not None and len(positions) < questions:
+        say(f"only {len(positions)} of {questions} questions: {task.name} has no more with other texts")
     rows = {position: task.train_row(position) for position in positions}  # what can't be written is refused before anything is asked
     record = _Record(output.with_suffix(".asked.jsonl"), _settings(config, bounds), output)
     known = record.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -117,13 +118,14 @@ def test_several_workers_have_a_line_of_their_own() -> None:
 
 
 def test_a_step_without_an_update_says_why() -> None:
-    """Two batches left the weights alone: one was rejected to the last token, the other had an infinity."""
+    """Three batches left the weights alone: one was rejected to the last token, one had an infinity, one overflowed in float16."""
     view, out = watch(terminal=False)
-    for norm, updates in ((0.0, 0), (float("nan"), 0), (0.5, 1)):
-        view.step(StepMetrics(3, {"learner/grad_norm": norm, "learner/optimizer_steps": updates}))
+    for norm, updates, scale in ((0.0, 0, None), (math.nan, 0, 1.0), (None, 0, 32768.0), (0.5, 1, None)):
+        view.step(StepMetrics(3, {"learner/grad_norm": norm, "learner/optimizer_steps": updates, "learner/loss_scale": scale}))
     assert out.getvalue().splitlines()[1:] == [
         "step  3/10  no update: no gradient",
         "step  3/10  no update: loss or gradient not finite",
+        "step  3/10  no update: gradient overflowed, loss scale 32768",
         "step  3/10  ",
     ]
 
