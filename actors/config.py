@@ -16,7 +16,7 @@ from correction.settings import Settings
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
-from rollout.config import RolloutConfig
+from rollout.config import AnswerSampling, RolloutConfig
 
 
 class InitConfig(Settings):
@@ -58,8 +58,8 @@ class WeightSyncConfig(Settings):
     """The run warns if engine and learner differ by more nats than this on a fixed prompt after a sync; in float32 1e-6 is usual."""
 
 
-class EvaluationConfig(Settings):
-    """Held-out accuracy, beside training."""
+class EvaluationConfig(AnswerSampling):
+    """Held-out accuracy, beside training; answers may be sampled otherwise than in training."""
 
     every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps, without stopping training; 0: before the first and after the last step only."""
@@ -67,8 +67,6 @@ class EvaluationConfig(Settings):
     """Held-out questions of the first and the last evaluation."""
     problems_between: PositiveInt = 128
     """Held-out questions of those in between, which share the engines with training."""
-    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
-    """Sampling temperature of evaluations; 0 is greedy."""
     correct_at: float = 1.0
     """A reward of at least this counts as a right answer."""
 
@@ -224,6 +222,11 @@ class RunConfig(Settings):
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """The learner keeps the weights of the model that the run began with: for a KL penalty, or to tell the KL."""
+        return self.correction.kl.coefficient > 0 or self.learner.report_kl_every > 0
 
     def correction_after_alarm(self) -> CorrectionConfig | None:
         """What `monitor.on_alarm` would go on with; None where it changes nothing. Raises: ConfigError if there is no such correction."""

@@ -309,7 +309,7 @@ class Controller:
             self._observer.joined(info)
         if self._resume_from:
             await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
-        if config.correction.kl.coefficient > 0:
+        if config.needs_reference:
             await self._learner.load_reference(self._reference.resolve())
 
     def _start_service(self) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from actors.carriers import INVALID, UNIFORM, Observation, PreparedBatch, ScatterSample
@@ -30,6 +31,7 @@ from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import diagnose
+from correction.divergence import Estimator, estimate
 from correction.monitor import Monitor
 from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
@@ -64,6 +66,16 @@ class ServiceConfig:
         return 2 * self.deadlines.step_s + self.deadlines.checkpoint_s
 
 
+def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
+    """KL(target || reference) a token, nats: the mean of k3 over the mask, as the penalty's usual estimator has it.
+
+    Args:
+        target, reference: [N] float32. mask: [N] bool.
+    """
+    inside = mask & reference.isfinite() & target.isfinite()
+    return float(estimate(torch.where(inside, reference - target, 0), Estimator.K3).sum() / inside.sum().clamp(min=1))
+
+
 class CorrectionService:
     """Draws, packs and corrects; used as a Ray actor (async)."""
 
@@ -82,6 +94,8 @@ class CorrectionService:
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
         self._undiagnosed: dict[int, PreparedBatch] = {}
         """By version: the batch that the learner has, and the one before, which is diagnosed while it has that."""
+        self._references: dict[int, Tensor] = {}
+        """By version, of batches whose KL to the start model is told: its logprobs, which are no part of the batch that is trained."""
         self._scatter = ScatterReservoir()
 
     async def next_batch(self, version: int) -> PreparedBatch:
@@ -120,10 +134,14 @@ class CorrectionService:
             learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
+        reference = self._references.pop(version, None)
         if trained is None:
             return None
         async with self._observing:
-            return await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned)
+            observation = await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned)
+        if reference is not None:
+            observation.diagnostics["reference_kl"] = mean_kl(target_logprobs, reference, trained.corrected.batch.loss_mask)
+        return observation
 
     def _observe(
         self, step: int, trained: PreparedBatch, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
@@ -169,13 +187,17 @@ class CorrectionService:
             groups += chunk
             # A few large forwards beat many small ones: start one when half a batch or the rest of it is there.
             pending = [g for g in groups if not any(g in done for done, _ in forwards)]
-            if self._wants_forwards and (len(pending) * 2 >= self._config.groups_per_step or len(groups) == self._config.groups_per_step):
+            is_enough = len(pending) * 2 >= self._config.groups_per_step or len(groups) == self._config.groups_per_step
+            if is_enough and self._wants_forwards(version):
                 forwards.append((pending, asyncio.create_task(self._forward(version, pending))))
         groups.sort(key=lambda group: group.group_id)
         batch = self._pack(groups, version)
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
+        if not self._config.has_reference and batch.reference_logprobs is not None:
+            self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
+            batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
         began = time.monotonic()
         is_deferred = not self._needs_forward and self._config.learner.total_optimizer_steps_per_batch == 1
         corrected = (defer if is_deferred else correct)(batch, self._correction)
@@ -188,9 +210,13 @@ class CorrectionService:
             self._correction, learner.total_optimizer_steps_per_batch, has_auxiliary_loss=learner.moe_aux_loss_coefficient > 0
         )
 
-    @property
-    def _wants_forwards(self) -> bool:
-        return self._needs_forward or self._config.has_reference
+    def _wants_forwards(self, version: int) -> bool:
+        return self._needs_forward or self._wants_reference(version)
+
+    def _wants_reference(self, version: int) -> bool:
+        """The start model's logprobs: for a penalty in every batch, for a report of the KL in some."""
+        every = self._config.learner.report_kl_every
+        return self._config.has_reference or (every > 0 and version % every == 0)
 
     async def _draw(self, version: int, places: int) -> list[Group]:
         """Groups worth training; the others are discarded here, which frees their places for new prompts."""
@@ -236,7 +262,7 @@ class CorrectionService:
             found["proximal_logprobs"] = proximal.logprobs
             if proximal.routed_experts is not None:
                 found["routed_experts"] = proximal.routed_experts
-        if self._config.has_reference:
+        if self._wants_reference(version):
             found["reference_logprobs"] = await self._learner.reference_logprobs(batch)
         return found, time.monotonic() - began
 

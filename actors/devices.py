@@ -1,4 +1,4 @@
-"""The GPUs that a run asks Ray for, and whether there are as many: a rank or an engine that gets none waits until its deadline."""
+"""Devices and types, before anything starts: enough GPUs for whoever asks for one, and the same type of weights on both sides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from correction.errors import ConfigError
 
 
 def check_devices(config: RunConfig) -> None:
-    """Refuse a run on this machine that has too few GPUs for it; on a cluster that is joined, what counts is known there.
+    """Refuse a run on this machine that has too few GPUs for it; on a cluster that is joined, what counts is known there. A rank or an
+    engine that gets none would wait until its deadline.
 
     Raises: ConfigError.
     """
@@ -20,6 +21,23 @@ def check_devices(config: RunConfig) -> None:
         raise ConfigError(
             f"{parts}: {_gpus(wanted)} needed, one for each, but {seen}. Set device: cpu, ask for fewer, or name a cluster that has them "
             f"(ray.address)"
+        )
+
+
+def check_types(config: RunConfig) -> None:
+    """Refuse engines that hold weights in another type than the learner sends; what auto is on a cluster that is joined, is known there.
+
+    Raises: ConfigError.
+    """
+    engine, learner = config.rollout.engine, config.learner
+    held: str = engine.dtype
+    if held == "auto" and config.ray.address is None and engine.resolved_device == "cpu":
+        held = "float32"
+    if held not in ("auto", learner.dtype):
+        shown = f"auto ({held} on a CPU)" if engine.dtype == "auto" else held
+        raise ConfigError(
+            f"rollout.engine.dtype = {shown} with learner.dtype = {learner.dtype}: an engine takes new weights in the type that it holds "
+            f"them in, and the learner sends its own. Set rollout.engine.dtype: {learner.dtype}"
         )
 
 

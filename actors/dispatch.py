@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from actors.carriers import Ticket
+from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 
 _HANDFUL = 4
@@ -37,9 +38,14 @@ class Questions:
     """A part of an evaluation: what one call to a worker asks."""
 
     prompts: Sequence[Prompt]
-    temperature: float
-    answers: asyncio.Future[list[Trajectory]]
-    """One scored answer to each prompt."""
+    how: AnswerSampling
+    answers: asyncio.Future[list[tuple[Trajectory, ...]]]
+    """Scored answers to each prompt."""
+
+    @property
+    def size(self) -> int:
+        """Answers asked for: what a worker's engine has to sample."""
+        return len(self.prompts) * self.how.samples
 
 
 class WaitingWork:
@@ -67,7 +73,7 @@ class WaitingWork:
 
     def __str__(self) -> str:
         groups = f"{len(self._tickets)} groups (the oldest is {self._tickets[0].group_id})" if self._tickets else ""
-        questions = f"{sum(len(part.prompts) for part in self._questions)} evaluation answers" if self._questions else ""
+        questions = f"{sum(part.size for part in self._questions)} evaluation answers" if self._questions else ""
         return " and ".join(part for part in (groups, questions) if part) or "nothing"
 
     def take(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Sequence[Ticket] | Questions]]:
@@ -85,9 +91,9 @@ class WaitingWork:
 
     def _take_questions(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Questions]]:
         most = self._slots * self._samples_per_group // (_EVALUATION_SHARE if self.is_fed else 1)
-        share = (sum(w.questions for w in sharers) + sum(len(part.prompts) for part in self._questions)) / max(1, len(sharers))
+        share = (sum(w.questions for w in sharers) + sum(part.size for part in self._questions)) / max(1, len(sharers))
         while self._questions and ready:
-            worker, size = min(ready, key=lambda w: (w.questions, len(w.groups))), len(self._questions[0].prompts)
+            worker, size = min(ready, key=lambda w: (w.questions, len(w.groups))), self._questions[0].size
             if worker.questions and (worker.questions >= share or worker.questions + size > most):
                 return
             worker.questions += size

@@ -1,4 +1,9 @@
-"""Held-out accuracy, measured with the engines that sample for training, beside it."""
+"""Held-out accuracy, measured with the engines that sample for training, beside it.
+
+Each question is asked once, or several times. Then accuracy is the mean over questions of the share of right answers, and pass@k the chance
+that at least one of k answers is right. Questions are the unit of every interval: the answers to one question are alike (it is hard or easy
+for the model), so that n answers to each of N questions say less than n N answers to as many questions.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, pvariance
 from typing import Protocol
 
-from scipy.stats import binomtest
+from scipy.stats import norm
 
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.supervision import abandon, wait_for
+from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
 
@@ -24,7 +31,7 @@ class Proportion:
     low: float
     high: float
     n: int
-    """Trials."""
+    """Questions (or other trials) that it is the mean of."""
 
     def __str__(self) -> str:
         if not self.n:
@@ -36,27 +43,67 @@ UNKNOWN = Proportion(math.nan, 0.0, 1.0, 0)
 """Of no trial."""
 
 
-def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Proportion:
-    """Share of successes with its Wilson score interval, which keeps inside [0, 1] and holds near its ends too.
+def wilson(successes: int, n: int) -> Proportion:
+    """Share of successes with its 95 % Wilson interval.
 
     Args:
         successes: 0 to n.
         n: trials, > 0.
-        confidence: of the interval, two-sided, in (0, 1).
     Raises: ValueError if there was no trial, or more successes than trials.
+    """
+    if not 0 <= successes <= n or n == 0:
+        raise ValueError(f"{successes} of {n}: a share needs at least one trial, and no more successes than trials")
+    return Proportion(successes / n, *wilson_interval(successes / n, n), n)
+
+
+def wilson_interval(share: float, n: float, *, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share, which keeps inside [0, 1] and holds near its ends too.
+
+    Args:
+        share: in [0, 1].
+        n: trials, > 0; an effective number of them need not be whole (scipy's takes whole ones alone).
+        confidence: of the interval, two-sided, in (0, 1).
     Source: Wilson (1927), J. Am. Stat. Assoc. 22; Brown, Cai, DasGupta (2001) recommend it for n > 40 as well as below.
     """
-    if n <= 0:
-        raise ValueError(f"{successes} of {n}: a share needs at least one trial")
-    interval = binomtest(successes, n).proportion_ci(confidence_level=confidence, method="wilson")
-    return Proportion(successes / n, float(interval.low), float(interval.high), n)
+    z2 = float(norm.ppf((1 + confidence) / 2)) ** 2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
+    # At the ends the interval reaches them, which rounding need not know.
+    return (0.0 if share == 0 else centre - half), (1.0 if share == 1 else centre + half)
+
+
+def share_over_questions(values: Sequence[float], trials: int) -> Proportion:
+    """Mean of one value in [0, 1] a question, with a 95 % Wilson interval whose trials are an effective number of questions.
+
+    That number is N p (1 - p) / var(values): what as many independent yes-or-no trials would need for the same standard error of the mean,
+    sqrt(var / N). With one answer a question it is N, which is Wilson's interval itself; with n answers it lies between N (all answers to a
+    question agree) and n N (questions are equally hard). Where all questions have the same value nothing is known of that: N.
+    Args:
+        values: one a question, at least one.
+        trials: independent trials that they rest on at most.
+    Source: Dean and Pagano (2015), Franco et al. (2019), J. Surv. Stat. Methodol. 3 and 7: Wilson's interval of clustered answers; Miller
+        (2024), Adding Error Bars to Evals, for questions as the unit.
+    """
+    mean, variance, count = fmean(values), pvariance(values), len(values)
+    effective = min(trials, count * mean * (1 - mean) / variance) if variance > 0 else count
+    effective = max(count, effective)
+    return Proportion(mean, *wilson_interval(mean, effective), count)
+
+
+def pass_at(k: int, *, right: int, answers: int) -> float:
+    """Chance that at least one of k answers is right, from a question's answers, without bias; k <= answers.
+
+    1 - C(answers - right, k) / C(answers, k): of all choices of k answers, the share with a right one.
+    Source: Chen et al. (2021), Evaluating Large Language Models Trained on Code, Eq. 1.
+    """
+    return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
 
 class Answerer(Protocol):
     """Whatever can answer prompts: the rollout pool, or one engine."""
 
-    async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
-        """One scored answer to each prompt, in order."""
+    async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
+        """Scored answers to each prompt, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +112,28 @@ class Evaluation:
 
     step: int
     """Steps done when it began."""
+    samples: int
+    """Answers asked for of each question."""
     accuracy: Proportion
+    """Over the questions of which an answer could be scored."""
+    pass_at: dict[int, Proportion]
+    """By k: 2, 4, 8 ... and samples, each over the questions of which k answers could be scored."""
     seconds: float
-    trajectories: tuple[Trajectory, ...]
+    answers: tuple[tuple[Trajectory, ...], ...]
+    """Of each question."""
     failed: int
     """Answers that could not be scored; the accuracy leaves them out."""
 
     def __str__(self) -> str:
-        return f"{self.accuracy}" + (f", {self.failed} answer{'s' * (self.failed > 1)} could not be scored" if self.failed else "")
+        text = str(self.accuracy)
+        if self.samples > 1:
+            text += f" x {self.samples} answers" + "".join(f", pass@{k} {share}" for k, share in self.pass_at.items() if k == self.samples)
+        return text + (f", {self.failed} answer{'s' * (self.failed > 1)} could not be scored" if self.failed else "")
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """All answers, question by question."""
+        return tuple(one for of_one in self.answers for one in of_one)
 
     @property
     def first_failure(self) -> str:
@@ -81,47 +142,68 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float | None]:
         """By name of the catalogue; the accuracy is None when nothing could be scored."""
-        known = self.accuracy.n > 0
-        answered = max(1, len(self.trajectories))
-        versions = [span.version for t in self.trajectories for span in t.version_spans]
-        return {
+        known, all_answers = self.accuracy.n > 0, self.trajectories
+        count = max(1, len(all_answers))
+        versions = [span.version for t in all_answers for span in t.version_spans]
+        numbers = {
             "held_out/accuracy": self.accuracy.value if known else None,
             "held_out/wilson_low": self.accuracy.low if known else None,
             "held_out/wilson_high": self.accuracy.high if known else None,
-            "held_out/problems": len(self.trajectories),
+            "held_out/problems": len(self.answers),
+            "held_out/samples": self.samples,
             "held_out/unscored": self.failed,
             "held_out/weight_version": min(versions) if versions else 0,
-            "held_out/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in self.trajectories) / answered,
-            "held_out/response_tokens": sum(len(t.response_ids) for t in self.trajectories) / answered,
+            "held_out/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in all_answers) / count,
+            "held_out/response_tokens": sum(len(t.response_ids) for t in all_answers) / count,
             "held_out/seconds": self.seconds,
         }
+        for k, share in self.pass_at.items():
+            of_k = {"pass_at": share.value, "pass_at_low": share.low, "pass_at_high": share.high}
+            numbers |= {f"held_out/{name}/{k}": value for name, value in of_k.items()}
+        return numbers
 
     def text(self, prompts: Sequence[Prompt], limit: int = 40) -> str:
-        """The first answers, readable."""
+        """The answers to the first questions, readable."""
         lines = [f"held-out accuracy {self} after {self.step} steps", ""]
-        for prompt, trajectory in list(zip(prompts, self.trajectories, strict=True))[:limit]:
-            scored = trajectory.error or f"reward {trajectory.reward:g}"
-            lines.append(f"{prompt.text!r} -> {trajectory.text!r}   (answer {prompt.answer!r}, {scored})")
+        for prompt, answers in list(zip(prompts, self.answers, strict=True))[:limit]:
+            for trajectory in answers:
+                scored = trajectory.error or f"reward {trajectory.reward:g}"
+                lines.append(f"{prompt.text!r} -> {trajectory.text!r}   (answer {prompt.answer!r}, {scored})")
         return "\n".join(lines) + "\n"
 
 
-async def evaluate(answerer: Answerer, prompts: Sequence[Prompt], *, step: int, temperature: float, correct_at: float) -> Evaluation:
-    """Ask every question once.
+async def evaluate(answerer: Answerer, prompts: Sequence[Prompt], how: AnswerSampling, *, step: int, correct_at: float) -> Evaluation:
+    """Ask every question how.samples times.
 
     Args:
         correct_at: a reward of at least this is a right answer.
     """
     began = time.monotonic()
-    trajectories = await answerer.answer(prompts, temperature)
-    scored = [t.reward for t in trajectories if t.reward is not None]
-    right = sum(reward >= correct_at for reward in scored)
+    answers = tuple(tuple(of_one) for of_one in await answerer.answer(prompts, how))
+    scored = [[t.reward >= correct_at for t in of_one if t.reward is not None] for of_one in answers]
+    known = [of_one for of_one in scored if of_one]
+    total = sum(map(len, scored))
     return Evaluation(
         step=step,
-        accuracy=wilson(right, len(scored)) if scored else UNKNOWN,
+        samples=how.samples,
+        accuracy=share_over_questions([fmean(of_one) for of_one in known], total) if known else UNKNOWN,
+        pass_at={k: share for k in _ks(how.samples) if (share := _pass_at(k, scored)).n},
         seconds=time.monotonic() - began,
-        trajectories=tuple(trajectories),
-        failed=len(trajectories) - len(scored),
+        answers=answers,
+        failed=sum(map(len, answers)) - total,
     )
+
+
+def _ks(samples: int) -> list[int]:
+    """2, 4, 8 ... below the number of answers, and that number; none of a single answer, whose pass@1 is the accuracy."""
+    return [2**i for i in range(1, samples.bit_length()) if 2**i < samples] + [samples] * (samples > 1)
+
+
+def _pass_at(k: int, scored: Sequence[Sequence[bool]]) -> Proportion:
+    """Of the questions that have k scored answers; UNKNOWN if none has."""
+    enough = [of_one for of_one in scored if len(of_one) >= k]
+    values = [pass_at(k, right=sum(of_one), answers=len(of_one)) for of_one in enough]
+    return share_over_questions(values, sum(len(of_one) // k for of_one in enough)) if values else UNKNOWN
 
 
 class EvaluationObserver(Protocol):
@@ -198,7 +280,6 @@ class Evaluations:
         )
 
     async def _evaluate(self, prompts: Sequence[Prompt], step: int) -> Evaluation:
-        settings = self._settings
-        result = await evaluate(self._answerer, prompts, step=step, temperature=settings.temperature, correct_at=settings.correct_at)
+        result = await evaluate(self._answerer, prompts, self._settings, step=step, correct_at=self._settings.correct_at)
         self._observer.evaluated(result, prompts)
         return result

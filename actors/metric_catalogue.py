@@ -25,6 +25,10 @@ def _by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: st
     return Metric(f"worker/{name}/", Kind.GAUGE, unit, reduction, help, label, part="worker")
 
 
+def _by_k(name: str, label: str, help: str) -> Metric:
+    return Metric(f"held_out/{name}/", Kind.GAUGE, Unit.SHARE, Reduction.LAST, help, label, part="k")
+
+
 _U, _R = Unit, Reduction
 _PROGRESS = [
     _gauge("step", _U.ONE, _R.LAST, "step", "Training steps finished."),
@@ -35,6 +39,10 @@ _PROGRESS = [
     _counter(
         "steps/skipped_total", "skipped updates",
         "Optimizer steps left out because loss or gradient was not finite, or because no token was left to learn from.",
+    ),
+    _counter(
+        "steps/overflowed_total", "overflowed updates",
+        "Optimizer steps left out because a float16 gradient overflowed under the loss scale, which adapts; a few are usual.",
     ),
 ]
 _TIME = [
@@ -111,10 +119,20 @@ _REWARD = [
     ),
 ]
 _HELD_OUT = [
-    _gauge("held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy", "Share of the scored held-out problems whose answer was right."),
-    _gauge("held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from", "Lower end of the 95 % Wilson interval of the held-out accuracy."),
+    _gauge(
+        "held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy",
+        "Share of right answers among a held-out problem's scored ones (one, or evaluation.samples), averaged over the problems.",
+    ),
+    _gauge(
+        "held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from",
+        "Lower end of the 95 % Wilson interval of the held-out accuracy; problems are its unit, not answers.",
+    ),
     _gauge("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
+    _by_k("pass_at", "pass@k", "Chance that at least one of k answers to a held-out problem is right, without bias (Chen et al. 2021)."),
+    _by_k("pass_at_low", "95 % from", "Lower end of the 95 % Wilson interval of pass@k; problems are its unit."),
+    _by_k("pass_at_high", "95 % to", "Upper end of the 95 % Wilson interval of pass@k."),
     _gauge("held_out/problems", _U.ONE, _R.LAST, "problems", "Number of held-out problems asked."),
+    _gauge("held_out/samples", _U.ONE, _R.LAST, "answers each", "Answers asked for of each held-out problem (evaluation.samples)."),
     _gauge(
         "held_out/unscored", _U.ONE, _R.LAST, "not scored",
         "Answers to held-out problems whose reward raised, timed out or never came; the accuracy leaves them out. 0 in a healthy run.",
@@ -175,9 +193,11 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
     "rejected_share": "rejection/rejected_share",
     "rejected_by_veto": "rejection/vetoed_share",
     "truncated_share": "rejection/truncated_share",
+    "reference_kl": "learner/reference_kl",
     **dict.fromkeys(("drift_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
 }
-"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities; None: another source has that number."""
+"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities (the KL to the start model is the
+service's own); None: another source has that number."""
 LOSS_PLACES: dict[str, str | None] = {
     "clip_share": "learner/clip_share",
     "drift_k3_kl": "learner/drift_k3",
@@ -234,6 +254,7 @@ _LEARNER = [
         "The loss whose gradient was taken. In RL its value says little; a jump is worth a look.",
     ),
     _gauge("learner/grad_norm", _U.ONE, _R.LAST, "gradient norm", "Global L2 norm of the gradient before clipping."),
+    _gauge("learner/loss_scale", _U.ONE, _R.LAST, "loss scale", "Factor on the loss of a float16 learner; halved when gradients overflow."),
     _gauge(
         "learner/group_grad_norm/", _U.ONE, _R.LAST, "gradient norm of",
         "L2 norm before clipping of the gradient of a group of parameters: embedding, attention, mlp, router, norms, lm_head.",
@@ -255,7 +276,11 @@ _LEARNER = [
         "learner/drift_k3", _U.NATS, _R.MEAN, "drift k3",
         "k3 KL from pi_prox to pi_theta: how far the optimizer moved the policy within the batch.",
     ),
-    _gauge("learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference", "KL from the target policy to the frozen reference policy."),
+    _gauge(
+        "learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference",
+        "KL a token from the target policy to the frozen reference policy, the model that the run began with: with a KL penalty the "
+        "penalty's own at every step, else k3 every learner.report_kl_every steps.",
+    ),
     _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
     _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
     *_from_source("loss/", LOSS_METRICS, LOSS_PLACES),

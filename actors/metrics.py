@@ -134,6 +134,16 @@ def by_worker(metrics: Mapping[str, float], quantity: str) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
 
 
+def pass_at_most(metrics: Mapping[str, float]) -> tuple[int, float, float, float] | None:
+    """(k, pass@k, its 95 % interval from, to) of the largest k that an evaluation has; None where each problem was asked once."""
+    prefix = "held_out/pass_at/"
+    ks = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+    if not ks:
+        return None
+    k = max(ks, key=int)
+    return int(k), metrics[prefix + k], metrics[f"held_out/pass_at_low/{k}"], metrics[f"held_out/pass_at_high/{k}"]
+
+
 def markdown() -> str:
     """docs/metrics.md: the catalogue as tables, one a group of names."""
     lines = [

@@ -30,6 +30,7 @@ from actors.supervision import USUAL_START, counted, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
+from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 
 log = logging.getLogger("evenkeel.pool")
@@ -38,7 +39,7 @@ _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _SCORING_S = 300.0
 _LOAD_S = 5.0
-_QUESTIONS = 32
+_ANSWERS = 32
 """Of an evaluation, in one call to a worker."""
 
 
@@ -59,7 +60,7 @@ class WorkerHandle:
     groups: set[int] = field(default_factory=set)
     """Groups that it is sampling."""
     questions: int = 0
-    """Questions of evaluations that it is answering."""
+    """Answers to questions of evaluations that it is sampling."""
     resyncs: int = 0
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
@@ -267,11 +268,11 @@ class RolloutPool:
             worker.groups.difference_update(ids)
         self.wake()
 
-    async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
-        """One scored answer to each prompt, spread over the workers."""
+    async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
+        """Scored answers to each prompt, spread over the workers."""
         loop = asyncio.get_running_loop()
-        starts = range(0, len(prompts), _QUESTIONS)
-        parts = [Questions(prompts[i : i + _QUESTIONS], temperature, loop.create_future()) for i in starts]
+        size = max(1, _ANSWERS // how.samples)
+        parts = [Questions(prompts[i : i + size], how, loop.create_future()) for i in range(0, len(prompts), size)]
         self._work.add_questions(parts)
         self.wake()
         try:
@@ -283,7 +284,7 @@ class RolloutPool:
     async def _ask(self, worker: WorkerHandle, part: Questions) -> None:
         """Have a worker answer questions that it took; if it fails they wait again."""
         try:
-            call = worker.actor.answer.remote(list(part.prompts), part.temperature)
+            call = worker.actor.answer.remote(list(part.prompts), part.how)
             answers = await self._worked(call, f"evaluation answers <- rollout worker {worker.name}")
             if not part.answers.done():
                 part.answers.set_result(answers)
@@ -294,7 +295,7 @@ class RolloutPool:
             if not part.answers.done():
                 part.answers.set_exception(error)
         finally:
-            worker.questions -= len(part.prompts)
+            worker.questions -= part.size
         self.wake()
 
     async def _worked(self, call: Any, what: str) -> Any:

@@ -16,7 +16,7 @@ from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
-from rollout.config import RolloutConfig
+from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
 from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
 
@@ -92,10 +92,10 @@ class RolloutWorker:
             await wait_for(self._queue.put.remote(groups), what, deadline_s=ANSWER_S)
             del self._finished[: len(groups)]
 
-    async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
-        """One scored answer to each prompt (evaluation); not put into the queue."""
-        answers = await asyncio.gather(*(self._sampler.answer(prompt, temperature) for prompt in prompts))
-        self._count(answers)
+    async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
+        """Scored answers to each prompt (evaluation); not put into the queue."""
+        answers = await asyncio.gather(*(self._sampler.answer(prompt, how) for prompt in prompts))
+        self._count([one for of_one in answers for one in of_one])
         return list(answers)
 
     def _count(self, trajectories: Sequence[Trajectory]) -> None:

@@ -43,6 +43,8 @@ LEARNERS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16 + head": {"dtype": "bfloat16", "float32_head": True},
+    "float16": {"dtype": "float16"},
+    "float16 + head": {"dtype": "float16", "float32_head": True},
 }
 COLUMNS = {"k3_kl": "k3 KL", "log_ratio_std": "std", "log_ratio_abs_max": "max |log ratio|", "pearson": "pearson"}
 

@@ -302,13 +302,14 @@ class _Run:
 def _learner_numbers(result: StepResult) -> dict[str, float]:
     numbers = {
         "loss": result.loss,
-        "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "optimizer_steps": result.optimizer_steps,
         "skipped_steps": result.skipped_steps,
         "tokens": result.tokens,
         "trained_tokens": result.trained_tokens,
     }
+    if result.grad_norm is not None:
+        numbers["grad_norm"] = result.grad_norm
     if result.entropy is not None:
         numbers["entropy"] = result.entropy
     return numbers | {f"loss/{name}": value for name, value in result.metrics.items()}

@@ -38,8 +38,11 @@ class LearnerConfig(Settings):
     """Ranks of a stage over which its experts are spread; tokens travel to them. Divides data_parallel * tensor_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a rank computes; auto takes a GPU when torch sees one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights and activations; in half precision the optimizer keeps float32 master weights. float16 has eight times bfloat16's
+    precision and little range: the loss is multiplied by a scale that adapts, and updates whose gradient overflows are left out."""
+    initial_loss_scale: float = Field(default=2.0**16, ge=1.0, le=2.0**32)
+    """float16: factor on the loss at the start. Megatron's scaler halves it after overflows and doubles it after 1,000 updates without."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
     """Norms and linear layers: Megatron's own (local), or TransformerEngine's, which auto takes for bfloat16 on a GPU where it can."""
     float32_head: bool = False
@@ -87,6 +90,9 @@ class LearnerConfig(Settings):
     routing_replay: Literal["none", "rollout", "recompute"] = "none"
     """Experts of a mixture of experts that tokens are sent to in proximal forward and training: the learner's own choice each time; the
     engine's while it sampled (rollout, R3); or in training that of the proximal forward (recompute, R2)."""
+    report_kl_every: int = Field(default=0, ge=0, le=10**9)
+    """Every so many steps, tell the KL to the model that the run began with, by a forward of that model over the batch; 0: never. It is no
+    part of the loss. With correction.kl.coefficient the penalty's own KL is told, at every step."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at the same time; bounds the memory of the vocabulary projection."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
@@ -146,6 +152,8 @@ class LearnerConfig(Settings):
             raise ValueError("fixed_order = true with sequence_parallel = true isn't built; set sequence_parallel: false")
         if self.fixed_order and self.float32_head:
             raise ValueError("fixed_order = true with float32_head = true: the engines don't compute so; set float32_head: false")
+        if self.fixed_order and self.dtype == "float16":
+            raise ValueError("fixed_order = true with dtype = float16: compared were float32 and bfloat16 only; set dtype: bfloat16")
         return self
 
     @model_validator(mode="after")
@@ -164,15 +172,20 @@ class LearnerConfig(Settings):
         return None
 
     def check_model(self, hf_config: Any) -> None:
-        """Refuse a model whose matrices tensor_parallel ranks can't share equally.
+        """Refuse a model whose matrices tensor_parallel ranks can't share equally, and experts in float16.
 
-        Raises: ConfigError naming the sizes.
+        Raises: ConfigError naming the sizes, or the dtype.
         """
         from correction.errors import ConfigError
 
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         heads, groups, width = (getattr(hf_config, name, None) or 0 for name in names)  # what a family lacks is refused with the family
         ranks, experts = self.tensor_parallel, getattr(hf_config, "num_experts", None)
+        if experts and self.dtype == "float16":
+            raise ConfigError(
+                f"learner.dtype = float16: {hf_config.model_type} has {experts} experts, whose gradients have an optimizer and so a loss "
+                "scale of their own: the two scales would part at the first overflow (Megatron refuses it, too). Set it to bfloat16"
+            )
         is_shared = {
             "num_attention_heads": heads % ranks == 0,
             "num_key_value_heads": groups % ranks == 0 or ranks % groups == 0,  # several ranks can use one
@@ -198,4 +211,5 @@ class LearnerConfig(Settings):
     def torch_dtype(self) -> torch.dtype:
         import torch
 
-        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -34,7 +33,7 @@ from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
 from learner.model_check import is_surplus_allowed
-from learner.optimizer import GuardedOptimizer, Update
+from learner.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, uncorrected
 from learner.step import Pass, PhaseTimer, StepResult, attach_schedule, run_microbatches, train_step
 
@@ -94,9 +93,10 @@ class LearnerRank:
         """
         hf_config, policies = self._read(folder)
         chunks = [model.wrap(policy, self.config) for policy in policies]
-        attach_schedule(chunks)
+        optimizer = GuardedOptimizer(chunks, self.config)
+        attach_schedule(chunks, optimizer)
         side_files = hf_folder.side_files(folder) if self.placement.rank == 0 else {}
-        self._loaded = _Loaded(Path(folder), side_files, hf_config, chunks, GuardedOptimizer(chunks, self.config))
+        self._loaded = _Loaded(Path(folder), side_files, hf_config, chunks, optimizer)
         self._reference = None
 
     def load_reference(self, folder: str | os.PathLike[str]) -> None:
@@ -207,13 +207,15 @@ class LearnerRank:
             target_logprobs=logprobs,
             decided=decided,
             entropy=entropy,
-            grad_norms=tuple(update.norm for update in updates),
-            group_norms={name: math.fsum(update.group_norms[name] for update in updates) / len(updates) for name in updates[0].group_norms},
+            grad_norms=tuple(update.norm for update in updates if not update.is_overflow),
+            group_norms=mean_norms(updates),
             learning_rate=state.optimizer.learning_rate,
             tokens=corrected.batch.num_tokens,
             trained_tokens=int(corrected.batch.loss_mask.sum()),
             optimizer_steps=sum(update.is_applied for update in updates),
             skipped_steps=sum(not update.is_applied for update in updates),
+            overflowed_steps=sum(update.is_overflow for update in updates),
+            loss_scale=state.optimizer.loss_scale,
             microbatches=sum(one[0].microbatches for one in done),
             routing_agreement=_mean([one[0].routing_agreement for one in done[:first_epoch]]),
             seconds=watch.seconds,

@@ -93,7 +93,7 @@ def _chunk(hf_config: Any, config: LearnerConfig, placement: Placement, transfor
 
 def wrap(model: PolicyModel, config: LearnerConfig) -> DistributedDataParallel:
     """The model under Megatron's data parallelism, which *sums* gradients over ranks and accumulates them in float32."""
-    inner = Float16Module(model.config, model) if model.config.bf16 else model
+    inner = Float16Module(model.config, model) if model.config.bf16 or model.config.fp16 else model
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
@@ -144,6 +144,7 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         use_cpu_initialization=placement.device.type == "cpu",
         perform_initialization=True,  # its values are overwritten, but it also marks the parameters that are split over ranks
         variable_seq_lengths=True,

@@ -46,11 +46,19 @@ class Update:
     """L2 norm of the gradient before clipping, by group of parameters (GROUPS); a model that has no router has no entry for it."""
     is_applied: bool
     """False: the step was skipped."""
+    is_overflow: bool = False
+    """It was skipped because the loss scale made a float16 gradient overflow; the norms say nothing then."""
 
     @property
     def norm(self) -> float:
         """Of the whole gradient."""
         return math.sqrt(math.fsum(norm * norm for norm in self.group_norms.values()))
+
+
+def mean_norms(updates: Sequence[Update]) -> dict[str, float]:
+    """By group of parameters, over the updates whose gradient did not overflow; empty if all did."""
+    measured = [update.group_norms for update in updates if not update.is_overflow]
+    return {name: math.fsum(norms[name] for norms in measured) / len(measured) for name in (measured[0] if measured else ())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,20 @@ class GuardedOptimizer:
         """Updates made; a skipped step is none."""
         return int(self._schedule.num_steps)
 
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor on the next loss, which the gradient is divided by again before it is used; None where nothing is scaled."""
+        return None if self._scaler is None else float(self._scaler.scale)
+
+    @property
+    def _scaler(self) -> Any:
+        """Megatron's, in float16; a model without experts has one optimizer. None in other types."""
+        return getattr(self._optimizer.chained_optimizers[0], "grad_scaler", None)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """What Megatron's schedule begins the backward pass with."""
+        return loss if self._scaler is None else loss * self._scaler.scale
+
     def zero_grad(self) -> None:
         """Forget all gradients: both of them.
 
@@ -127,6 +149,7 @@ class GuardedOptimizer:
 
         Skipped is what is not finite, and a gradient that is 0 everywhere, of a batch that was rejected to the last token: there is nothing
         to learn from it, but Adam's averages would go on in the direction of earlier steps. (A balancing loss still has a gradient then.)
+        In float16 the gradient is first divided by the loss scale, and Megatron's scaler adapts that by what it found.
         The decision rests on numbers that are equal on all ranks (the norm is reduced), so all ranks skip together or none does.
         Args:
             gradient_scale: factor on the gradient that was known only after the last micro-batch.
@@ -134,8 +157,9 @@ class GuardedOptimizer:
         if gradient_scale != 1.0:
             for chunk in self._chunks:
                 chunk.scale_gradients(gradient_scale)
+        scale = self.loss_scale or 1.0  # by now; what is not finite makes it smaller
         found_infinity = self._optimizer.prepare_grads()
-        update = Update(self._group_norms(), is_applied=False)
+        update = Update(self._group_norms(), is_applied=False, is_overflow=found_infinity and loss_is_finite and scale > 1.0)
         if found_infinity or not loss_is_finite or not math.isfinite(update.norm) or update.norm == 0.0:
             return update
         self._clip(update.norm)
@@ -213,13 +237,19 @@ class GuardedOptimizer:
         }
 
     def schedule_state(self) -> dict[str, Any]:
-        """Of the learning rate, and what Adam's averages are of; plain values."""
-        return {**self._schedule.state_dict(), "objective": self._objective, "begun_at": self._begun_at}
+        """Of the learning rate, what Adam's averages are of, and the loss scale; plain values."""
+        state = {**self._schedule.state_dict(), "objective": self._objective, "begun_at": self._begun_at}
+        if self._scaler is not None:
+            state["loss_scale"] = self._scaler.state_dict() | {"scale": self.loss_scale}
+        return state
 
     def load_schedule_state(self, state: dict[str, Any]) -> None:
         self._schedule.num_steps = 0  # it adds the saved ones; and what a recipe says now wins over what it said then
         self._schedule.load_state_dict(state)
         self._objective, self._begun_at = state.get("objective"), state.get("begun_at", 0)
+        if self._scaler is not None and "loss_scale" in state:  # of a checkpoint in another type there is none
+            scale = torch.tensor([state["loss_scale"]["scale"]], dtype=torch.float32)
+            self._scaler.load_state_dict(state["loss_scale"] | {"scale": scale})
 
     @cached_property
     def _places(self) -> dict[torch.nn.Parameter, _Place]:
@@ -260,6 +290,8 @@ def _optimizer_config(config: LearnerConfig) -> OptimizerConfig:
         adam_eps=config.adam_eps,
         clip_grad=config.clip_grad,
         bf16=config.dtype == "bfloat16",
+        fp16=config.dtype == "float16",
+        initial_loss_scale=config.initial_loss_scale,
         params_dtype=config.torch_dtype,
         use_distributed_optimizer=config.distributed_optimizer,
     )

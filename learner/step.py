@@ -46,9 +46,9 @@ class StepResult:
     entropy: float | None
     """Mean over trained tokens in nats, in those same forward passes; None if no token is trained."""
     grad_norms: tuple[float, ...]
-    """Norm of the whole gradient before clipping, for each optimizer step."""
+    """Norm of the whole gradient before clipping, for each optimizer step whose gradient did not overflow."""
     group_norms: dict[str, float]
-    """Norm of the gradient of each group of parameters (learner.optimizer.GROUPS) before clipping, mean over the optimizer steps; not
+    """Norm of the gradient of each group of parameters (learner.optimizer.GROUPS) before clipping, mean over those optimizer steps; not
     finite where a skipped step's was not."""
     learning_rate: float
     """Of the last update."""
@@ -60,6 +60,10 @@ class StepResult:
     """Updates made."""
     skipped_steps: int
     """Updates not made, because loss or gradient was not finite, or the gradient 0 everywhere."""
+    overflowed_steps: int
+    """Those of them whose float16 gradient overflowed under the loss scale: part of finding the scale, no fault of the batch."""
+    loss_scale: float | None
+    """Of the next update; None in other types than float16."""
     microbatches: int
     """Forward and backward passes of this rank."""
     routing_agreement: float | None
@@ -68,8 +72,10 @@ class StepResult:
     """By phase: prepare, forward_backward, gather, optimizer, total."""
 
     @property
-    def grad_norm(self) -> float:
-        """Mean over the optimizer steps; not finite if one was skipped for that reason."""
+    def grad_norm(self) -> float | None:
+        """Mean over the optimizer steps; not finite if one was skipped for that reason, None if the gradients of all overflowed."""
+        if not self.grad_norms:
+            return None
         return math.fsum(self.grad_norms) / len(self.grad_norms) if all(map(math.isfinite, self.grad_norms)) else math.nan
 
 
@@ -278,8 +284,8 @@ def train_step(
     return done, loss, update
 
 
-def attach_schedule(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Tell Megatron's schedule how to end a backward pass: sum gradients over ranks, and divide by nothing."""
+def attach_schedule(chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer) -> None:
+    """Tell Megatron's schedule how to begin a backward pass (float16's loss scale) and to end it: sum over ranks, divide by nothing."""
 
     def finalize(models: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
         finalize_model_grads(models, None, **options)
@@ -293,3 +299,4 @@ def attach_schedule(chunks: Sequence[DistributedDataParallel]) -> None:
 
     chunks[0].config.finalize_model_grads_func = finalize  # the chunks have one config
     chunks[0].config.no_sync_func = no_sync
+    chunks[0].config.grad_scale_func = optimizer.scale_loss if optimizer.loss_scale is not None else None

@@ -159,6 +159,10 @@ class ReasoningGymReward(_Reward):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """Which scorer."""
+    dataset: str | None = None
+    """The data set, where the questions are rows that `evenkeel filter` wrote of it; empty: the task's own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """With dataset: its settings, as they were when it made the questions."""
 
 
 class MathVerifyReward(_Reward):
@@ -242,6 +246,44 @@ class SamplingConfig(Settings):
         return {name: value for name, value in settings.items() if name not in _BIASING}
 
 
+class AnswerSampling(Settings):
+    """How questions are answered where nothing is trained on the answers: in evaluations and in filters.
+
+    top_p is offered here alone. A training sample's logprob is that of the whole distribution, which is what the learner computes: under
+    top-p the token would come from a part of it, and every importance ratio would be off by that part's mass (SamplingConfig refuses it).
+    """
+
+    samples: int = Field(default=1, ge=1, le=10**4)
+    """Answers to each question; more than one give pass@k beside the mean, and need a temperature above 0."""
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Sampling temperature of the answers; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the likeliest tokens that hold this share of the probability; 1 is the whole vocabulary, as in training."""
+
+    @model_validator(mode="after")
+    def _has_something_to_sample(self) -> AnswerSampling:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"samples = {self.samples} with temperature = 0: greedy answers to a question are all the same; raise the temperature, "
+                f"or set samples: 1"
+            )
+        if self.temperature == 0 and self.top_p < 1:
+            raise ValueError(
+                f"top_p = {self.top_p} with temperature = 0: the likeliest token is taken whatever top_p says; raise the temperature, "
+                f"or set top_p: 1"
+            )
+        return self
+
+    @property
+    def description(self) -> str:
+        """For people: "greedy", or "8 answers each, sampled at temperature 0.7, top-p 0.95"."""
+        if self.temperature == 0:
+            return "greedy"
+        cut = f", top-p {self.top_p:g}" if self.top_p < 1 else ""
+        several = f"{self.samples} answers each, " if self.samples > 1 else ""
+        return f"{several}sampled at temperature {self.temperature:g}{cut}"
+
+
 class TrainOverlong(Settings):
     """Answers cut at max_tokens are trained like any other, with the reward that they got."""
 
@@ -292,10 +334,17 @@ class RolloutConfig(Settings):
 
     @model_validator(mode="after")
     def _scorer_knows_the_questions(self) -> RolloutConfig:
-        if self.reward.kind == "reasoning_gym" and self.task.kind != "reasoning_gym":
+        if self.reward.kind != "reasoning_gym":
+            return self
+        if self.task.kind != "reasoning_gym" and self.reward.dataset is None:
             raise ValueError(
                 f"reward.kind = reasoning_gym with task.kind = {self.task.kind}: reasoning-gym scores only the questions that it made. "
-                "Set reward.kind to exact_match, math_verify or function"
+                "Set reward.dataset, if they are rows that `evenkeel filter` wrote, or reward.kind to exact_match, math_verify or function"
+            )
+        if self.task.kind == "reasoning_gym" and (self.reward.dataset is not None or self.reward.options):
+            raise ValueError(
+                f"reward.dataset = {self.reward.dataset} with task.dataset = {self.task.dataset}: the task says whose scorer it is. "
+                "Leave reward.dataset and reward.options out"
             )
         return self
 

@@ -97,18 +97,21 @@ class RolloutEngine(UpdatableEngine):
         max_tokens: int,
         prompt_id: str = "",
         temperature: float = 1.0,
+        top_p: float = 1.0,
         samples: int = 1,
         seeds: Sequence[int] | None = None,
         topk: int = 0,
         ignore_stop: bool = False,
         deadline_s: float | None = None,
     ) -> list[Trajectory]:
-        """Sample from the whole distribution: no top-p, top-k or penalty can be asked for, since they would bias every ratio.
+        """Sample from the whole distribution: no top-k or penalty can be asked for, since they would bias every ratio.
 
         Args:
             prompt_ids: after the chat template.
             prompt_id: what the trajectories are to be called after.
             temperature: of the behaviour policy; 0 is greedy, and its logprobs are those of temperature 1.
+            top_p: for answers that nothing is trained on: below 1 tokens come from the likeliest ones that hold this share, while their
+                logprobs stay those of the whole distribution.
             samples: answers to this prompt. They share its keys and values: the prompt is prefilled once, before them (with 8 samples
                 of 256 prompt tokens on a CPU that halves the time; SGLang's own n > 1 does the same, but can't be aborted).
             seeds: one for each sample, in [0, 2^63): its tokens then depend on the weights, the prompt and the seed alone, as far as the
@@ -121,7 +124,7 @@ class RolloutEngine(UpdatableEngine):
         self._check_request(prompt_ids, max_tokens, temperature)
         if samples > 1 and self.config.prefix_cache:
             await self._request(prompt_ids, [{"max_new_tokens": 0, "temperature": 1.0}], deadline_s, "prefill a shared prompt")
-        sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "ignore_eos": ignore_stop}
+        sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "ignore_eos": ignore_stop}
         options: dict[str, Any] = {"top_logprobs_num": topk} if topk else {}
         if self._experts is not None:
             options["return_routed_experts"] = True

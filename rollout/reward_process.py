@@ -27,6 +27,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rollout.gym_entry import COLUMN, from_json
+
 LENGTH = struct.Struct("!Q")
 """Before each pickle: its size in bytes."""
 SINGLE = "reward"
@@ -148,8 +150,19 @@ def create_reasoning_gym(name: str, options: dict[str, Any], *, seed: int, size:
 
 
 def _reasoning_gym(spec: dict[str, Any]) -> Scorer:
-    dataset = create_reasoning_gym(spec["dataset"], spec["options"], seed=0, size=1)
-    return lambda request: dataset.score_answer(request["completion"], entry=request["metadata"])
+    try:
+        dataset = create_reasoning_gym(spec["dataset"], spec["options"], seed=0, size=1)
+    except Exception as error:
+        raise RewardLoadError(f"rollout.reward.dataset = {spec['dataset']}: reasoning-gym can't make it: {error}") from error
+    if not spec["is_of_rows"]:
+        return lambda request: dataset.score_answer(request["completion"], entry=request["metadata"])
+
+    def score(request: dict[str, Any]) -> Any:
+        if COLUMN not in request["metadata"]:
+            raise ValueError(f"the row has no column {COLUMN}, which `evenkeel filter` writes and the scorer needs")
+        return dataset.score_answer(request["completion"], entry=from_json(request["metadata"][COLUMN]))
+
+    return score
 
 
 def _math_verify(spec: dict[str, Any]) -> Scorer:

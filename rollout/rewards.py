@@ -141,9 +141,11 @@ def reward_specification(config: RewardConfig, task: TaskConfig | None) -> dict[
     """
     spec = config.model_dump()
     if isinstance(config, ReasoningGymReward):
-        if not isinstance(task, ReasoningGymTask):
+        if isinstance(task, ReasoningGymTask):
+            spec |= {"dataset": task.dataset, "options": task.options}
+        elif config.dataset is None:
             raise ConfigError("rollout.reward.kind = reasoning_gym needs rollout.task.kind = reasoning_gym: it scores only what it made")
-        spec |= {"dataset": task.dataset, "options": task.options}
+        spec["is_of_rows"] = not isinstance(task, ReasoningGymTask)
     return spec
 
 

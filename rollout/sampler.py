@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollout.chat import load_tokenizer
-from rollout.config import RolloutConfig, SamplingConfig
+from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
 from rollout.trajectory import Group, Prompt, Trajectory
@@ -103,12 +103,14 @@ class Sampler:
             reward_s=time.monotonic() - sampled_at,
         )
 
-    async def answer(self, prompt: Prompt, temperature: float) -> Trajectory:
-        """One scored answer, for evaluation. Raises: as RolloutEngine.generate."""
-        (answer,) = await self._rewards.score(await self._sample(prompt, samples=1, temperature=temperature), prompt)
-        return answer
+    async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
+        """Scored answers that nothing is trained on, in the order of their seeds. Raises: as RolloutEngine.generate."""
+        sampled = await self._sample(prompt, samples=how.samples, temperature=how.temperature, top_p=how.top_p)
+        return await self._rewards.score(sampled, prompt)
 
-    async def _sample(self, prompt: Prompt, *, samples: int, temperature: float, topk: int = 0) -> tuple[Trajectory, ...]:
+    async def _sample(
+        self, prompt: Prompt, *, samples: int, temperature: float, top_p: float = 1.0, topk: int = 0
+    ) -> tuple[Trajectory, ...]:
         """With their texts, which are for the scorer and for people: tokens and logprobs stay as they were sampled."""
         with self._busy:
             trajectories = await self.engine.generate(
@@ -116,6 +118,7 @@ class Sampler:
                 prompt_id=prompt.prompt_id,
                 max_tokens=self._settings.max_tokens,
                 temperature=temperature,
+                top_p=top_p,
                 samples=samples,
                 seeds=[sample_seed(self._seed, prompt.prompt_id, index) for index in range(samples)],
                 topk=topk,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from correction.errors import DataError
 from rollout.chat import ChatEncoder
 from rollout.config import ReasoningGymTask, TaskConfig
+from rollout.gym_entry import COLUMN, as_json
 from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
 from rollout.rows import RowSource
@@ -109,6 +111,33 @@ class Task:
         """
         epoch, index = (0, position) if self._source.questions_per_epoch is None else divmod(position, self._source.questions_per_epoch)
         return self._prompt(f"train/{epoch}/{index}", self._source.train_question(position))
+
+    @property
+    def questions_per_epoch(self) -> int | None:
+        """Training positions after which questions repeat; None: there is no end of them."""
+        return self._source.questions_per_epoch
+
+    def train_row(self, position: int) -> dict[str, Any]:
+        """The question at a position of the training stream as a row of a .jsonl file, to be asked again from there.
+
+        It has the task's own columns; one that was generated has `prompt`, `answer` and what its scorer needs.
+        Raises: DataError naming what JSON can't hold, or if the task can't make the question.
+        """
+        question, config = self._source.train_question(position), self._config
+        try:
+            if isinstance(config, ReasoningGymTask):
+                return {"prompt": question.text, "answer": question.answer, COLUMN: as_json(question.metadata)}
+            row = {**question.metadata, config.prompt_field: question.text}
+            if config.answer_field is not None:
+                row[config.answer_field] = question.answer
+            if config.demonstration_field is not None:
+                row[config.demonstration_field] = question.demonstration
+            for name, value in row.items():
+                if as_json(value, name) != value:
+                    raise TypeError(f"{name} is {type(value).__name__} ({value!r:.60})")
+            return row
+        except TypeError as error:
+            raise DataError(f"{self.name}, training question {position}: {error}, which a line of JSON can't hold") from error
 
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """All held-out questions as prompts, "held_out/0/0" onwards."""

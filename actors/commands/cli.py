@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from actors import interrupts
+from actors.commands.chatter import quiet
 from correction.errors import ConfigError, EvenkeelError
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """Entry point of the console script: one sentence and a non-zero exit for whatever is wrong with the input."""
-    _quiet()
+    quiet()
     with interrupts.guarded():
         try:
             app()
@@ -152,6 +150,7 @@ def init_model(
     epilog=_examples(
         "evenkeel eval models/nano-spell-backward --task recipes/nano_spell_backward.yaml",
         "evenkeel eval MODEL_FOLDER --task chain_sum --temperature 0 --samples answers.txt",
+        "evenkeel eval MODEL_FOLDER --task chain_sum --answers 32 --temperature 0.7 --top-p 0.95",
         "evenkeel eval MODEL_FOLDER --task chain_sum rollout.task.options.max_terms=2",
     ),
 )
@@ -168,14 +167,23 @@ def evaluate(
     problems: Annotated[int, typer.Option(min=1, help="How many held-out questions to ask. Training never sees these.")] = 512,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Sampling temperature; 0 takes the likeliest token. Default: evaluation.temperature of the recipe."),
+        typer.Option(help="Sampling temperature; 0 takes the likeliest token. Default: evaluation.temperature of the recipe."),
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens that hold this share. Default: evaluation.top_p of the recipe.")
+    ] = None,
+    answers: Annotated[
+        int | None, typer.Option(help="Answers to each question; several give pass@k, too. Default: evaluation.samples of the recipe.")
     ] = None,
     samples: Annotated[Path | None, typer.Option(help="Write every question, answer and reward to this text file.")] = None,
 ) -> None:
     """Ask a model the held-out questions of a task and print its accuracy.
 
-    SGLang answers each question once. The accuracy comes with its 95% confidence interval (Wilson), and with the number of answers that
-    could not be scored. With the name of a data set an answer may have 256 tokens, or a quarter of the model's context if that is less.
+    SGLang answers each question once, or several times. The accuracy comes with its 95% confidence interval (Wilson, questions being its
+    unit), and with the number of answers that could not be scored; with several answers comes pass@k, the unbiased estimate of the chance
+    that at least one of k is right.
+
+    With the name of a data set an answer may have 256 tokens, or a quarter of the model's context if that is less.
     """
     if not task:
         raise ConfigError(
@@ -183,10 +191,41 @@ def evaluate(
         )
     from actors.commands.task_config import task_config
 
-    task_config(model, task, overrides or [], problems=problems)  # a typo shows before the imports, which take seconds
+    chosen = {"temperature": temperature, "top_p": top_p, "samples": answers}
+    words = [*(overrides or []), *(f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None)]
+    task_config(model, task, words, problems=problems)  # a typo shows before the imports, which take seconds
     from actors.commands.evaluate import evaluate_folder
 
-    evaluate_folder(model, task, overrides or [], problems=problems, temperature=temperature, samples=samples, say=typer.echo)
+    evaluate_folder(model, task, words, problems=problems, samples=samples, say=typer.echo)
+
+
+@app.command(
+    "filter",
+    epilog=_examples(
+        "evenkeel filter recipes/nano_spell_backward.yaml --questions 500 --output solvable.jsonl",
+        "evenkeel filter RECIPE --answers 16 --max-solved 15 --output between.jsonl",
+    ),
+)
+def filter_rows(
+    recipe: Annotated[Path, typer.Argument(help="Recipe: its model is asked its task's training questions, as training would ask them.")],
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="The .jsonl file of the questions that are kept.")] = None,
+    answers: Annotated[int, typer.Option(min=1, help="Answers to each question.")] = 8,
+    questions: Annotated[int | None, typer.Option(min=1, help="How many to ask. Default: all; a generated task has no end.")] = None,
+    min_solved: Annotated[int, typer.Option(min=0, help="Keep a question if at least so many of its answers are right.")] = 1,
+    max_solved: Annotated[int | None, typer.Option(min=0, help="And at most so many. Default: all of them may be.")] = None,
+) -> None:
+    """Keep the training questions that a model solves now and then, as rows that a recipe can train on.
+
+    What it never solves carries no gradient, and what it always solves none either. Answers are sampled as in training. Beside the output
+    stands a record of every question asked (OUTPUT.asked.jsonl): started again, it goes on from there, or applies other bounds at once.
+    """
+    if output is None or output.suffix != ".jsonl":
+        raise ConfigError(f"evenkeel filter needs --output, a file that ends in .jsonl{'' if output is None else f'; {output} does not'}")
+    config = _load(recipe, overrides)
+    from actors.commands.filter import Bounds, filter_questions
+
+    filter_questions(config, output, Bounds.of(answers, min_solved, max_solved), questions=questions, say=typer.echo)
 
 
 @app.command(epilog=_examples("evenkeel report runs/nano-spell-backward-20260101-120000"))
@@ -343,30 +382,6 @@ def _stopwatch() -> Callable[[str], None]:
     """Prints what is done next on standard error, with the seconds since now."""
     began = time.monotonic()
     return lambda text: typer.echo(f"{time.monotonic() - began:6.1f} s  {text}", err=True)
-
-
-def _quiet() -> None:
-    """Keep third parties' chatter off the terminal; their warnings are about things that a user can't change."""
-    warnings.filterwarnings("ignore")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    handler = _ToStandardError()
-    handler.addFilter(lambda record: record.name.startswith("evenkeel") or record.levelno >= logging.ERROR)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
-
-
-class _ToStandardError(logging.StreamHandler[TextIO]):
-    """To what sys.stderr is at that moment: a live panel puts something there that prints above it."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rich.progress import Progress
@@ -15,8 +16,9 @@ from actors.devices import check_engine_device
 from actors.evaluation import Evaluation, evaluate
 from correction.errors import DataError
 from rollout.chat import ChatEncoder, load_tokenizer
+from rollout.config import AnswerSampling
 from rollout.sampler import Sampler
-from rollout.tasks import build_task, check_task_names
+from rollout.tasks import Task, build_task, check_task_names
 from rollout.trajectory import Prompt, Trajectory
 
 
@@ -26,7 +28,6 @@ def evaluate_folder(
     overrides: Sequence[str],
     *,
     problems: int,
-    temperature: float | None,
     samples: Path | None,
     say: Callable[[str], None],
 ) -> Evaluation:
@@ -36,17 +37,11 @@ def evaluate_folder(
         model: Hugging Face folder.
         task: a recipe's path, or the name of a reasoning-gym data set, which is scored by its own scorer.
         overrides: "dotted.key=value" over the recipe, or over what is made up around a name.
-        temperature: None: the recipe's evaluation.temperature.
         samples: text file for the answers.
     Raises: DataError, ConfigError, EngineError.
     """
-    check_model_folder(model)
     config = task_config(model, task, overrides, problems=problems)
-    check_engine_device(config)
-    check_task_names(config.rollout.task)
-    longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
-    encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
-    built = build_task(config.rollout.task, encoder)
+    built, longest_prompt = task_for(config)
     prompts = built.held_out_prompts()[:problems]
     if not prompts:
         raise DataError(
@@ -55,37 +50,56 @@ def evaluate_folder(
         )
     if len(prompts) < problems:
         say(f"only {len(prompts)} of {problems} questions: the others are too long for {longest_prompt} tokens, or there are no more")
-    settings = config.evaluation
-    temperature = settings.temperature if temperature is None else temperature
+    how = config.evaluation
     with Progress(transient=True) as progress:
-        bar = progress.add_task("starting the engine", total=len(prompts))
-        asker = _Asker(config, model, lambda: progress.update(bar, advance=1, description="answering"))
-        result = asyncio.run(asker.evaluate(prompts, temperature=temperature, correct_at=settings.correct_at))
-    how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
-    say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how}), {result.failed} answers could not be scored")
+        bar = progress.add_task("starting the engine", total=len(prompts) * how.samples)
+        asker = Asker(config, model, lambda answers: progress.update(bar, advance=answers, description="answering"))
+        result = asyncio.run(_evaluate(asker, prompts, config))
+    say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how.description}), {result.failed} answers could not be scored")
+    for k, share in result.pass_at.items():
+        say(f"pass@{k}: {share}")
     if samples is not None:
         samples.write_text(result.text(prompts, limit=len(prompts)))
         say(f"answers: {samples}")
     return result
 
 
-class _Asker:
+def task_for(config: RunConfig) -> tuple[Task, int]:
+    """The task of a recipe, to be asked of its model by one engine; and the longest prompt, tokens. Raises: DataError, ConfigError."""
+    model = config.model
+    check_model_folder(model)
+    check_engine_device(config)
+    check_task_names(config.rollout.task)
+    longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
+    encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
+    return build_task(config.rollout.task, encoder), longest_prompt
+
+
+async def _evaluate(asker: Asker, prompts: Sequence[Prompt], config: RunConfig) -> Evaluation:
+    async with asker.started(prompts[0]):
+        return await evaluate(asker, prompts, config.evaluation, step=0, correct_at=config.evaluation.correct_at)
+
+
+class Asker:
     """Answers prompts with an engine of its own; what `evaluate` needs of a rollout pool."""
 
-    def __init__(self, config: RunConfig, model: Path, on_answer: Callable[[], None]) -> None:
-        self._config, self._model, self._on_answer = config, model, on_answer
+    def __init__(self, config: RunConfig, model: Path, on_answers: Callable[[int], None]) -> None:
+        """Args: on_answers: is told how many answers have come, each time that a prompt has its own."""
+        self._config, self._model, self._on_answers = config, model, on_answers
 
-    async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, correct_at: float) -> Evaluation:
-        self._sampler = await Sampler.start(self._model, self._config.rollout, sample=prompts[0], seed=self._config.seed)
+    @asynccontextmanager
+    async def started(self, sample: Prompt) -> AsyncIterator[None]:
+        """The engine runs meanwhile. Args: sample: the reward function is tried on it first."""
+        self._sampler = await Sampler.start(self._model, self._config.rollout, sample=sample, seed=self._config.seed)
         try:
-            return await evaluate(self, prompts, step=0, temperature=temperature, correct_at=correct_at)
+            yield
         finally:
             await self._sampler.close()
 
-    async def answer(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
-        async def one(prompt: Prompt) -> Trajectory:
-            answer = await self._sampler.answer(prompt, temperature)
-            self._on_answer()
-            return answer
+    async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
+        async def one(prompt: Prompt) -> tuple[Trajectory, ...]:
+            answers = await self._sampler.answer(prompt, how)
+            self._on_answers(len(answers))
+            return answers
 
         return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))

@@ -186,15 +186,16 @@ def _refuse_lost_settings(before: RunConfig, config: RunConfig, changed: Mapping
 
 
 def _check_reference(before: RunConfig, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """With a KL term the model that the run began with is the reference. Raises: DataError if it can't be."""
-    if config.correction.kl.coefficient <= 0:
+    """With a KL term, or where the KL is told, the model that the run began with is the reference. Raises: DataError if it can't be."""
+    if not config.needs_reference:
         return
     from learner.model_check import check_trainable, expected_shapes
 
     if not config.model.exists():
         raise DataError(
-            f"model = {config.model}: is not there, but with correction.kl.coefficient = {config.correction.kl.coefficient:g} it is the "
-            f"reference policy. Put it back, or say where it is: model=FOLDER"
+            f"model = {config.model}: is not there, but with correction.kl.coefficient = {config.correction.kl.coefficient:g} and "
+            f"learner.report_kl_every = {config.learner.report_kl_every} it is the reference policy. Put it back, or say where it is: "
+            f"model=FOLDER"
         )
     if expected_shapes(check_trainable(config.model)) != expected_shapes(check_trainable(checkpoint.hf)):
         raise DataError(f"model = {config.model}: the reference policy has other shapes than the run's model, {checkpoint.hf}")

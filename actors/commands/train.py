@@ -16,7 +16,7 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
-from actors.devices import check_devices
+from actors.devices import check_devices, check_types
 from actors.record.observer import Observer
 from actors.record.report import write_report
 from actors.record.run_folder import RunFolder
@@ -76,6 +76,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     shape = model_config(model)
     config.learner.check_model(shape)
     config = resolved(config, model)
+    check_types(config)
     tokenizer = load_tokenizer(model)
     longest_prompt = config.rollout.max_prompt_tokens(shape.max_position_embeddings)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)
@@ -161,7 +162,7 @@ def _run_in(
     finally:
         observer.close()
         report = None if interrupts.is_ending() else _report(folder)
-    view.close(_summary_text(summary, folder, report, temperature=config.evaluation.temperature, steps=config.steps))
+    view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
 
 
@@ -219,11 +220,10 @@ def _report(folder: RunFolder) -> Path | None:
         return None
 
 
-def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, temperature: float, steps: int) -> str:
+def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *, how: str, steps: int) -> str:
     lines = [f"{'stopped after' if summary.stopped_early else 'done:'} {counted(summary.steps, 'step')} in {summary.seconds:.0f} s"]
     if summary.alarm:
         lines.append(summary.alarm)
-    how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     for when, evaluation in (("before", summary.before), ("after", summary.after)):
         if evaluation is not None:
             lines.append(f"held-out accuracy {when}: {evaluation} (95% Wilson, {how})")

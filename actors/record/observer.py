@@ -30,7 +30,7 @@ from actors.record.step_report import (
 )
 from actors.record.terminal import TerminalView
 from actors.repeated import Repeated
-from actors.supervision import wait_for
+from actors.supervision import counted, wait_for
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
 from rollout.trajectory import Prompt, SyncReceipt
@@ -250,7 +250,9 @@ class Observer:
             self.event("warning", f"step {number}: {line}")
         for _, reason in discarded:
             self._count(_DISCARD_COUNTERS[reason], 1)
-        self._count("steps/skipped_total", result.skipped_steps)
+        self._count("steps/skipped_total", result.skipped_steps - result.overflowed_steps)
+        if result.loss_scale is not None:
+            self._count("steps/overflowed_total", result.overflowed_steps)
         noted = self._extra | self._queue_numbers(counts) | self._totals
         elapsed_s, groups, receipts, differences = now - self._began, self._finished, self._receipts, self._differences
         self._finished, self._receipts, self._differences, self._extra = [], [], [], {}
@@ -261,8 +263,14 @@ class Observer:
     def tell(self, step: FinishedStep, observed: Awaitable[Observation | None]) -> None:
         """Make a step's numbers known, beside the loop: loads, diagnostics and warnings come later; steps are written in order."""
         batch, result = step.batch, step.result
-        if not math.isfinite(result.loss + result.grad_norm):
+        if not math.isfinite(result.loss + (result.grad_norm or 0.0)):
             self._keep_skipped(step.number, batch, result)
+        if result.overflowed_steps:
+            self.event(
+                "info",
+                f"step {step.number}: {counted(result.overflowed_steps, 'update')} left out: the gradient overflowed in float16; the loss "
+                f"scale is {result.loss_scale:g} now",
+            )
         times = {"time/elapsed_s": step.elapsed_s, "time/step_s": step.seconds}
         metrics = StepMetrics(step.number, {"weight_version": step.version, **times})
         metrics.update(batch_metrics(batch, correct_at=self._config.evaluation.correct_at))
@@ -292,9 +300,10 @@ class Observer:
         except OSError as error:
             kept = f"not kept: {error}"
         norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
+        updates = result.skipped_steps + result.optimizer_steps
         self.event(
             "warning",
-            f"step {step}: {result.skipped_steps} of {len(result.grad_norms)} updates left out; loss or gradient was not finite "
+            f"step {step}: {result.skipped_steps} of {updates} updates left out; loss or gradient was not finite "
             f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch is {kept}",
         )
 

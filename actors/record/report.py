@@ -13,7 +13,7 @@ import jinja2
 import yaml
 
 from actors.carriers import ScatterSample
-from actors.metrics import StepMetrics, by_worker
+from actors.metrics import StepMetrics, by_worker, pass_at_most
 from actors.record.report_plots import Plot, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import duration
@@ -58,6 +58,8 @@ def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics
     rows: list[tuple[str, str]] = []
     for title, metrics in _first_and_last(evaluations):
         rows.append((f"held-out accuracy {title}", f"{_accuracy(metrics)} (95 % Wilson), after {metrics.step} steps"))
+        if (best := pass_at_most(metrics)) is not None:
+            rows.append((f"held-out pass@{best[0]} {title}", "{:.3f} [{:.3f}, {:.3f}]".format(*best[1:])))
     if not steps:
         return rows
     last = steps[-1]
@@ -87,7 +89,8 @@ def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics
         rows.append(("trajectories with tokens of several versions", f"{statistics.fmean(values):.1%}"))
     counted = [("groups trained", "groups/trained_total"), ("groups discarded", "groups/discarded_total"),
                ("reward exceptions", "reward/exceptions_total"),
-               ("reward time-outs", "reward/timeouts_total"), ("skipped steps", "steps/skipped_total")]
+               ("reward time-outs", "reward/timeouts_total"), ("skipped steps", "steps/skipped_total"),
+               ("steps skipped by a float16 overflow", "steps/overflowed_total")]
     return rows + [(label, f"{last[name]:,.0f}") for label, name in counted if name in last]
 
 
@@ -143,6 +146,7 @@ def _accuracy(metrics: StepMetrics) -> str:
     if "held_out/wilson_low" in metrics:
         text += f" [{metrics['held_out/wilson_low']:.3f}, {metrics['held_out/wilson_high']:.3f}]"
     text += f" of {metrics['held_out/problems']:.0f}" if "held_out/problems" in metrics else ""
+    text += f" x {metrics['held_out/samples']:.0f} answers" if metrics.get("held_out/samples", 1) > 1 else ""
     return text + (f", {metrics['held_out/unscored']:.0f} of them not scored" if metrics.get("held_out/unscored") else "")
 
 

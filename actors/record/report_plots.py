@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from actors.carriers import ScatterSample
 from actors.metric_catalogue import CATALOGUE
-from actors.metrics import StepMetrics
+from actors.metrics import StepMetrics, pass_at_most
 from correction.monitor import Event, State
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
@@ -197,12 +197,19 @@ def draw_accuracy(evaluations: Sequence[StepMetrics]) -> Plot | None:
         high = [metrics.get("held_out/wilson_high", value) for metrics, value in zip(points, y, strict=True)]
         axes.errorbar(x, y, [np.subtract(y, low).clip(0), np.subtract(high, y).clip(0)], fmt="none", ecolor=_COLOURS[0], capsize=3)
         axes.fill_between(x, low, high, color=_COLOURS[0], alpha=0.18, linewidth=0)
-        axes.plot(x, y, "o-", color=_COLOURS[0], markersize=4)
+        axes.plot(x, y, "o-", color=_COLOURS[0], markersize=4, label="mean")
+        if best := [(metrics.step, *found) for metrics in points if (found := pass_at_most(metrics)) is not None]:
+            steps, ks, shares, lows, highs = zip(*best, strict=True)
+            axes.fill_between(steps, lows, highs, color=_COLOURS[1], alpha=0.18, linewidth=0)
+            axes.plot(steps, shares, "s--", color=_COLOURS[1], markersize=4, label=f"pass@{max(ks)}")
+            axes.legend(ncols=2, **_ABOVE)
         axes.set_ylim(0, 1.02)
         axes.set_ylabel("share of right answers")
         _step_axis(axes, x)
 
     caption = "Questions that training never sees. Bars and band are 95 % Wilson intervals; points whose intervals overlap may be equal."
+    if any(pass_at_most(metrics) is not None for metrics in points):
+        caption += " pass@k: at least one of k answers is right. Questions are the unit of the intervals, not answers."
     return Plot("Held-out accuracy", _svg("held_out", draw), caption)
 
 

@@ -63,7 +63,9 @@ def _token_ages(trajectories: Sequence[Trajectory], version: int) -> Counter[int
 def learned_numbers(prepared: PreparedBatch, result: StepResult) -> dict[str, float]:
     """What the monitor may follow besides the correction's diagnostics, by names as plain as theirs."""
     rewards = [t.reward for group in prepared.groups for t in group.valid if t.reward is not None]
-    numbers = {"reward_mean": statistics.fmean(rewards), "grad_norm": result.grad_norm, "loss": result.loss}
+    numbers = {"reward_mean": statistics.fmean(rewards), "loss": result.loss}
+    if result.grad_norm is not None:
+        numbers["grad_norm"] = result.grad_norm
     if result.entropy is not None:
         numbers["entropy"] = result.entropy
     return numbers
@@ -76,6 +78,7 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
         "learner/grad_norm": result.grad_norm,
         **{f"learner/group_grad_norm/{group}": norm for group, norm in result.group_norms.items()},
         "learner/learning_rate": result.learning_rate,
+        "learner/loss_scale": result.loss_scale,
         "learner/entropy": result.entropy,
         "learner/routing_agreement_share": result.routing_agreement,
         "learner/optimizer_steps": result.optimizer_steps,

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from actors.metrics import by_worker
+from actors.metrics import by_worker, pass_at_most
 from actors.record.run_folder import RunFolder
 
 _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
@@ -197,6 +197,8 @@ class _State:
         text = f"{self.held_out['held_out/accuracy']:.3f}"
         if "held_out/wilson_low" in self.held_out:
             text += f" [{self.held_out['held_out/wilson_low']:.3f}, {self.held_out['held_out/wilson_high']:.3f}]"
+        if (best := pass_at_most(self.held_out)) is not None:
+            text += f", pass@{best[0]} {best[1]:.3f}"
         if self.held_out.get("held_out/unscored"):
             text += f", {self.held_out['held_out/unscored']:.0f} not scored"
         if self.first_held_out["held_out/accuracy"] != self.held_out["held_out/accuracy"]:
@@ -247,10 +249,16 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
     ]
     parts = [f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics]
     if metrics.get("learner/optimizer_steps") == 0:
-        parts.append("no update: " + ("no gradient" if metrics.get("learner/grad_norm") == 0 else "loss or gradient not finite"))
+        parts.append(f"no update: {_why_no_update(metrics)}")
     if (level := _monitor_level(metrics)) not in ("", "ok"):
         parts.append(f"early warning {level}")
     return f"step {int(metrics.get('step', 0)):>{len(str(total_steps))}}/{total_steps}  " + "  ".join(parts)
+
+
+def _why_no_update(metrics: Mapping[str, float]) -> str:
+    if "learner/grad_norm" not in metrics and "learner/loss_scale" in metrics:
+        return f"gradient overflowed, loss scale {metrics['learner/loss_scale']:g}"
+    return "no gradient" if metrics.get("learner/grad_norm") == 0 else "loss or gradient not finite"
 
 
 def workers_line(metrics: Mapping[str, float]) -> str:
@@ -282,6 +290,10 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
         text += f" [{metrics['held_out/wilson_low']:.3f}, {metrics['held_out/wilson_high']:.3f}]"
     if "held_out/problems" in metrics:
         text += f" on {metrics['held_out/problems']:.0f} problems"
+    if metrics.get("held_out/samples", 1) > 1:
+        text += f" x {metrics['held_out/samples']:.0f} answers"
+    if (best := pass_at_most(metrics)) is not None:
+        text += ", pass@{} {:.3f} [{:.3f}, {:.3f}]".format(*best)
     if metrics.get("held_out/unscored"):
         text += f", {metrics['held_out/unscored']:.0f} of them not scored"
     if "held_out/weight_version" in metrics:

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.layers.sampler import Sampler, register_sampler_backend, top_p_normalize_probs_torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
@@ -51,6 +51,17 @@ def draw(probabilities: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, below, right=True)[:, 0]
 
 
+def nucleus(probabilities: Tensor, top_ps: Tensor) -> Tensor:
+    """[B, V] float32: rows with a top_p below 1 keep the likeliest tokens that hold this share; other rows stay as they are, bit for bit.
+
+    Training samples, which have a top_p of 1, may be in one batch with those of an evaluation.
+    Args:
+        probabilities: [B, V] float32. top_ps: [B] float32 in (0, 1].
+    """
+    (rows,) = torch.where(top_ps < 1)
+    return probabilities.index_copy(0, rows, top_p_normalize_probs_torch(probabilities[rows], top_ps[rows]))
+
+
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """[B] float64 in (0, 1): number `position` (from 0) of the generator SplitMix64 that starts at the seed, both [B] int64.
 
@@ -75,7 +86,7 @@ def _shifted(word: Tensor, bits: int) -> Tensor:
 
 
 class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
-    """Samples from exp(logprobs) of the very logprobs that it reports, never from a part of the vocabulary: no request asks for that.
+    """Samples from exp(logprobs) of the very logprobs that it reports; of a request of an evaluation with top_p below 1 from a part of it.
 
     Batches of greedy requests alone, and sampling masks, stay SGLang's.
     """
@@ -95,7 +106,10 @@ class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
             return self._stock(logits_output, unseeded, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         logprobs = torch.log_softmax(logits.float() / sampling_info.temperatures, dim=-1)
-        token_ids = draw(logprobs.exp(), sampling_info.sampling_seed, positions)
+        probabilities = logprobs.exp()
+        if sampling_info.need_top_p_sampling:
+            probabilities = nucleus(probabilities, sampling_info.top_ps)
+        token_ids = draw(probabilities, sampling_info.sampling_seed, positions)
         if sampling_info.is_any_greedy:
             token_ids = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), token_ids)
         token_ids = token_ids.to(torch.int32)

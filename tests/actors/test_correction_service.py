@@ -141,6 +141,39 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20.0))  # type: ignore[arg-type]
 
 
+def test_the_kl_to_the_start_model_is_told_now_and_then_and_is_no_part_of_the_batch() -> None:
+    """Every second version. The learner gets what it gets without a report, tensor by tensor; the KL is the mean of k3 over the trained
+    tokens, by hand: the target's logprob is -0.9, the reference's 2 (-1 - id / 10,000)."""
+
+    async def prepared(every: int, preset: str, steps: int) -> tuple[list[PreparedBatch], list[dict[str, float]]]:
+        scene = Scene(preset=preset, learner=LearnerConfig(report_kl_every=every, optimizer_steps_per_batch=steps))
+        batches = [await scene.batch(version) for version in range(3)]
+        told = [(await scene.observe(batch)).diagnostics for batch in batches[1:]]  # the service keeps those of two versions
+        await scene.service.stop()
+        return batches, told
+
+    async def scenario() -> None:
+        for preset, steps in (("tis-token", 1), ("decoupled-ppo", 2)):
+            with_report, told = await prepared(2, preset, steps)
+            without, told_without = await prepared(0, preset, steps)
+            assert [("reference_kl" in numbers) for numbers in told] == [False, True]
+            assert not any("reference_kl" in numbers for numbers in told_without)
+            batch = with_report[2].corrected.batch
+            ids = batch.token_ids[batch.loss_mask].double()
+            x = 2 * (-1 - ids / 10_000) + 0.9
+            assert told[1]["reference_kl"] == pytest.approx(float((torch.expm1(x) - x).mean()), rel=1e-6)
+            for ours, theirs in zip(with_report, without, strict=True):
+                for part in (lambda one: one.corrected, lambda one: one.corrected.batch):
+                    for name in part(ours).__dataclass_fields__:
+                        left, right = getattr(part(ours), name), getattr(part(theirs), name)
+                        assert (left is None) == (right is None), name
+                        assert not isinstance(left, Tensor) or torch.equal(left, right), name
+                assert ours.corrected.is_deferred == theirs.corrected.is_deferred == (steps == 1)
+
+    play(scenario)
+
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 2, 0], [2, 3, 0, 1]])
 def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
     """Two forwards of two groups each, in the order of arrival; the batch is in the order of admission."""

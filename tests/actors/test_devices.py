@@ -9,7 +9,7 @@ import torch
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.devices import check_devices, check_engine_device, shortage
+from actors.devices import check_devices, check_engine_device, check_types, shortage
 from correction.errors import ConfigError
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
@@ -70,3 +70,24 @@ def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     check_engine_device(config())
     with pytest.raises(ConfigError, match=r"rollout\.engine\.device = cuda, but torch sees no GPU here"):
         check_engine_device(config("rollout.engine.device=cuda"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("learner.dtype=float16", r"rollout.engine.dtype = auto \(float32 on a CPU\) with learner.dtype = float16.*engine.dtype: float16"),
+        ("learner.dtype=float16 rollout.engine.dtype=bfloat16", "rollout.engine.dtype = bfloat16 with learner.dtype = float16"),
+        ("rollout.engine.dtype=bfloat16 ray.address=auto", "rollout.engine.dtype = bfloat16 with learner.dtype = float32"),
+    ],
+)
+def test_an_engine_of_another_type_than_the_learners_is_refused(monkeypatch: pytest.MonkeyPatch, overrides: str, said: str) -> None:
+    """It would refuse the first weights, after the start of everything."""
+    gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=said):
+        check_types(config(*overrides.split()))
+
+
+@pytest.mark.parametrize("overrides", ["", "learner.dtype=float16 rollout.engine.dtype=float16", "learner.dtype=bfloat16 ray.address=auto"])
+def test_equal_types_and_those_that_a_cluster_decides_are_not(monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
+    gpus(monkeypatch, 0)
+    check_types(config(*overrides.split()))

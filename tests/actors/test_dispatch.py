@@ -20,7 +20,7 @@ from actors.dispatch import Questions, WaitingWork
 from actors.pool import RolloutPool
 from actors.rollout_worker import WorkerSettings
 from actors.trajectory_queue import TrajectoryQueueActor
-from rollout.config import RolloutConfig
+from rollout.config import AnswerSampling, RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt
 
 RECEIPTS_APART_S = 0.02
@@ -68,9 +68,9 @@ class Engine:
         self.sampled += 1
         return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
 
-    async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
+    async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         await asyncio.sleep(self.group_s)
-        self.answered += len(prompts)
+        self.answered += len(prompts) * how.samples
         return [p.prompt_id for p in prompts]
 
 
@@ -216,14 +216,17 @@ def test_one_worker_is_given_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.slots_per_worker == 128
 
 
-def test_an_evaluation_beside_training_starves_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 questions and more groups than slots: questions hold a quarter of the slots (4 of 16, of 8 requests each), groups the others."""
+@pytest.mark.parametrize("samples", [1, 8, 16])
+def test_an_evaluation_beside_training_starves_neither(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+    """256 answers and more groups than slots: they hold a quarter of the slots (4 of 16, of 8 requests each), groups the others. Several
+    answers to a question are as many requests."""
 
     async def scenario() -> None:
         run = Run(monkeypatch, [1.0], groups_per_step=64, max_staleness=4, slots=16)
+        how = AnswerSampling(samples=samples, temperature=0.7)
         feeding = await run.begin()
         await asyncio.sleep(5.0)
-        asking = asyncio.create_task(run.pool.answer([prompt(i) for i in range(256)], 0.0))
+        asking = asyncio.create_task(run.pool.answer([prompt(i) for i in range(256 // samples)], how))
         await asyncio.sleep(0.01)
         (worker,) = run.pool._joined()
         assert worker.questions == 32, "they don't wait for the groups that wait, and don't take more than their share"
@@ -273,7 +276,7 @@ def test_who_is_behind_keeps_a_share_but_holds_up_nobody() -> None:
 def test_an_evaluation_that_ended_leaves_no_questions_behind() -> None:
     async def scenario() -> None:
         waiting = WaitingWork(slots=4, samples_per_group=2)
-        part = Questions([prompt(0)], 0.0, asyncio.get_running_loop().create_future())
+        part = Questions([prompt(0)], AnswerSampling(), asyncio.get_running_loop().create_future())
         waiting.add_questions([part])
         assert str(waiting) == "1 evaluation answers" and waiting
         part.answers.cancel()

@@ -28,6 +28,7 @@ from actors.record.terminal import TerminalView
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
+from rollout.config import AnswerSampling
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import prompts
 from tests.actors.test_evaluation import Answers
@@ -115,7 +116,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
-    result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0)
+    result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
     async def scenario() -> None:
         observer = seen.observer
@@ -138,7 +139,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
 
 
 def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> None:
-    result = asyncio.run(evaluate(Answers([1.0, None, 0.0, None]), prompts(0, 4), step=4, temperature=0.0, correct_at=1.0))
+    result = asyncio.run(evaluate(Answers([1.0, None, 0.0, None]), prompts(0, 4), AnswerSampling(), step=4, correct_at=1.0))
     seen.observer.evaluated(result, prompts(0, 4))
     (line,) = seen.folder.read_evaluations()
     assert (line["held_out/accuracy"], line["held_out/unscored"]) == (0.5, 2)
@@ -151,7 +152,7 @@ def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> Non
 def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first at once, with what it says; then one line a step and kind with the number, and counters of all."""
     seen.observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
-    batch, result = SimpleNamespace(groups=[]), SimpleNamespace(skipped_steps=0)
+    batch, result = SimpleNamespace(groups=[]), SimpleNamespace(skipped_steps=0, overflowed_steps=0, loss_scale=None)
     counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
 
     async def step(number: int) -> dict[str, float]:
@@ -178,12 +179,34 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
     assert (totals["reward/exceptions_total"], totals["reward/timeouts_total"]) == (200, 20)
 
 
+def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of finding the loss scale: no batch is kept for study, and no alert rests on its counter."""
+    for part in ("batch_metrics", "learner_metrics"):
+        monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
+    seen.observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
+    batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
+    result = SimpleNamespace(loss=1.0, grad_norm=None, skipped_steps=3, overflowed_steps=2, loss_scale=32768.0)
+    counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
+
+    async def scenario() -> None:
+        step = seen.observer.end_step(1, 1, batch, result, {"train": 1.0}, counts, [])  # type: ignore[arg-type]
+        seen.observer.tell(step, asyncio.sleep(0, None))  # type: ignore[arg-type]
+        await seen.observer.flush()
+
+    asyncio.run(scenario())
+    (line,) = seen.folder.read_metrics()
+    assert (line["steps/skipped_total"], line["steps/overflowed_total"]) == (1, 2)
+    (event,) = seen.folder.read_events()
+    assert event.text == "step 1: 2 updates left out: the gradient overflowed in float16; the loss scale is 32768 now"
+    assert not (seen.folder.path / "skipped_batches").exists()
+
+
 def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three held the newest by then; right after it none does. Prometheus forgets who left, now and when the step is told."""
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
-    result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0)
+    result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0, overflowed_steps=0, loss_scale=None)
     held = {"0": 4, "1": 4, "2": 3}
 
     def current() -> tuple[int, int]:
@@ -287,7 +310,8 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
     )  # fmt: skip
     corrected = CorrectedBatch(batch, importance_weights=torch.full((n,), math.nan), keep_mask=batch.loss_mask, token_scale=torch.ones(n))
     prepared = SimpleNamespace(version=6, corrected=corrected, correction=CorrectionConfig(preset="tis-token"))
-    result = SimpleNamespace(skipped_steps=1, loss=math.nan, grad_norms=(math.nan, 0.5), group_norms={"attention": math.nan, "mlp": 0.25})
+    norms = {"attention": math.nan, "mlp": 0.25}
+    result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.5), group_norms=norms)
     for step in range(7, 7 + KEPT_SKIPPED_BATCHES + 1):
         seen.observer._keep_skipped(step, prepared, result)  # type: ignore[arg-type]
     kept = sorted((seen.folder.path / "skipped_batches").iterdir())

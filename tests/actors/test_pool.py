@@ -19,7 +19,7 @@ from actors.pool import RolloutPool
 from actors.rollout_worker import WorkerSettings
 from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
-from rollout.config import RolloutConfig
+from rollout.config import AnswerSampling, RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt
 
 DEAD = ray.exceptions.ActorDiedError()
@@ -54,10 +54,10 @@ class Worker:
         await self.scene.queue.put([group(ticket)])
         return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
 
-    async def answer(self, prompts: list[Any], temperature: float) -> list[str]:
+    async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         await asyncio.sleep(0)
         await self._play()
-        self.answered += len(prompts)
+        self.answered += len(prompts) * how.samples
         return [p.prompt_id for p in prompts]
 
     async def load(self) -> WorkerLoad:
@@ -190,7 +190,7 @@ def test_a_dirty_engine_is_synced_again_and_its_worker_stays(monkeypatch: pytest
     async def scenario() -> None:
         scene = Scene(monkeypatch, faults={"0": raised(EngineDirty("the update to v1 failed"))}, places=8 if kind == "group" else 0)
         await scene.begin()
-        asking = asyncio.create_task(scene.pool.answer([prompt(i) for i in range(128)], 0.0)) if kind == "evaluation" else None
+        asking = asyncio.create_task(scene.pool.answer([prompt(i) for i in range(128)], AnswerSampling())) if kind == "evaluation" else None
         while not scene.sync.dirty:
             await asyncio.sleep(0.01)
         del scene.faults["0"]
@@ -370,7 +370,7 @@ def test_an_evaluation_outlives_a_worker(monkeypatch: pytest.MonkeyPatch, fault:
         feeding.cancel()
         scene.faults["0"] = fault
         prompts = [prompt(i) for i in range(100)]
-        assert await scene.pool.answer(prompts, 0.0) == [p.prompt_id for p in prompts]  # type: ignore[comparison-overlap]
+        assert await scene.pool.answer(prompts, AnswerSampling()) == [p.prompt_id for p in prompts]  # type: ignore[comparison-overlap]
 
     play(scenario)
 
@@ -384,7 +384,7 @@ def test_an_evaluation_is_spread_over_the_workers(monkeypatch: pytest.MonkeyPatc
         await asyncio.wait({feeding})
         while len(scene.joined) < 2:
             await asyncio.sleep(0.01)
-        await scene.pool.answer([prompt(i) for i in range(128)], 0.0)
+        await scene.pool.answer([prompt(i) for i in range(128)], AnswerSampling())
         assert [worker.answered for worker in scene.workers.values()] == [64, 64]
 
     play(scenario)
@@ -397,7 +397,7 @@ def test_a_mistake_in_an_evaluation_is_its_own(monkeypatch: pytest.MonkeyPatch) 
         scene = Scene(monkeypatch, workers=2, places=0, faults=dict.fromkeys("01", raised(KeyError("text"))))
         await scene.begin()
         with pytest.raises(ray.exceptions.RayTaskError, match="KeyError"):
-            await scene.pool.answer([prompt(i) for i in range(2000)], 0.0)
+            await scene.pool.answer([prompt(i) for i in range(2000)], AnswerSampling())
         await asyncio.sleep(0.05)
         assert not scene.pool._failure.done() and not scene.pool._work and scene.left == []
         assert [worker.questions for worker in scene.pool._workers.values()] == [0, 0]

@@ -92,6 +92,21 @@ def test_a_finished_run(folder: RunFolder) -> None:
     assert "a reward raised &lt;ValueError&gt;" in page
 
 
+def test_several_answers_to_a_question_have_pass_at_k_on_the_page(folder: RunFolder) -> None:
+    """The largest k, in the table and as a second curve; an evaluation without it, as of an older run, goes with the others."""
+    for step, shares in ((0, {}), (20, {2: 0.6, 8: 0.7}), (40, {2: 0.8, 8: 0.9})):
+        numbers = {"held_out/accuracy": 0.5, "held_out/wilson_low": 0.45, "held_out/wilson_high": 0.55, "held_out/problems": 512}
+        numbers |= {"held_out/samples": 8} if shares else {}
+        for k, p in shares.items():
+            numbers |= {f"held_out/pass_at/{k}": p, f"held_out/pass_at_low/{k}": p - 0.04, f"held_out/pass_at_high/{k}": p + 0.04}
+        folder.append_evaluation(StepMetrics(step, numbers))
+    rows = dict(summary_rows([], folder.read_evaluations(), {}))
+    assert rows["held-out pass@8 after"] == "0.900 [0.860, 0.940]" and "held-out pass@8 before" not in rows
+    assert rows["held-out accuracy after"].startswith("0.500 [0.450, 0.550] of 512 x 8 answers")
+    page = write_report(folder).read_text()
+    assert "at least one of k answers is right" in page and "pass@8" in page
+
+
 def test_the_page_says_how_many_answers_could_not_be_scored(folder: RunFolder) -> None:
     for step, unscored in ((0, 0), (40, 170)):
         numbers = {"held_out/accuracy": 0.5, "held_out/wilson_low": 0.45, "held_out/wilson_high": 0.55, "held_out/problems": 512}

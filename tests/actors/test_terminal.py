@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -59,9 +60,9 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
     """The panel is drawn over what it drew before: a line that is written past it leaves half of it behind."""
-    from actors.commands.cli import _ToStandardError
+    from actors.commands.chatter import ToStandardError
 
-    handler, record = _ToStandardError(), logging.makeLogRecord({"msg": "waiting for an engine"})
+    handler, record = ToStandardError(), logging.makeLogRecord({"msg": "waiting for an engine"})
     view, out = watch(terminal=True)
     before = out.getvalue()
     handler.emit(record)
@@ -83,6 +84,21 @@ def test_held_out_answers_without_a_score_are_shown_where_there_are_any(terminal
     view.close()
 
 
+def test_several_answers_to_a_question_are_shown_with_pass_at_the_largest_k() -> None:
+    """Those of a file from before there were several have neither."""
+    numbers = dict(HELD_OUT) | {"held_out/samples": 16}
+    for k, share in ((2, 0.6), (8, 0.7), (16, 0.8)):
+        numbers |= {f"held_out/pass_at/{k}": share, f"held_out/pass_at_low/{k}": share - 0.05, f"held_out/pass_at_high/{k}": share + 0.05}
+    view, out = watch(terminal=False)
+    view.evaluation(StepMetrics(0, numbers))
+    line = "held-out accuracy 0.500 [0.460, 0.540] on 512 problems x 16 answers, pass@16 0.800 [0.750, 0.850], weight version 0"
+    assert line in out.getvalue()
+    panel, screen = watch(terminal=True)
+    panel.evaluation(StepMetrics(0, numbers))
+    panel.close()
+    assert "pass@16 0.800" in screen.getvalue()
+
+
 def test_several_workers_have_a_line_of_their_own() -> None:
     """Few by name; of many the range, so that the line stays one."""
     one = {"worker/tokens/0": 512, "worker/wait_share/0": 0.03, "worker/weight_version/0": 5}
@@ -102,13 +118,14 @@ def test_several_workers_have_a_line_of_their_own() -> None:
 
 
 def test_a_step_without_an_update_says_why() -> None:
-    """Two batches left the weights alone: one was rejected to the last token, the other had an infinity."""
+    """Three batches left the weights alone: one was rejected to the last token, one had an infinity, one overflowed in float16."""
     view, out = watch(terminal=False)
-    for norm, updates in ((0.0, 0), (float("nan"), 0), (0.5, 1)):
-        view.step(StepMetrics(3, {"learner/grad_norm": norm, "learner/optimizer_steps": updates}))
+    for norm, updates, scale in ((0.0, 0, None), (math.nan, 0, 1.0), (None, 0, 32768.0), (0.5, 1, None)):
+        view.step(StepMetrics(3, {"learner/grad_norm": norm, "learner/optimizer_steps": updates, "learner/loss_scale": scale}))
     assert out.getvalue().splitlines()[1:] == [
         "step  3/10  no update: no gradient",
         "step  3/10  no update: loss or gradient not finite",
+        "step  3/10  no update: gradient overflowed, loss scale 32768",
         "step  3/10  ",
     ]
 

@@ -25,9 +25,30 @@ def train(learner: LearnerRank, first: int, last: int) -> list[float]:
     return [learner.supervised_step(batch.token_ids, batch.offsets, batch.loss_mask) for batch in batches]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_scale_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """A checkpoint between the first overflow, which leaves the scale, and the second, which halves it: the scaler's count is in it."""
+    folder = save_model(tmp_path / "m")
+    with learner_on(folder, dtype="float16", initial_loss_scale=2.0**32) as learner:
+        train(learner, 0, 1)
+        assert learner._require().optimizer.loss_scale == 2.0**32
+        learner.save(tmp_path / "c")
+    with learner_on(folder, dtype="float16") as learner:
+        learner.restore(tmp_path / "c")
+        assert learner._require().optimizer.loss_scale == 2.0**32, "not that of a new run"
+        train(learner, 1, 2)
+        assert learner._require().optimizer.loss_scale == 2.0**31
+    with learner_on(folder, dtype="bfloat16") as learner:
+        learner.restore(tmp_path / "c")
+        train(learner, 1, 2)
+        learner.save(tmp_path / "other")
+    with learner_on(folder, dtype="float16") as learner:
+        learner.restore(tmp_path / "other")
+        assert learner._require().optimizer.loss_scale == 2.0**16, "of a checkpoint in another type there is none"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_five_steps_and_five_after_a_restore_are_ten(tmp_path: Path, dtype: str) -> None:
-    """Bit for bit: weights, losses, learning rate, random numbers; in bfloat16 this needs the float32 master weights."""
+    """Bit for bit: weights, losses, learning rate, random numbers; in half precision this needs the float32 master weights."""
     folder = save_model(tmp_path / "m")
     with learner_on(folder, dtype=dtype, **SETTINGS) as learner:
         losses = train(learner, 0, 10)

@@ -122,6 +122,8 @@ SLOW_LAYOUTS: list[tuple[dict[str, Any], bool]] = [
     (DISTRIBUTED_OPTIMIZER | PIPELINE, True),
     (SEQUENCE_PARALLEL | PIPELINE, True),
     (DISTRIBUTED_OPTIMIZER | PIPELINE | {"dtype": "bfloat16"}, True),
+    (DISTRIBUTED_OPTIMIZER | PIPELINE | {"dtype": "float16"}, True),
+    ({"tensor_parallel": 2, "dtype": "float16"}, True),
     (DISTRIBUTED_OPTIMIZER | INTERLEAVED, False),
     ({"pipeline_parallel": 4, "virtual_pipeline": 2}, True),
     (SEQUENCE_PARALLEL | {"expert_parallel": 2, "routing_replay": "recompute"}, False),

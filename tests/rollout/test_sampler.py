@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rollout.config import ExactMatchReward, SamplingConfig
+from rollout.config import AnswerSampling, ExactMatchReward, SamplingConfig
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
 from rollout.sampler import Sampler, sample_seed
@@ -27,20 +27,25 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
     prompt = Prompt("train/0/0", "3 + 4 =", tuple(tokenizer(text)["input_ids"]), "")
     settings = SamplingConfig(samples_per_group=3, max_tokens=20)
 
-    async def sample() -> tuple[Group, Trajectory, int, Trajectory]:
+    async def sample() -> tuple[Group, Trajectory, int, list[Trajectory], Trajectory]:
         rewards = RewardPool(ExactMatchReward(processes=1))
         sampler = Sampler(shared_engine, tokenizer, rewards, settings, seed=5)
         try:
             (first,) = await shared_engine.generate(prompt.token_ids, max_tokens=20, seeds=[sample_seed(5, prompt.prompt_id, 0)])
             expected = tokenizer.decode(first.response_ids, skip_special_tokens=True)
             group = await sampler.group(replace(prompt, answer=expected), group_id=7, admitted_version=shared_engine.version, topk=2)
-            greedy = await asyncio.gather(*(sampler.answer(prompt, 0.0) for _ in range(2)))
+            asked = await asyncio.gather(*(sampler.answer(prompt, AnswerSampling()) for _ in range(2)))
+            greedy = [answer for (answer,) in asked]
             assert greedy[0].response_ids == greedy[1].response_ids
-            return group, greedy[0], sampler.generated_tokens, first
+            sampled = await sampler.answer(prompt, AnswerSampling(samples=3, temperature=1.0))
+            assert [one.response_ids for one in sampled] == [one.response_ids for one in group.trajectories], "the same seeds, the same way"
+            likeliest = await sampler.answer(prompt, AnswerSampling(samples=2, temperature=1.0, top_p=1e-6))
+            assert [one.response_ids for one in likeliest] == [greedy[0].response_ids] * 2, "the likeliest token alone is left"
+            return group, greedy[0], sampler.generated_tokens, [*group.trajectories, *greedy, *sampled, *likeliest], first
         finally:
             await rewards.close()
 
-    group, greedy, generated, first = engine_loop.run(sample())
+    group, greedy, generated, everything, first = engine_loop.run(sample())
     assert (group.group_id, group.admitted_version, len(group.trajectories)) == (7, shared_engine.version, 3)
     assert group.trajectories[0].response_ids == first.response_ids
     for trajectory in group.trajectories:
@@ -51,4 +56,4 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
         assert trajectory.top_logprobs is not None and trajectory.top_logprobs.positions == len(trajectory.response_ids)
     assert len({one.response_ids for one in group.trajectories}) == 3, "each sample has a seed of its own"
     assert greedy.top_logprobs is None and greedy.is_valid
-    assert generated == sum(len(one.response_ids) for one in (*group.trajectories, greedy, greedy))
+    assert generated == sum(len(one.response_ids) for one in everything)

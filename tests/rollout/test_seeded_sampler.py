@@ -113,3 +113,32 @@ def test_seeded_greedy_and_other_requests_in_one_batch(shared_engine: RolloutEng
     assert first[0] == second[0] == greedy
     assert first[1] == second[1] and first[2] == second[2] and first[1] != first[2]
     assert first[3] != second[3]
+
+
+def test_top_p_samples_from_the_likeliest_tokens_and_leaves_other_rows_alone(
+    shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model
+) -> None:
+    """At top-p 0.5: the smallest set of likeliest tokens that holds half of the probability, in proportion; their logprobs stay those of
+    the whole distribution. What is sampled from the whole vocabulary in the same batches gets the tokens that it gets alone."""
+    prompt, count = [7, 80, 200, 33, 401, 9], 2000
+    settings = {"max_tokens": 1, "temperature": 0.7, "ignore_stop": True}
+
+    async def together() -> tuple[list, list]:
+        return await asyncio.gather(
+            shared_engine.generate(prompt, samples=count, seeds=list(range(count)), top_p=0.5, **settings),
+            shared_engine.generate(prompt, samples=count, seeds=list(range(count)), **settings),
+        )
+
+    cut, whole = engine_loop.run(together())
+    alone = engine_loop.run(shared_engine.generate(prompt, samples=count, seeds=list(range(count)), **settings))
+    assert [one.response_ids for one in whole] == [one.response_ids for one in alone]
+    with torch.no_grad():
+        probabilities = torch.softmax(hf_model(tiny_model)(torch.tensor([prompt])).logits[0, -1].double() / 0.7, -1)
+    ordered, tokens = probabilities.sort(descending=True)
+    kept = tokens[ordered.cumsum(0) - ordered <= 0.5]
+    nucleus = torch.zeros_like(probabilities).index_copy(0, kept, probabilities[kept])
+    assert 3 < len(kept) < len(probabilities) / 2
+    sampled = torch.tensor([one.response_ids[0] for one in cut])
+    assert_is_sample_of(sampled.bincount(minlength=len(probabilities)), nucleus)
+    told = torch.tensor([one.behavior_logprobs[0] for one in cut]).double()
+    assert torch.allclose(told.exp(), probabilities[sampled], rtol=1e-4)

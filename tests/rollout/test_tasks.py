@@ -12,6 +12,7 @@ import pytest
 from correction.errors import ConfigError, DataError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
+from rollout.gym_entry import as_json, from_json
 from rollout.questions import hash_share, text_key
 from rollout.tasks import Demonstration, build_task
 
@@ -399,3 +400,20 @@ def test_parquet_json_and_hugging_face_folders_hold_the_same_questions(tmp_path:
     assert all(a == b for a, b in itertools.pairwise(streams))
     with pytest.raises(DataError, match="check path, subset and split"):
         build_task(HuggingFaceTask(path=str(tmp_path / "splits"), split="tset"))
+
+
+def test_an_entry_of_reasoning_gym_survives_json_with_its_types() -> None:
+    """Tuples, sets and keys that are no text, which scorers compare; what else there may be is named."""
+    entry = {"a": (1, [2.5, None, (True,)]), "b": {(0, 1): "x", 3: {"y"}}, "c": {"__tuple__": "a text"}, "d": set(), "e": "é"}
+    back = from_json(json.loads(json.dumps(as_json(entry), allow_nan=False)))
+    assert back == entry and repr(back["a"]) == repr(entry["a"]) and type(back["d"]) is set
+    for value, place in ((object(), r"entry\.x\[1\] is object"), (float("nan"), r"entry\.x\[1\] is float \(nan\)"), (b"x", "is bytes")):
+        with pytest.raises(TypeError, match=place):
+            as_json({"x": [0, value]})
+
+
+@pytest.mark.parametrize("dataset", ["chain_sum", "countdown", "graph_color", "knights_knaves", "word_ladder"])
+def test_generated_questions_can_stand_in_a_file(dataset: str) -> None:
+    task = build_task(ReasoningGymTask(dataset=dataset))
+    row, prompt = json.loads(json.dumps(task.train_row(5), allow_nan=False)), task.train_prompt(5)
+    assert (row["prompt"], row["answer"], from_json(row["reasoning_gym_entry"])) == (prompt.text, prompt.answer, prompt.metadata)
