@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_bucket import WeightBucket
 from learner import hf_folder
 from learner.parallel import Placement
 
@@ -52,6 +53,24 @@ def in_pieces(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterato
         size += weight.nbytes
     if piece:
         yield piece
+
+
+class Staging:
+    """Host memory through which weights leave, a bucket at a time, used again by every version.
+
+    To copy into fresh memory takes several times as long: the system has to find and clear every page of it first.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def bucket(self, tensors: Mapping[str, Tensor]) -> WeightBucket:
+        """A copy of the tensors, which the next call overwrites."""
+        size = WeightBucket.bytes_for(tensors)
+        if size > len(self._memory):
+            # Page-locked where the weights come from a GPU: they are then copied at the full speed of its bus.
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return WeightBucket.of(tensors, memory=self._memory)
 
 
 def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

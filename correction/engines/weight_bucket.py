@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 
 ALIGNMENT = 16
@@ -27,17 +28,28 @@ class WeightBucket:
     out of there."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> WeightBucket:
+    def of(cls, tensors: Mapping[str, Tensor], *, memory: Tensor | None = None) -> WeightBucket:
         """A copy of the tensors, one of each: the learner may change its own while this one travels.
 
         Args:
             tensors: Hugging Face name -> weight, of any device and strides.
+            memory: [`bytes_for` or more] uint8, on the CPU, in which the copy is to lie; None: in memory of its own.
         """
         specs = tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items())
-        bucket = cls(specs, torch.empty(_ranges(specs)[-1].stop if specs else 0, dtype=torch.uint8).numpy())
+        size = _end(specs)
+        bucket = cls(specs, (torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]).numpy())
         for copy, tensor in zip(bucket.tensors().values(), tensors.values(), strict=True):
             copy.copy_(tensor.detach())
         return bucket
+
+    @staticmethod
+    def bytes_for(tensors: Mapping[str, Tensor]) -> int:
+        """Of `data` in a bucket of these tensors."""
+        return _end(tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items()))
+
+    def checksums(self) -> dict[str, str]:
+        """HF name -> tensor_checksum."""
+        return {name: tensor_checksum(tensor) for name, tensor in self.tensors().items()}
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +72,10 @@ class WeightBucket:
         return {
             spec.name: flat[place.start : place.stop].view(getattr(torch, spec.dtype)).reshape(spec.shape) for spec, place in self.items()
         }
+
+
+def _end(specs: tuple[WeightSpec, ...]) -> int:
+    return _ranges(specs)[-1].stop if specs else 0
 
 
 def _ranges(specs: tuple[WeightSpec, ...]) -> list[range]:
