@@ -133,23 +133,25 @@ class SharedStaging:
         self._turn = 0
 
     def payload(self, bucket: WeightBucket) -> bytes:
-        """The bucket as SGLang takes it, copied into shared memory: whole until the next call but one. One thread at a time."""
+        """The bucket as SGLang takes it."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-        flat = bucket.flat()
-        self._turn = 1 - self._turn
-        if len(self._halves[self._turn]) < len(flat):
-            self._halves[self._turn] = torch.empty(len(flat), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-        half = self._halves[self._turn][: len(flat)]
-        half.copy_(flat)
         metadata = [
             FlattenedTensorMetadata(
                 spec.name, torch.Size(spec.shape), getattr(torch, spec.dtype), start_idx=place.start, end_idx=place.stop, numel=len(place)
             )
             for spec, place in bucket.items()
         ]
-        return bytes(MultiprocessingSerializer.serialize({"flattened_tensor": half, "metadata": metadata}))
+        return bytes(MultiprocessingSerializer.serialize({"flattened_tensor": self.copy(bucket), "metadata": metadata}))
+
+    def copy(self, bucket: WeightBucket) -> torch.Tensor:
+        """The bucket's bytes in shared memory, whole until the next call but one. One thread at a time."""
+        flat = bucket.flat()
+        self._turn = 1 - self._turn
+        if len(self._halves[self._turn]) < len(flat):
+            self._halves[self._turn] = torch.empty(len(flat), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        return self._halves[self._turn][: len(flat)].copy_(flat)
 
 
 async def made_ahead(items: AsyncIterator[T], make: Callable[[T], R]) -> AsyncGenerator[R, None]:
