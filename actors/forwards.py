@@ -62,7 +62,8 @@ class ForwardRequests:
         Raises: DeadlineExceeded if the learner doesn't come to that version.
         """
         self._number += 1
-        request = ForwardRequest(self._number, version, ray.put(batch), wants_proximal, wants_reference)
+        number = self._number
+        request = ForwardRequest(number, version, await asyncio.to_thread(ray.put, batch), wants_proximal, wants_reference)
         answer = self._answers[request.number] = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
         self._changed.set()

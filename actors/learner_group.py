@@ -267,7 +267,8 @@ class LearnerGroup:
 
     async def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, *, step: int) -> StepResult:
         """Train on a batch; the version grows by one."""
-        calls = self._submit("step", ray.put(corrected), correction, step)
+        batch = await asyncio.to_thread(ray.put, corrected)  # which copies it
+        calls = self._submit("step", batch, correction, step)
         self._version += 1
         result: StepResult = (await self._all(calls, f"learner step {step}"))[0]
         return result
