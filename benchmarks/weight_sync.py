@@ -86,7 +86,7 @@ class Replaying:
         staging = self._staging.setdefault(receiver, SharedStaging())
         for bucket in fetched:
             await asyncio.to_thread(staging.copy, bucket)
-        size, found = sum(len(bucket.data) for bucket in fetched), dict(checksums)  # the engines compare; here there is nothing to hold
+        size, found = sum(bucket.nbytes for bucket in fetched), dict(checksums)  # the engines compare; here there is nothing to hold
         return SyncReceipt(version, "retract", len(fetched), 1, size, 0.0, str(receiver), time.monotonic() - began, found)
 
 
@@ -229,7 +229,7 @@ def main() -> None:
             print(f"an engine of the nano recipe is paused for {median:.1%} of a step (median; the longest {largest:.1%})")
         for rate in (3e-4, USUAL_RATE):
             elements, numbers = unchanged_share(ROOT / "models" / "nano-spell-backward", rate)
-            print(f"at a rate of {rate:g} an update leaves {elements:.1%} of the bfloat16 elements as they were, {numbers:.1%} of the bytes")
+            print(f"at a rate of {rate:g} an update leaves {elements:.1%} of the bfloat16 elements alone, {numbers:.1%} of the bytes")
 
 
 if __name__ == "__main__":

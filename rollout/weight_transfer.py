@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from correction.engines.weight_bucket import WeightBucket
+from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
 
@@ -141,17 +141,21 @@ class SharedStaging:
             FlattenedTensorMetadata(
                 spec.name, torch.Size(spec.shape), getattr(torch, spec.dtype), start_idx=place.start, end_idx=place.stop, numel=len(place)
             )
-            for spec, place in bucket.items()
+            for spec, place in zip(bucket.specs, packed(bucket.specs), strict=True)
         ]
         return bytes(MultiprocessingSerializer.serialize({"flattened_tensor": self.copy(bucket), "metadata": metadata}))
 
     def copy(self, bucket: WeightBucket) -> torch.Tensor:
         """The bucket's bytes in shared memory, whole until the next call but one. One thread at a time."""
-        flat = bucket.flat()
+        size = packed_bytes(bucket.specs)
         self._turn = 1 - self._turn
-        if len(self._halves[self._turn]) < len(flat):
-            self._halves[self._turn] = torch.empty(len(flat), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-        return self._halves[self._turn][: len(flat)].copy_(flat)
+        if len(self._halves[self._turn]) < size:
+            self._halves[self._turn] = torch.empty(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        half = self._halves[self._turn][:size]
+        copies = WeightBucket.of_specs(bucket.specs, half).tensors()
+        for name, tensor in bucket.tensors().items():
+            copies[name].copy_(tensor)
+        return half
 
 
 async def made_ahead(items: AsyncIterator[T], make: Callable[[T], R]) -> AsyncGenerator[R, None]:

@@ -156,7 +156,7 @@ class Reader:
     async def read(self, buckets: list[Any]) -> tuple[int, int]:
         """(bytes, process): fetched as a rollout worker fetches."""
         fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
-        return sum(len(bucket.data) for bucket in fetched), os.getpid()
+        return sum(part.nbytes for bucket in fetched for part in bucket.parts), os.getpid()
 
 
 def stored_bytes(node: Any) -> int:

@@ -510,13 +510,14 @@ def test_when_the_learner_has_trained_on_the_next_version_is_stored_beside_its_b
 class Pieces:
     """A rank whose weights are three tensors; `gathered` says how far a pass has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_contiguous: bool = True) -> None:
         self.gathered: list[int] = []
+        self.tensors = [torch.full((2, 2), float(i))[:, 0] if not is_contiguous else torch.full((2,), float(i)) for i in range(3)]
 
     def weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-        for i in range(3):
+        for i, tensor in enumerate(self.tensors):
             self.gathered.append(i)
-            yield {f"w{i}": torch.full((2,), float(i))}
+            yield {f"w{i}": tensor}
 
 
 def rank_with(pieces: Pieces, rank: int = 0) -> LearnerRankActor:
@@ -550,15 +551,19 @@ def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one pass, with the checksums, through memory that every bucket and version uses again."""
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(
+    rank: int, is_contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass, with the checksums: from where they lie, or through memory that every bucket and version uses again."""
     stored: list[tuple[dict[str, list[float]], int]] = []
 
     def put(bucket: WeightBucket) -> None:
-        stored.append(({name: tensor.tolist() for name, tensor in bucket.tensors().items()}, bucket.data.ctypes.data))
+        (part,) = bucket.parts
+        stored.append(({name: tensor.tolist() for name, tensor in bucket.tensors().items()}, part.ctypes.data))
 
     monkeypatch.setattr(ray, "put", put)
-    pieces = Pieces()
+    pieces = Pieces(is_contiguous=is_contiguous)
     actor = rank_with(pieces, rank)
     snapshots = [actor.export(number, 0, ExportPlan(8, checksums=True)) for number in (1, 2)]
     assert pieces.gathered == [0, 1, 2] * 2
@@ -566,7 +571,9 @@ def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(rank: in
         assert snapshots == [None, None] and stored == []
         return
     assert [tensors for tensors, _ in stored] == [{"w0": [0.0] * 2}, {"w1": [1.0] * 2}, {"w2": [2.0] * 2}] * 2
-    assert len({address for _, address in stored}) == 1
+    addresses = [address for _, address in stored]
+    own = [tensor.data_ptr() for tensor in pieces.tensors]
+    assert addresses == own * 2 if is_contiguous else len({*addresses}) == 1 and not {*addresses} & {*own}
     assert snapshots[0] is not None and [[spec.name for spec in bucket] for bucket in snapshots[0].specs] == [["w0"], ["w1"], ["w2"]]
     assert snapshots[0].checksums == {f"w{i}": tensor_checksum(torch.full((2,), float(i))) for i in range(3)}
 
