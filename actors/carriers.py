@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.batch import CorrectedBatch
     from correction.config import CorrectionConfig
     from correction.engines.processor import Processor
+    from correction.engines.weight_spec import WeightSpec
     from correction.monitor import Event, State
     from rollout.trajectory import Group, Prompt
 
@@ -109,6 +110,20 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """What a batch in preparation needs from the learner, at the weights from which its update will start."""
+
+    number: int
+    """Of the service's requests; the answer names it."""
+    version: int
+    """Of those weights."""
+    batch: Any
+    """Reference to a PackedBatch."""
+    wants_proximal: bool
+    wants_reference: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedBatch:
     """A batch on its way to the learner."""
 
@@ -166,17 +181,36 @@ class ScatterSample:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Where one pass over the learner's weights takes them."""
+
+    bucket_bytes: int
+    stores: bool = True
+    """Into the object store."""
+    broadcasts: bool = False
+    """To the engines of rank 0's weight group."""
+    checksums: bool = False
+    """Of what is stored."""
+    probe_ids: tuple[int, ...] = ()
+    """Token ids whose logprobs at these weights are wanted; empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSnapshot:
     """The weights of one version, on their way to the engines."""
 
     version: int
     buckets: list[Any]
-    """References to WeightBuckets."""
+    """References to WeightBuckets; empty when they were broadcast only."""
+    specs: list[list[WeightSpec]]
+    """Names, types and shapes, bucket by bucket, in the order in which they are broadcast."""
     probe_logprobs: list[float]
     """[tokens of the probe prompt - 1] nats: the learner's own, at these weights; empty when none was asked for."""
     checksums: dict[str, str]
     """By Hugging Face name; empty when not asked for."""
     seconds: float
-    """Time of the copy."""
+    """Time of the export."""
     processor: Processor | None = None
-    """What the learner computes with, together with the checksums; for true on-policy only."""
+    """What the learner computes with; for true on-policy only."""
+    broadcast_error: str = ""
+    """Why the broadcast did not reach all engines; empty: it did, or there was none."""

@@ -12,17 +12,18 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 from actors import interrupts
 from actors.alarms import AlarmResponse
-from actors.carriers import PreparedBatch, Ticket
+from actors.carriers import ForwardRequest, PreparedBatch, Ticket
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
 from actors.evaluation import Evaluation, Evaluations
+from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
 from actors.ledger import Ledger
 from actors.pool import RolloutPool
@@ -41,7 +42,6 @@ from correction.schedule import needs_topk
 from rollout.tasks import Task
 from rollout.trajectory import Prompt, SyncReceipt
 
-T = TypeVar("T")
 _BATCH_IS_LATE_S = 0.1
 """The last step is told while the learner waits for a batch, if it waits longer than that."""
 _END_S = 30.0
@@ -152,7 +152,6 @@ class Controller:
             self._step += 1
             self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
             self._steps.end_step(self._step, self._version, batch, result, self._watch.read(), counts, discarded)
-            # The ranks take collective calls from one caller at a time: the service may call them when it is asked for the next batch.
             if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
                 await self._save()
             await self._answer_alarms()
@@ -173,15 +172,19 @@ class Controller:
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"):
-            batch = wait_for(
-                self._service.next_batch.remote(self._version),
-                f"batch of version {self._version} <- correction service",
-                deadline_s=self._config.deadlines.batch_s + 30.0,
-                notice_s=self._config.deadlines.notice_s,
-                notice=self._observer.waiting,
-                detail=lambda: self._queue.waiting_for.remote(self._version),
-            )
+            batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=self._config.deadlines.sync_s)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
+
+    async def _ask_for_batch(self) -> PreparedBatch | ForwardRequest:
+        deadlines = self._config.deadlines
+        return await wait_for(
+            self._service.next_batch.remote(self._version),
+            f"batch of version {self._version} <- correction service",
+            deadline_s=deadlines.batch_s + 30.0,
+            notice_s=deadlines.notice_s,
+            notice=self._observer.waiting,
+            detail=lambda: self._queue.waiting_for.remote(self._version),
+        )
 
     async def _learn(self, batch: PreparedBatch) -> Any:
         self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
@@ -300,11 +303,9 @@ class Controller:
 
     async def _start_learner(self) -> None:
         config, deadlines = self._config, self._config.deadlines
-        self._learner: LearnerGroup
-        start_s, step_s = deadlines.start_s, deadlines.step_s
-        self._learner, infos = await LearnerGroup.start(
-            config.learner, self._weights, version=self._version, bind=config.metrics.bind, start_s=start_s, step_s=step_s
-        )
+        limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
+        started = await LearnerGroup.start(config.learner, self._weights, version=self._version, bind=config.metrics.bind, **limits)
+        self._learner, infos = started
         for info in infos:
             self._observer.joined(info)
         if self._resume_from:
@@ -315,9 +316,8 @@ class Controller:
     def _start_service(self) -> None:
         for note in self._alarms.notes():
             self._observer.event("info", note)
-        self._service: Any = beside_the_driver(CorrectionService, max_concurrency=64).remote(
-            self._service_config(), self._queue, self._learner, self._state.monitor if self._state else None
-        )
+        monitor = self._state.monitor if self._state else None
+        self._service: Any = beside_the_driver(CorrectionService, max_concurrency=64).remote(self._service_config(), self._queue, monitor)
         self._steps.follow(self._service)
 
     async def _first_sync(self) -> None:

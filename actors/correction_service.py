@@ -1,7 +1,7 @@
 """The correction service: whole training batches, corrected, one ahead of the learner; diagnostics and early warning behind it.
 
-It draws groups from the queue as they finish. When the correction needs proximal logprobs from a forward of their own, it asks the
-learner for them as soon as the learner stands at the version from which the batch's update will start and has nothing else to do:
+It draws groups from the queue as they finish. When the correction needs proximal logprobs from a forward of their own, it asks for them
+(actors.forwards) as soon as the learner stands at the version from which the batch's update will start and has nothing else to do:
 while rollouts are the bottleneck that forward is free. It never asks earlier: those would be the logprobs of older weights.
 
 Diagnostics run in a thread of their own, one batch after the other, so that draws and forwards go on meanwhile.
@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from actors.carriers import INVALID, UNIFORM, Observation, PreparedBatch, ScatterSample
+from actors.carriers import INVALID, UNIFORM, ForwardRequest, Observation, PreparedBatch, ScatterSample
 from actors.config import DeadlinesConfig, EarlyWarningConfig
-from actors.learner_group import LearnerGroup
+from actors.forwards import ForwardRequests
 from actors.scatter import ScatterReservoir
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -38,6 +38,9 @@ from learner.config import LearnerConfig
 from rollout.config import RolloutConfig
 from rollout.packing import pack_groups
 from rollout.trajectory import Group
+
+if TYPE_CHECKING:
+    from learner.learner_rank import Proximal
 
 log = logging.getLogger("evenkeel.correction")
 _POLL_S = 30.0
@@ -61,9 +64,10 @@ class ServiceConfig:
     monitor: EarlyWarningConfig
 
     @property
-    def ahead_s(self) -> float:
-        """Seconds until the learner has to be at the version of the batch ahead: two steps, of which one is under way, and a checkpoint."""
-        return 2 * self.deadlines.step_s + self.deadlines.checkpoint_s
+    def forward_s(self) -> float:
+        """Longest wait for a forward of the batch ahead: two steps until the learner is at its version, one of which is under way, and a
+        checkpoint; then proximal and reference policy."""
+        return 4 * self.deadlines.step_s + self.deadlines.checkpoint_s
 
 
 def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
@@ -79,18 +83,15 @@ def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
 class CorrectionService:
     """Draws, packs and corrects; used as a Ray actor (async)."""
 
-    def __init__(
-        self, config: ServiceConfig, queue: Any, learner: LearnerGroup, monitor_state: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, config: ServiceConfig, queue: Any, monitor_state: Mapping[str, Any] | None = None) -> None:
         """Args: monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run."""
-        self._config, self._queue, self._learner = config, queue, learner
+        self._config, self._queue = config, queue
         self._correction = self._next_correction = config.correction
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
             self._monitor.load_state_dict(monitor_state)
         self._observing = asyncio.Lock()
-        self._learner_at = asyncio.Condition()
-        self._learner_version = -1
+        self._forwards = ForwardRequests()
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
         self._undiagnosed: dict[int, PreparedBatch] = {}
         """By version: the batch that the learner has, and the one before, which is diagnosed while it has that."""
@@ -98,23 +99,38 @@ class CorrectionService:
         """By version, of batches whose KL to the start model is told: its logprobs, which are no part of the batch that is trained."""
         self._scatter = ScatterReservoir()
 
-    async def next_batch(self, version: int) -> PreparedBatch:
-        """The batch of `version`, at which the learner stands, idle; the one after it is begun before this returns."""
-        async with self._learner_at:
-            self._learner_version = version
-            self._learner_at.notify_all()
+    async def next_batch(self, version: int) -> PreparedBatch | ForwardRequest:
+        """The batch of `version`, at which the learner stands, idle; the one after it is begun before this returns.
+
+        If the batch needs something of the learner first, this returns what: answer by `forwarded`, and ask again.
+        """
         if self._ahead is None or self._ahead[0] != version:
             self._ahead = (version, asyncio.create_task(self._prepare(version)))
         # The deadline counts from the learner's asking, not from the work ahead: that may rest while the learner trains.
         prepared = await wait_for(
-            asyncio.shield(self._ahead[1]),
+            self._prepared_or_request(self._ahead[1]),
             f"batch of version {version} <- trajectory queue",
             deadline_s=self._config.deadlines.batch_s,
             detail=lambda: self._queue.waiting_for.remote(version),
         )
+        if isinstance(prepared, ForwardRequest):
+            return prepared
         self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v == version - 1} | {version: prepared}
         self._ahead = (version + 1, asyncio.create_task(self._prepare(version + 1)))
         return prepared
+
+    async def _prepared_or_request(self, preparing: asyncio.Task[PreparedBatch]) -> PreparedBatch | ForwardRequest:
+        """Whichever comes first; the preparation goes on whatever becomes of this wait."""
+        request = asyncio.create_task(self._forwards.take())
+        try:
+            await asyncio.wait({preparing, request}, return_when=asyncio.FIRST_COMPLETED)
+            return preparing.result() if preparing.done() else request.result()
+        finally:
+            request.cancel()
+
+    async def forwarded(self, number: int, proximal: Proximal | None, reference: Tensor | None, seconds: float) -> None:
+        """What the learner has found for a ForwardRequest, in so many seconds."""
+        self._forwards.answer(number, proximal, reference, seconds)
 
     async def stop(self) -> None:
         """No further batch is drawn."""
@@ -253,22 +269,13 @@ class CorrectionService:
 
     async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Tensor], float]:
         """What the learner says of the groups' tokens, by its field of PackedBatch, and how long that took."""
-        await wait_for(self._learner_is_at(version), f"forward at version {version} <- learner", deadline_s=self._config.ahead_s)
-        batch = self._pack(groups, version)
-        began = time.monotonic()
-        found: dict[str, Tensor] = {}
-        if self._needs_forward:
-            proximal = await self._learner.proximal(batch, version=version)
-            found["proximal_logprobs"] = proximal.logprobs
-            if proximal.routed_experts is not None:
-                found["routed_experts"] = proximal.routed_experts
-        if self._wants_reference(version):
-            found["reference_logprobs"] = await self._learner.reference_logprobs(batch)
-        return found, time.monotonic() - began
-
-    async def _learner_is_at(self, version: int) -> None:
-        async with self._learner_at:
-            await self._learner_at.wait_for(lambda: self._learner_version >= version)
+        return await self._forwards.ask(
+            self._pack(groups, version),
+            version=version,
+            wants_proximal=self._needs_forward,
+            wants_reference=self._wants_reference(version),
+            deadline_s=self._config.forward_s,
+        )
 
     async def _with_forwards(
         self, batch: PackedBatch, groups: list[Group], forwards: list[tuple[list[Group], asyncio.Task[Any]]]

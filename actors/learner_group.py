@@ -1,4 +1,9 @@
-"""The learner as Ray actors, one a rank, and the handle that drives them together."""
+"""The learner as Ray actors, one a rank, and the handle that drives them together.
+
+In a collective call every rank waits for the others: two callers whose calls reach the ranks in different orders would let them wait for
+each other for ever, or mix up their numbers. So there is one `LearnerGroup`, in the controller's process; it numbers its collective calls
+and hands each to all ranks before the next, and a rank refuses a call that isn't the next.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +12,27 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
-from actors.carriers import ActorInfo, WeightSnapshot
+from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.exporter import MetricsEndpoint, listen_address, node_address
 from actors.supervision import USUAL_START, wait_for
-from correction.config import CorrectionConfig
-from correction.engines.weight_bucket import WeightBucket
-from correction.errors import DeadlineExceeded, SyncError
+from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from torch import Tensor
 
     from correction.batch import CorrectedBatch, PackedBatch
-    from correction.engines.weight_spec import WeightSpec
+    from correction.config import CorrectionConfig
+    from correction.engines.processor import Processor
+    from correction.engines.weight_bucket import WeightBucket
     from learner.broadcast import WeightBroadcaster
+    from learner.export import Staging
     from learner.learner_rank import Proximal
     from learner.step import StepResult
 
@@ -36,12 +42,18 @@ _SAVED_POLL_S = 0.2
 
 
 class LearnerRankActor:
-    """One Megatron rank in a process of its own. Calls run one after the other, in the order of arrival."""
+    """One Megatron rank in a process of its own. Calls run one after the other, in the order of arrival.
+
+    Collective ones say first which number they have among those of their caller. Rank 0 answers them; the others return nothing.
+    """
 
     def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
+        self._calls = 0
         self._broadcaster: WeightBroadcaster | None = None
+        self._staging: Staging | None = None
+        self._processor: Processor | None = None
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens: this node and a port that is free now."""
@@ -63,40 +75,92 @@ class LearnerRankActor:
         detail = layers.describe(self._config, self._learner.placement.device)
         return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail)
 
-    def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, step: int) -> StepResult:
+    def step(self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int) -> StepResult | None:
         """Train on a batch; the weight version grows by one, also when the guard skipped the update."""
+        self._in_order(number, f"step {step}")
         began = time.monotonic()
         result = self._learner.step(corrected, correction, step=step)
         self._version += 1
         self._endpoint.set("time/train_s", time.monotonic() - began)
         self._endpoint.set("weight_version", self._version)
-        return result
+        return result if self._rank == 0 else None
 
-    def proximal(self, batch: PackedBatch, version: int) -> Proximal:
-        """Proximal logprobs at the weights of `version`, which have to be the present ones."""
-        if version != self._version:
-            raise RuntimeError(f"learner rank {self._rank}: logprobs at version {version} asked, the weights are {self._version}")
-        return self._learner.proximal(batch)
+    def proximal(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Proximal | None]:
+        """Proximal logprobs at the weights of `version`: nothing for who waits, and the answer for who has asked."""
+        self._in_order(number, "proximal logprobs", version)
+        result = self._learner.proximal(batch)
+        return None, result if self._rank == 0 else None
 
-    def load_reference(self, model: Path) -> None:
+    def load_reference(self, number: int, model: Path) -> None:
+        self._in_order(number, "load of the reference policy")
         self._learner.load_reference(model)
 
-    def reference_logprobs(self, batch: PackedBatch) -> Tensor:
-        return self._learner.reference_logprobs(batch)
+    def reference_logprobs(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Tensor | None]:
+        """As `proximal`."""
+        self._in_order(number, "reference logprobs", version)
+        result = self._learner.reference_logprobs(batch)
+        return None, result if self._rank == 0 else None
 
-    def weights(self, bucket_bytes: int, probe_ids: Sequence[int], with_checksums: bool) -> WeightSnapshot | None:
-        """Copy the weights into the object store. Every rank takes part in gathering; rank 0 answers."""
+    def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot | None:
+        """One pass over the weights of `version`: every rank takes part in gathering, rank 0 alone copies, sends and answers.
+
+        A broadcast that fails is told in the answer; the learner goes on.
+        """
+        from correction.engines.weight_spec import WeightSpec
+
+        self._in_order(number, "export of the weights", version)
         began = time.monotonic()
-        references = []
-        for piece in self._learner.weights(bucket_bytes):
-            if self._rank == 0:
-                references.append(ray.put(WeightBucket.of(piece)))
-        probe = self._score(probe_ids) if probe_ids else []
-        checksums = self._learner.weight_checksums() if with_checksums else {}
+        references, specs, error = [], [], ""
+        checksums: dict[str, str] = {}
+        for piece in self._learner.weights(plan.bucket_bytes):
+            if self._rank != 0:
+                continue
+            specs.append([WeightSpec.of(name, tensor) for name, tensor in piece.items()])
+            if plan.broadcasts and not error:
+                error = self._send(piece)
+            if plan.stores:
+                bucket = self._stage(piece)
+                references.append(ray.put(bucket))
+                checksums |= checksums_of(bucket) if plan.checksums else {}
+        probe = self._score(plan.probe_ids) if plan.probe_ids else []
         if self._rank != 0:
             return None
-        processor = self._learner.processor() if with_checksums and self._config.fixed_order else None
-        return WeightSnapshot(self._version, references, probe, checksums, time.monotonic() - began, processor)
+        seconds = time.monotonic() - began
+        return WeightSnapshot(self._version, references, specs, probe, checksums, seconds, self._computes_with(), error)
+
+    def _send(self, piece: Mapping[str, Tensor]) -> str:
+        """Why it could not be broadcast; the other ranks gather to the end all the same. Empty: it could."""
+        if self._broadcaster is None:
+            return "the learner is in no weight group; open_broadcast comes first"
+        try:
+            self._broadcaster.send(piece)
+        except SyncError as error:
+            return str(error)
+        return ""
+
+    def _stage(self, piece: Mapping[str, Tensor]) -> WeightBucket:
+        from learner.export import Staging
+
+        if self._staging is None:
+            self._staging = Staging()
+        return self._staging.bucket(piece)
+
+    def _computes_with(self) -> Processor | None:
+        if self._processor is None and self._config.fixed_order:
+            self._processor = self._learner.processor()
+        return self._processor
+
+    def _in_order(self, number: int, what: str, version: int | None = None) -> None:
+        """Raises: EngineError for a call that isn't the next, or is meant for other weights."""
+        due = self._calls + 1
+        if number != due:
+            raise EngineError(
+                f"learner rank {self._rank}: {what} came as collective call {number}, but {due} is the next: the ranks would wait for each "
+                "other in different calls. Only one LearnerGroup may call them; resume the run from its last checkpoint"
+            )
+        self._calls = number
+        if version is not None and version != self._version:
+            raise EngineError(f"learner rank {self._rank}: {what} asked at version {version}, but the weights are of {self._version}")
 
     def _score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
@@ -118,13 +182,16 @@ class LearnerRankActor:
         )
         return [float(value) for value in self._learner.logprobs(batch)[1:]]
 
-    def begin_save(self, folder: Path, hf_folder: Path) -> None:
+    def begin_save(self, number: int, folder: Path, hf_folder: Path) -> None:
+        self._in_order(number, "copy for a checkpoint")
         self._learner.begin_save(folder, hf_folder)
 
     def is_saved(self) -> bool:
+        """No collective call: each rank answers for itself."""
         return self._learner.is_saved()
 
-    def restore(self, folder: Path, version: int) -> None:
+    def restore(self, number: int, folder: Path, version: int) -> None:
+        self._in_order(number, "restoring a checkpoint")
         self._learner.restore(folder)
         self._version = version
 
@@ -134,28 +201,15 @@ class LearnerRankActor:
 
         self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s)
 
-    def broadcast(self, bucket_bytes: int) -> None:
-        """Send the weights through the group; raises SyncError when it failed, the learner goes on. Every rank takes part in gathering."""
-        if self._broadcaster is None and self._rank == 0:
-            raise SyncError("the learner is in no weight group; open_broadcast comes first")
-        failure: SyncError | None = None
-        for piece in self._learner.weights(bucket_bytes):
-            if self._broadcaster is not None and failure is None:
-                try:
-                    self._broadcaster.send(piece)
-                except SyncError as error:
-                    failure = error  # the other ranks gather to the end
-        if failure is not None:
-            raise failure
-
-    def weight_specs(self, bucket_bytes: int) -> list[list[WeightSpec]]:
-        """Names, dtypes and shapes, bucket by bucket, in the order in which `broadcast` sends them."""
-        return self._learner.weight_specs(bucket_bytes)
-
     def close_broadcast(self) -> None:
         if self._broadcaster is not None:
             self._broadcaster.close()
             self._broadcaster = None
+
+
+def checksums_of(*buckets: WeightBucket) -> dict[str, str]:
+    """HF name -> checksum of what an engine must hold."""
+    return {name: checksum for bucket in buckets for name, checksum in bucket.checksums().items()}
 
 
 def is_on_gpu(config: LearnerConfig) -> bool:
@@ -168,10 +222,12 @@ def is_on_gpu(config: LearnerConfig) -> bool:
 
 
 class LearnerGroup:
-    """All ranks of the learner, driven together. Handles only: it may be sent to other actors."""
+    """All ranks of the learner, driven together: the one caller of their collective calls. It stays in the process that made it."""
 
-    def __init__(self, ranks: list[Any], *, step_s: float) -> None:
+    def __init__(self, ranks: list[Any], *, version: int, step_s: float) -> None:
         self._ranks, self._step_s = ranks, step_s
+        self._calls = 0
+        self._version = version
 
     @classmethod
     async def start(
@@ -189,58 +245,70 @@ class LearnerGroup:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
         )
         ranks: list[Any] = [actor.remote(config, rank, bind=bind) for rank in range(world_size)]
-        group = cls(ranks, step_s=step_s)
+        group = cls(ranks, version=version, step_s=step_s)
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
         infos = await group._all(starts, "learner start", start_s, usual_s=usual_s)
         return group, infos
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a LearnerGroup stays in its process: calls from a second one would reach the ranks in another order")
+
     @property
     def rank_zero(self) -> Any:
+        """For calls that concern no other rank."""
         return self._ranks[0]
 
+    @property
+    def version(self) -> int:
+        """Of the weights when all that has been called so far is done."""
+        return self._version
+
     async def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, *, step: int) -> StepResult:
-        reference = ray.put(corrected)
-        results = await self._all([r.step.remote(reference, correction, step) for r in self._ranks], f"learner step {step}")
-        result: StepResult = results[0]
+        """Train on a batch; the version grows by one."""
+        batch = await asyncio.to_thread(ray.put, corrected)  # which copies it
+        calls = self._submit("step", batch, correction, step)
+        self._version += 1
+        result: StepResult = (await self._all(calls, f"learner step {step}"))[0]
         return result
 
-    async def proximal(self, batch: PackedBatch, *, version: int) -> Proximal:
-        """log pi of the batch's tokens at the learner's present weights, and where they were sent if training is to follow."""
-        reference = ray.put(batch)
-        results: list[Proximal] = await self._all(
-            [r.proximal.remote(reference, version) for r in self._ranks], f"proximal logprobs v{version}"
-        )
-        return results[0]
+    async def proximal(self, batch: Any, *, version: int) -> Any:
+        """log pi of the batch's tokens at the weights of `version`, and where they were sent if training is to follow.
+
+        Args:
+            batch: reference to a PackedBatch.
+        Returns: reference to a Proximal; only who computes with it needs it in its process.
+        """
+        return await self._found("proximal", batch, version, what=f"proximal logprobs v{version}")
 
     async def load_reference(self, model: Path) -> None:
-        await self._all([r.load_reference.remote(model) for r in self._ranks], "reference policy")
+        await self._all(self._submit("load_reference", model), "reference policy")
 
-    async def reference_logprobs(self, batch: PackedBatch) -> Tensor:
-        reference = ray.put(batch)
-        calls = [r.reference_logprobs.remote(reference) for r in self._ranks]
-        results: list[Tensor] = await self._all(calls, "reference logprobs")
-        return results[0]
+    async def reference_logprobs(self, batch: Any, *, version: int) -> Any:
+        """The same under the reference's weights, from references to references; `version` is that of the learner."""
+        return await self._found("reference_logprobs", batch, version, what=f"reference logprobs v{version}")
 
-    async def weights(self, bucket_bytes: int, *, probe_ids: Sequence[int] = (), with_checksums: bool = False) -> WeightSnapshot:
-        calls = [r.weights.remote(bucket_bytes, list(probe_ids), with_checksums) for r in self._ranks]
-        snapshots: list[WeightSnapshot] = await self._all(calls, "copy of the weights")
+    async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
+        """The weights of `version`, to where the plan says, in one pass."""
+        version = self._version
+        snapshots: list[WeightSnapshot] = await self._all(
+            self._submit("export", version, plan), f"copy of the weights v{version}", deadline_s
+        )
         return snapshots[0]
 
-    async def weight_specs(self, bucket_bytes: int, *, deadline_s: float) -> list[list[WeightSpec]]:
-        """What `broadcast` sends, bucket by bucket."""
-        calls = [r.weight_specs.remote(bucket_bytes) for r in self._ranks]
-        specs: list[list[list[WeightSpec]]] = await self._all(calls, "weight specs", deadline_s)
-        return specs[0]
+    async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
+        """Of weights in the object store, HF name -> checksum, computed where they lie, by no rank.
 
-    async def broadcast(self, bucket_bytes: int, *, deadline_s: float) -> None:
-        """Send the weights through the group that rank 0 is in. Raises: SyncError when it failed."""
-        await self._all([r.broadcast.remote(bucket_bytes) for r in self._ranks], "broadcast of the weights", deadline_s)
+        Args:
+            buckets: references to WeightBuckets.
+        """
+        compute = ray.remote(num_cpus=0)(checksums_of)
+        return await wait_for(compute.remote(*buckets), "checksums of the weights", deadline_s=deadline_s)
 
     async def begin_save(self, folder: Path, hf_folder: Path, *, deadline_s: float) -> None:
         """Copy all that a checkpoint holds; the ranks write it beside their next steps."""
-        await self._all([r.begin_save.remote(folder, hf_folder) for r in self._ranks], "copy for a checkpoint", deadline_s)
+        await self._all(self._submit("begin_save", folder, hf_folder), "copy for a checkpoint", deadline_s)
 
     async def saved(self, *, deadline_s: float) -> None:
         """Wait until every rank has written what it copied. Raises: DataError if one could not; DeadlineExceeded."""
@@ -255,11 +323,25 @@ class LearnerGroup:
             await asyncio.sleep(_SAVED_POLL_S)
 
     async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
-        await self._all([r.restore.remote(folder, version) for r in self._ranks], f"restoring {folder}", deadline_s)
+        """Go on from a checkpoint, whose weights are of this version."""
+        calls = self._submit("restore", folder, version)
+        self._version = version
+        await self._all(calls, f"restoring {folder}", deadline_s)
 
     def kill(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
+
+    def _submit(self, method: str, *arguments: Any, results: int = 1) -> list[Any]:
+        """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller."""
+        self._calls += 1
+        return [getattr(rank, method).options(num_returns=results).remote(self._calls, *arguments) for rank in self._ranks]
+
+    async def _found(self, method: str, batch: Any, version: int, *, what: str) -> Any:
+        """Reference to what rank 0 has found, when all ranks are done."""
+        pairs = self._submit(method, batch, version, results=2)
+        await self._all([done for done, _ in pairs], what)
+        return pairs[0][1]
 
     async def _all(self, references: list[Any], what: str, deadline_s: float | None = None, *, usual_s: float = 0.0) -> list[Any]:
         """The answers of all ranks; the first error of any of them at once, not after the others' deadline."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
+from correction.errors import SyncError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
 from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
+from rollout.weight_update import require_checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class RolloutWorker:
     def __init__(self, name: str, settings: WorkerSettings, queue: Any) -> None:
         self._name, self._settings, self._queue = name, settings, queue
         self._finished: list[Group] = []
+        self._asked_update = 0
+        """Number of the newest one; an older one whose weights arrive late would take the engine back."""
         self._handing_over = asyncio.Lock()
 
     async def start(self, version: int) -> ActorInfo:
@@ -104,16 +108,24 @@ class RolloutWorker:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    async def update_weights(self, version: int, buckets: list[Any], with_checksums: bool) -> SyncReceipt:
-        """Take the weights of a version while requests are in flight. Raises SyncError; the engine is dirty then."""
+    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: Mapping[str, str]) -> SyncReceipt:
+        """Take the weights of a version while requests are in flight. All of them are here before the engine pauses.
+
+        Args:
+            buckets: references to WeightBuckets. A node fetches them once, for all of its engines, which read them in its object store.
+            checksums: by Hugging Face name, of what has to arrive; empty: not compared, and not asked of the engine.
+        Raises: SyncError, and the engine is dirty if it had begun to take them; not begun, if others are asked for meanwhile.
+        """
         began = time.monotonic()
-
-        async def arriving() -> AsyncIterator[WeightBucket]:
-            for reference in buckets:
-                yield await reference
-
-        receipt = await self._sampler.engine.update_weights(version, arriving())
-        return await self._receipt(receipt, began, with_checksums)
+        self._asked_update += 1
+        this_update = self._asked_update
+        fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
+        if checksums:
+            await asyncio.to_thread(require_checksums, fetched, checksums)
+        if this_update != self._asked_update:
+            raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
+        receipt = await self._sampler.engine.update_weights(version, fetched)
+        return await self._receipt(receipt, began, with_checksums=bool(checksums))
 
     async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
         """Join the learner's broadcast group."""
@@ -125,6 +137,7 @@ class RolloutWorker:
     async def receive_weights(self, version: int, buckets: list[list[WeightSpec]], group: str) -> SyncReceipt:
         """Take the weights that the learner broadcasts."""
         began = time.monotonic()
+        self._asked_update += 1
         receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
         return await self._receipt(receipt, began, with_checksums=False)
 

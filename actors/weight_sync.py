@@ -6,29 +6,37 @@ engine, and the first after a failure, compares checksums of every tensor, taken
 what the two processes compute with. After each sync the logprobs of a fixed prompt (the probe) are compared while the engine works on: a
 full engine may take long to answer. If newer weights come first, that comparison is left out.
 
-Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool. A broadcast group belongs to one set of
-workers: when that changes, or a collective fails, the group is closed, the version goes out through the object store, and a new group is
-built for the next one.
+What was published stays in the object store until the next version is: whoever joins or is to be mended reads it there, and the learner
+has nothing to do with it. Its checksums are made once, in the export or by the first who needs them, for all.
+
+Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool, without a copy in the store beside it. A
+broadcast group belongs to one set of workers: when that changes, or a collective fails, the group is closed, the version goes out through
+the object store, and a new group is built for the next one. An engine that needs a version that was broadcast only has it copied to the
+store, once for all who do, unless the learner has trained on already: then the next version, which is about to come, is stored as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import WeightSnapshot
+from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup
-from actors.supervision import wait_for
+from actors.supervision import abandon, wait_for
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 
+if TYPE_CHECKING:  # torch
+    from correction.engines.weight_spec import WeightSpec
+
 log = logging.getLogger("evenkeel.sync")
+_SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _ATTEMPTS = 3
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
@@ -50,6 +58,23 @@ class SyncTarget:
     """Compares the logprobs of the fixed prompt."""
     unprobed: int = 0
     """Versions since the last comparison that came to an end."""
+
+
+@dataclass(slots=True)
+class _Publication:
+    """A published version, and what those who read it share."""
+
+    snapshot: WeightSnapshot
+    copying: asyncio.Task[None] | None = None
+    """Puts it into the object store."""
+    hashing: asyncio.Task[None] | None = None
+    """Makes its checksums."""
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)
+    """A newer one is out."""
+
+    @property
+    def version(self) -> int:
+        return self.snapshot.version
 
 
 class WeightSync:
@@ -79,23 +104,34 @@ class WeightSync:
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
-        self._snapshot: WeightSnapshot | None = None
-        self._broadcast = _BroadcastGroup(learner, config.bucket_bytes, sync_s) if config.transport == "broadcast" else None
+        self._published: _Publication | None = None
+        self._broadcast = _BroadcastGroup(learner, sync_s) if config.transport == "broadcast" else None
 
     @property
     def version(self) -> int:
         """Version of the newest published weights; -1 before the first."""
-        return self._snapshot.version if self._snapshot else -1
+        return self._published.version if self._published else -1
 
     async def publish(self) -> WeightSnapshot:
-        """Copy the learner's present weights and start sending them to every engine."""
-        checks = any(not target.is_verified for target in self._targets.values()) or self._snapshot is None
-        self._snapshot = await self._learner.weights(self._config.bucket_bytes, probe_ids=self._probe_ids, with_checksums=checks)
-        if self._broadcast is not None:
-            await self._publish_by_broadcast(self._snapshot)
+        """Export the learner's present weights and start sending them to every engine. They are handed out from here on, not before."""
+        members = await self._members()
+        others = len(self._targets) - len(members)
+        plan = ExportPlan(
+            self._config.bucket_bytes,
+            stores=not members or others > 0,
+            broadcasts=bool(members),
+            checksums=self._published is None or any(not target.is_verified for target in self._targets.values()),
+            probe_ids=tuple(self._probe_ids),
+        )
+        snapshot, receipts = await self._export_to(members, plan) if members else (await self._learner.export(plan), [])
+        older, self._published = self._published, _Publication(snapshot)
+        if older is not None:
+            older.replaced.set()
+        for target, receipt in receipts:
+            self._accept(target, receipt, snapshot)
         for target in self._targets.values():
             self._ensure_syncing(target)
-        return self._snapshot
+        return snapshot
 
     def join(self, target: SyncTarget) -> None:
         """A new engine: it gets the newest weights, verified."""
@@ -133,34 +169,68 @@ class WeightSync:
     # -- one engine --------------------------------------------------------------------------------------------------
 
     def _ensure_syncing(self, target: SyncTarget) -> None:
-        if self._snapshot is not None and (target.task is None or target.task.done()):
+        if self._published is not None and (target.task is None or target.task.done()):
             target.task = asyncio.create_task(self._bring_up_to_date(target), name=f"sync {target.name}")
+            target.task.add_done_callback(lambda task: self._note_end(target, task))
+
+    def _note_end(self, target: SyncTarget, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_failure(target, f"its weight sync failed: {error!r}")
 
     async def _bring_up_to_date(self, target: SyncTarget) -> None:
         failures = 0
-        while self._snapshot is not None and target.version < self._snapshot.version:
-            snapshot = self._snapshot
-            if not target.is_verified and not snapshot.checksums:
-                snapshot = await self._learner.weights(self._config.bucket_bytes, probe_ids=self._probe_ids, with_checksums=True)
-                if snapshot.version < self.version:  # a newer one was published meanwhile
-                    continue
-                self._snapshot = snapshot
-            self._end_probe(target)
+        while self._published is not None and target.version < self.version:
+            version = self.version
             try:
+                published = await self._stored(self._published)
+                checksums = await self._checksums(published) if not target.is_verified else {}
+                if published is not self._published:  # a newer one was published meanwhile
+                    continue
+                version = published.version
+                self._end_probe(target)
                 receipt = await wait_for(
-                    target.actor.update_weights.remote(snapshot.version, snapshot.buckets, not target.is_verified),
-                    f"weight sync v{snapshot.version} -> rollout worker {target.name}",
+                    target.actor.update_weights.remote(version, published.snapshot.buckets, checksums),
+                    f"weight sync v{version} -> rollout worker {target.name}",
                     deadline_s=self._sync_s,
                 )
-                self._accept(target, receipt, snapshot)
+                self._accept(target, receipt, published.snapshot)
                 failures = 0
-            except (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError) as error:
+            except _SYNC_FAILURES as error:
                 failures += 1
-                self._mark_dirty(target, f"weight sync v{snapshot.version}, attempt {failures} of {_ATTEMPTS}: {error}")
+                self._mark_dirty(target, f"weight sync v{version}, attempt {failures} of {_ATTEMPTS}: {error}")
                 if failures >= _ATTEMPTS:
                     self._on_failure(target, f"took no weights in {_ATTEMPTS} attempts: {error}")
                     return
                 await asyncio.sleep(failures)
+
+    async def _stored(self, published: _Publication) -> _Publication:
+        """This version, or a newer one, as it lies in the object store."""
+        while not published.snapshot.buckets:
+            if self._learner.version == published.version:
+                if published.copying is None or published.copying.done():
+                    published.copying = asyncio.create_task(self._copy(published))
+                await asyncio.shield(published.copying)
+            else:  # the learner's deadline for a step is the end of this wait: the run ends with it
+                await published.replaced.wait()
+                assert self._published is not None
+                published = self._published
+        return published
+
+    async def _copy(self, published: _Publication) -> None:
+        copy = await self._learner.export(ExportPlan(self._config.bucket_bytes, checksums=True))
+        published.snapshot = replace(published.snapshot, buckets=copy.buckets, checksums=copy.checksums)
+
+    async def _checksums(self, published: _Publication) -> dict[str, str]:
+        if not published.snapshot.checksums:
+            if published.hashing is None or published.hashing.done():
+                published.hashing = asyncio.create_task(self._hash(published))
+            await asyncio.shield(published.hashing)
+        return published.snapshot.checksums
+
+    async def _hash(self, published: _Publication) -> None:
+        checksums = await self._learner.checksums(published.snapshot.buckets, deadline_s=self._sync_s)
+        published.snapshot = replace(published.snapshot, checksums=checksums)
 
     def _mark_dirty(self, target: SyncTarget, reason: str) -> None:
         target.version, target.is_verified = -1, False
@@ -208,51 +278,61 @@ class WeightSync:
 
     # -- broadcast ---------------------------------------------------------------------------------------------------
 
-    async def _publish_by_broadcast(self, snapshot: WeightSnapshot) -> None:
-        """Send by broadcast to the engines that are verified; those left behind get the version through the object store."""
-        assert self._broadcast is not None
+    async def _members(self) -> list[SyncTarget]:
+        """The engines that the next version is broadcast to: those that are verified, and have nothing under way."""
+        if self._broadcast is None or self._published is None:
+            return []
         targets = [t for t in self._targets.values() if t.is_verified]
-        if not targets:
-            return
-        for target in targets:  # an update through the object store must not overlap the broadcast
-            if target.task is not None and not target.task.done():
-                await asyncio.wait({target.task}, timeout=self._sync_s)
-        targets = [t for t in targets if t.is_verified and (t.task is None or t.task.done())]
-        if not targets:
-            return
+        # An update through the object store must not overlap the broadcast.
+        if busy := [t.task for t in targets if t.task is not None and not t.task.done()]:
+            await asyncio.wait(busy, timeout=self._sync_s)
+        return [t for t in targets if t.is_verified and (t.task is None or t.task.done())]
+
+    async def _export_to(
+        self, targets: Sequence[SyncTarget], plan: ExportPlan
+    ) -> tuple[WeightSnapshot, list[tuple[SyncTarget, SyncReceipt]]]:
+        """Broadcast to these engines, in one pass over the weights, and their receipts; if that fails they are dirty, and all is stored."""
+        assert self._broadcast is not None and self._published is not None
+        version = self._learner.version
         for target in targets:
             self._end_probe(target)
+        waits: list[asyncio.Task[Any]] = []
         try:
-            receipts = await self._broadcast.send(snapshot, targets)
-        except (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError) as error:
+            receiving = await self._broadcast.receiving(version, self._published.snapshot.specs, targets)
+            waits = [asyncio.create_task(wait) for wait in (self._learner.export(plan, deadline_s=self._sync_s), *receiving)]
+            snapshot, *receipts = await asyncio.gather(*waits)
+            if snapshot.broadcast_error:
+                raise SyncError(snapshot.broadcast_error)
+            return snapshot, list(zip(targets, receipts, strict=True))
+        except _SYNC_FAILURES as error:
+            for wait in waits:
+                abandon(wait)
             await self._broadcast.close()
             for target in targets:
-                self._mark_dirty(target, f"broadcast of v{snapshot.version} failed, it goes through the object store: {error}")
-            return
-        for target, receipt in zip(targets, receipts, strict=True):
-            self._accept(target, receipt, snapshot)
+                self._mark_dirty(target, f"broadcast of v{version} failed, it goes through the object store: {error}")
+            return await self._learner.export(replace(plan, broadcasts=False, stores=True, checksums=True)), []
 
 
 class _BroadcastGroup:
     """The torch.distributed group of the learner (rank 0) and one fixed set of engines."""
 
-    def __init__(self, learner: LearnerGroup, bucket_bytes: int, sync_s: float) -> None:
-        self._learner, self._bucket_bytes, self._sync_s = learner, bucket_bytes, sync_s
+    def __init__(self, learner: LearnerGroup, sync_s: float) -> None:
+        self._learner, self._sync_s = learner, sync_s
         self._members: tuple[str, ...] = ()
         self._actors: list[Any] = []
         self._generation = 0
 
-    async def send(self, snapshot: WeightSnapshot, targets: Sequence[SyncTarget]) -> list[SyncReceipt]:
-        """Broadcast the learner's weights to the targets; builds the group anew when they are others than last time."""
+    async def receiving(
+        self, version: int, specs: list[list[WeightSpec]], targets: Sequence[SyncTarget]
+    ) -> list[Coroutine[Any, Any, SyncReceipt]]:
+        """Have the targets wait for what rank 0 will broadcast; builds the group anew when they are others than last time.
+
+        Returns: for each target what to await for its receipt.
+        """
         await self._ensure_group(targets)
-        buckets = await self._learner.weight_specs(self._bucket_bytes, deadline_s=self._sync_s)
-        receiving = [t.actor.receive_weights.remote(snapshot.version, buckets, self._name) for t in targets]
-        what = f"broadcast of v{snapshot.version}"
-        waits = [
-            wait_for(r, f"{what} -> rollout worker {t.name}", deadline_s=self._sync_s) for r, t in zip(receiving, targets, strict=True)
-        ]
-        _, *receipts = await asyncio.gather(self._learner.broadcast(self._bucket_bytes, deadline_s=self._sync_s), *waits)
-        return receipts
+        calls = [t.actor.receive_weights.remote(version, specs, self._name) for t in targets]
+        what = f"broadcast of v{version} -> rollout worker"
+        return [wait_for(call, f"{what} {t.name}", deadline_s=self._sync_s) for call, t in zip(calls, targets, strict=True)]
 
     @property
     def _name(self) -> str:
@@ -279,10 +359,9 @@ class _BroadcastGroup:
         name = self._name
         leaving = [self._learner.rank_zero.close_broadcast.remote()] + [a.leave_weight_group.remote(name) for a in self._actors]
         self._members, self._actors = (), []
-        for call in leaving:
-            try:
-                await wait_for(call, f"leaving weight group {name}", deadline_s=10.0)
-            except Exception as error:  # a dead member can't leave; the group is given up anyway
+        waits = (wait_for(call, f"leaving weight group {name}", deadline_s=10.0) for call in leaving)
+        for error in await asyncio.gather(*waits, return_exceptions=True):
+            if error is not None:  # a dead member can't leave; the group is given up anyway
                 log.info("leaving weight group: %s", type(error).__name__)
 
 

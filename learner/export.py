@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_bucket import WeightBucket, packed_bytes
+from correction.engines.weight_spec import WeightSpec
 from learner import hf_folder
 from learner.parallel import Placement
 
@@ -52,6 +54,30 @@ def in_pieces(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterato
         size += weight.nbytes
     if piece:
         yield piece
+
+
+class Staging:
+    """The way of weights out of the learner's device: memory of the host, a bucket at a time, used again by every version.
+
+    To copy into fresh memory takes several times as long: the system has to find and clear every page of it first.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def bucket(self, tensors: Mapping[str, Tensor]) -> WeightBucket:
+        """The tensors as they are until the next call, and until the model is trained on: where they lie, if that can be read as it is."""
+        if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors.values()):
+            return WeightBucket.over(tensors)
+        specs = tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items())
+        size = packed_bytes(specs)
+        if size > len(self._memory):
+            # Page-locked where the weights come from a GPU: they are then copied at the full speed of its bus.
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        bucket = WeightBucket.of_specs(specs, self._memory)
+        for copy, tensor in zip(bucket.tensors().values(), tensors.values(), strict=True):
+            copy.copy_(tensor.detach())
+        return bucket
 
 
 def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

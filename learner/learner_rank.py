@@ -24,7 +24,6 @@ from correction.engines.capture import Capture
 from correction.engines.operators import head_logits
 from correction.engines.processor import Processor
 from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError
 from correction.loss import loss_metrics, policy_scale
 from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
@@ -255,10 +254,6 @@ class LearnerRank:
     def weight_buckets(self, bucket_bytes: int = 2**28) -> Iterator[WeightBucket]:
         """Copies of the same."""
         return (WeightBucket.of(piece) for piece in self.weights(bucket_bytes))
-
-    def weight_specs(self, bucket_bytes: int = 2**28) -> list[list[WeightSpec]]:
-        """Names, types and shapes of what `weights` yields, piece by piece."""
-        return [[WeightSpec.of(name, tensor) for name, tensor in piece.items()] for piece in self.weights(bucket_bytes)]
 
     def weight_checksums(self) -> dict[str, str]:
         """HF name -> checksum, to be compared with an engine's own."""

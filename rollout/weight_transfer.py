@@ -6,16 +6,17 @@ Functions of SGLang's tokenizer manager (`manager`), the owner's half of the eng
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from correction.engines.weight_bucket import WeightBucket
+from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
 
 T = TypeVar("T")
+R = TypeVar("R")
 UpdateMode = Literal["retract", "in_place"]
 
 
@@ -40,21 +41,70 @@ async def resume(manager: Any) -> None:
     await manager.continue_generation(ContinueGenerationReqInput())
 
 
-async def send(manager: Any, bucket: WeightBucket, *, version: int | None, flush: bool, copies: int = 1) -> None:
+async def send(manager: Any, payload: bytes, *, version: int | None, flush: bool, copies: int = 1) -> None:
     """Load one bucket.
 
     Args:
+        payload: of `SharedStaging`.
         version: given with the last bucket: from here on, tokens are of this version.
         flush: drop the KV cache after loading; only with the last bucket, and after a pause that retracts.
         copies: schedulers of the engine; each gets the whole bucket and takes its share.
     """
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-    payload = await asyncio.to_thread(_serialize, bucket)
     request = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=[payload] * copies, load_format="flattened_bucket", flush_cache=flush, weight_version=_text(version)
     )
     _raise_unless(await manager.update_weights_from_tensor(request, None))
+
+
+class Sending:
+    """Buckets on their way: the first is prepared before the engine pauses, each further one while SGLang loads the one before."""
+
+    def __init__(
+        self,
+        buckets: Iterable[WeightBucket] | AsyncIterable[WeightBucket],
+        staging: SharedStaging,
+        admit: Callable[[WeightBucket, bool], None],
+    ) -> None:
+        """Args: admit: checks a bucket, given whether it is the last one, before it is prepared; raises SyncError."""
+
+        def payload(item: tuple[WeightBucket, bool]) -> tuple[bytes, bool]:
+            admit(*item)
+            return staging.payload(item[0]), item[1]
+
+        self._payloads = made_ahead(with_last(buckets), payload)
+        self._first: tuple[bytes, bool] | None = None
+
+    async def prepare(self) -> None:
+        """All that can be done while the engine still samples. Raises: SyncError."""
+        self._first = await anext(self._payloads, None)
+
+    async def load(self, manager: Any, version: int, *, flush: bool) -> None:
+        """Into the engine, which is paused; version and flush as for `send`."""
+        following = self._first
+        while following is not None:
+            payload, is_last = following
+            await send(manager, payload, version=version if is_last else None, flush=flush and is_last)
+            following = await anext(self._payloads, None)
+
+    async def close(self) -> None:
+        await self._payloads.aclose()
+
+
+class Receiving:
+    """Buckets that rank 0 of a group broadcasts, tensor by tensor in the order of the specs; there is nothing to prepare."""
+
+    def __init__(self, buckets: Sequence[Sequence[WeightSpec]], group: str) -> None:
+        self._buckets, self._group = buckets, group
+
+    async def prepare(self) -> None: ...
+
+    async def load(self, manager: Any, version: int, *, flush: bool) -> None:
+        async for bucket, is_last in with_last(self._buckets):
+            await receive(manager, bucket, self._group, version=version if is_last else None, flush=flush and is_last)
+
+    async def close(self) -> None: ...
 
 
 async def receive(manager: Any, bucket: Sequence[WeightSpec], group: str, *, version: int | None, flush: bool) -> None:
@@ -70,6 +120,58 @@ async def receive(manager: Any, bucket: Sequence[WeightSpec], group: str, *, ver
         weight_version=_text(version),
     )
     _raise_unless(await manager.update_weights_from_distributed(request, None))
+
+
+class SharedStaging:
+    """Shared memory through which buckets go to SGLang's process: one half is filled while SGLang reads the other.
+
+    It is kept from update to update, because to copy into fresh memory takes several times as long.
+    """
+
+    def __init__(self) -> None:
+        self._halves = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._turn = 0
+
+    def payload(self, bucket: WeightBucket) -> bytes:
+        """The bucket as SGLang takes it."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        metadata = [
+            FlattenedTensorMetadata(
+                spec.name, torch.Size(spec.shape), getattr(torch, spec.dtype), start_idx=place.start, end_idx=place.stop, numel=len(place)
+            )
+            for spec, place in zip(bucket.specs, packed(bucket.specs), strict=True)
+        ]
+        return bytes(MultiprocessingSerializer.serialize({"flattened_tensor": self.copy(bucket), "metadata": metadata}))
+
+    def copy(self, bucket: WeightBucket) -> torch.Tensor:
+        """The bucket's bytes in shared memory, whole until the next call but one. One thread at a time."""
+        size = packed_bytes(bucket.specs)
+        self._turn = 1 - self._turn
+        if len(self._halves[self._turn]) < size:
+            self._halves[self._turn] = torch.empty(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        half = self._halves[self._turn][:size]
+        copies = WeightBucket.of_specs(bucket.specs, half).tensors()
+        for name, tensor in bucket.tensors().items():
+            copies[name].copy_(tensor)
+        return half
+
+
+async def made_ahead(items: AsyncIterator[T], make: Callable[[T], R]) -> AsyncGenerator[R, None]:
+    """make(item) of each, in a thread: that of the next one while the caller is at work with this one."""
+    making: asyncio.Future[R] | None = None
+    try:
+        async for item in items:
+            made = None if making is None else [await making]
+            making = asyncio.ensure_future(asyncio.to_thread(make, item))
+            if made is not None:
+                yield made[0]
+        if making is not None:
+            yield await making
+    finally:
+        if making is not None:  # a thread can't be stopped; what it writes to belongs to the next update
+            await asyncio.wait({making})
 
 
 async def with_last(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[tuple[T, bool]]:
@@ -90,20 +192,6 @@ async def _iterate(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
     else:
         for item in items:
             yield item
-
-
-def _serialize(bucket: WeightBucket) -> bytes:
-    """The bucket as SGLang takes it: its bytes are copied once, into shared memory."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
-
-    metadata = [
-        FlattenedTensorMetadata(
-            spec.name, torch.Size(spec.shape), getattr(torch, spec.dtype), start_idx=place.start, end_idx=place.stop, numel=len(place)
-        )
-        for spec, place in bucket.items()
-    ]
-    return bytes(MultiprocessingSerializer.serialize({"flattened_tensor": bucket.flat(), "metadata": metadata}))
 
 
 def _text(version: int | None) -> str | None:

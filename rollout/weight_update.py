@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from correction.engines.processor import Processor
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
-from correction.errors import EngineError, EvenkeelError, SyncError
+from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout import weight_transfer
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
 from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
 from rollout.trajectory import SyncReceipt
-from rollout.weight_transfer import UpdateMode
+from rollout.weight_transfer import Receiving, Sending, UpdateMode
 
 
 class UpdatableEngine:
@@ -41,6 +41,7 @@ class UpdatableEngine:
         self._failed_updates = 0
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
+        self._staging = weight_transfer.SharedStaging()
 
     @property
     def version(self) -> int:
@@ -80,11 +81,11 @@ class UpdatableEngine:
     ) -> SyncReceipt:
         """Replace all weights while requests run: pause, begin, buckets, flush (retract), end, continue. No request is aborted.
 
-        Cancelling the caller does not stop an update that has begun.
+        The engine is paused when the first bucket is ready to be loaded. Cancelling the caller does not stop an update that has begun.
         Args:
             version: of the new weights.
             buckets: together the whole model. Each is checked before it is sent: a list or tuple as a whole, before the engine is paused;
-                an iterator bucket by bucket.
+                an iterator bucket by bucket, and the engine stands still while it waits for the second and later ones.
             mode: overrides rollout.engine.weight_update_mode.
         Raises: SyncError, EngineError, DeadlineExceeded. If anything had been sent before, the engine is dirty, or lost.
         """
@@ -97,16 +98,12 @@ class UpdatableEngine:
             rehearsal.finish()
         check = UpdateCheck(self.name, version, held)
 
-        async def transfer(flush: bool) -> None:
-            async for bucket, is_last in weight_transfer.with_last(buckets):
-                check.admit(bucket.specs)
-                if is_last:
-                    check.finish()
-                self._dirty = f"an update to v{version} has begun"
-                await weight_transfer.send(self._manager, bucket, version=version if is_last else None, flush=flush and is_last)
-            check.finish()                                          # an iterator without a single bucket
+        def admit(bucket: WeightBucket, is_last: bool) -> None:
+            check.admit(bucket.specs)
+            if is_last:
+                check.finish()
 
-        return await self._update(version, check, transfer, mode, deadline_s)
+        return await self._update(version, check, Sending(buckets, self._staging, admit), mode, deadline_s)
 
     async def receive_weights(
         self,
@@ -128,12 +125,7 @@ class UpdatableEngine:
             check.admit(bucket)
         check.finish()
 
-        async def transfer(flush: bool) -> None:
-            self._dirty = f"an update to v{version} has begun"
-            async for bucket, is_last in weight_transfer.with_last(buckets):
-                await weight_transfer.receive(self._manager, bucket, group, version=version if is_last else None, flush=flush and is_last)
-
-        return await self._update(version, check, transfer, mode, deadline_s)
+        return await self._update(version, check, Receiving(buckets, group), mode, deadline_s)
 
     async def join_weight_group(
         self, address: str, port: int, rank: int, world_size: int, name: str, *, deadline_s: float | None = None
@@ -162,12 +154,7 @@ class UpdatableEngine:
         await self._control(self._manager.destroy_weights_update_group(request, None), f"leave weight group {name}", deadline_s)
 
     async def _update(
-        self,
-        version: int,
-        check: UpdateCheck,
-        transfer: Callable[[bool], Awaitable[None]],
-        mode: UpdateMode | None,
-        deadline_s: float | None,
+        self, version: int, check: UpdateCheck, transfer: Sending | Receiving, mode: UpdateMode | None, deadline_s: float | None
     ) -> SyncReceipt:
         """The update as a task of its own: half of one must not be left behind by a caller that is cancelled."""
         mode = mode or self.config.weight_update_mode
@@ -175,31 +162,53 @@ class UpdatableEngine:
         return await asyncio.shield(asyncio.ensure_future(update))
 
     async def _update_in_turn(
-        self, version: int, check: UpdateCheck, transfer: Callable[[bool], Awaitable[None]], mode: UpdateMode, deadline_s: float
+        self, version: int, check: UpdateCheck, transfer: Sending | Receiving, mode: UpdateMode, deadline_s: float
     ) -> SyncReceipt:
         async with self._updating:
             self._process.raise_if_lost()
             phase = f"weight update v{self._version} -> v{version}, {mode}"
-            started = time.perf_counter()
-            steps = asyncio.ensure_future(self._replace_weights(mode, transfer))
             try:
-                await self._process.wait(steps, deadline_s, phase, keep=True)
-            except BaseException as error:
-                if not steps.done():
-                    self._process.declare_lost(f"{phase}: {error}")
-                    raise
-                await self._give_up(version, error)
-                state = "The engine is dirty until a whole update succeeds" if self._dirty else "The engine still serves its old weights"
-                raise SyncError(f"{self.name}: {phase}: {error}. {state}") from error
-            self._version = version
-            self._dirty = None
-            return check.receipt(version, mode, time.perf_counter() - started)
+                await self._prepare(transfer, check, phase, deadline_s)
+                started = time.perf_counter()
+                await self._replace_weights(version, mode, transfer, phase, deadline_s)
+                self._version = version
+                self._dirty = None
+                return check.receipt(version, mode, time.perf_counter() - started)
+            finally:
+                await transfer.close()
 
-    async def _replace_weights(self, mode: UpdateMode, transfer: Callable[[bool], Awaitable[None]]) -> None:
-        await weight_transfer.pause_and_begin(self._manager, mode)
-        await transfer(mode == "retract")
-        await weight_transfer.end(self._manager)
-        await weight_transfer.resume(self._manager)
+    async def _prepare(self, transfer: Sending | Receiving, check: UpdateCheck, phase: str, deadline_s: float) -> None:
+        """What fails here leaves the engine as it was: it samples on."""
+        try:
+            await asyncio.wait_for(transfer.prepare(), deadline_s)
+            if check.is_empty:
+                check.finish()                                      # an iterator without a single bucket
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.name}: {phase}: the weights were not there in {deadline_s:g} s; {self._state}") from error
+        except Exception as error:
+            raise SyncError(f"{self.name}: {phase}: {error}. {self._state}") from error
+
+    async def _replace_weights(self, version: int, mode: UpdateMode, transfer: Sending | Receiving, phase: str, deadline_s: float) -> None:
+        async def steps() -> None:
+            await weight_transfer.pause_and_begin(self._manager, mode)
+            self._dirty = f"an update to v{version} has begun"
+            await transfer.load(self._manager, version, flush=mode == "retract")
+            await weight_transfer.end(self._manager)
+            await weight_transfer.resume(self._manager)
+
+        replacing = asyncio.ensure_future(steps())
+        try:
+            await self._process.wait(replacing, deadline_s, phase, keep=True)
+        except BaseException as error:
+            if not replacing.done():
+                self._process.declare_lost(f"{phase}: {error}")
+                raise
+            await self._give_up(version, error)
+            raise SyncError(f"{self.name}: {phase}: {error}. {self._state}") from error
+
+    @property
+    def _state(self) -> str:
+        return "The engine is dirty until a whole update succeeds" if self._dirty else "The engine still serves its old weights"
 
     async def _give_up(self, version: int, error: BaseException) -> None:
         """After a failed update nobody hangs: SGLang's session is closed and sampling resumes, without what ran on half-new weights."""
@@ -238,6 +247,14 @@ class UpdatableEngine:
         return self._process.engine.tokenizer_manager
 
 
+def require_checksums(buckets: Iterable[WeightBucket], expected: Mapping[str, str]) -> None:
+    """Raises: SyncError naming the first tensor whose bytes are not those that the learner sent."""
+    for bucket in buckets:
+        for name, checksum in bucket.checksums().items():
+            if checksum != expected.get(name):
+                raise SyncError(f"{name} arrived with other bytes than the learner sent; the engine was not touched")
+
+
 class UpdateCheck:
     """Follows one update's buckets: every tensor known, of the held shape and dtype, sent once, and none left out."""
 
@@ -247,6 +264,11 @@ class UpdateCheck:
         self._seen: set[str] = set()
         self._buckets = 0
         self._bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has been admitted."""
+        return not self._seen
 
     def admit(self, specs: Iterable[WeightSpec]) -> None:
         """Check one bucket. Raises: SyncError that names the tensor; nothing of the bucket may be sent then."""

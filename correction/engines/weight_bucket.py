@@ -1,15 +1,16 @@
-"""Weights on their way from the learner to the engines: some tensors end to end, in bytes."""
+"""Weights on their way from the learner to the engines: some tensors, in bytes."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 
 ALIGNMENT = 16
@@ -18,13 +19,13 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Some of a version's weights, as they were when the bucket was made."""
+    """Some of a version's weights."""
 
     specs: tuple[WeightSpec, ...]
-    """Of the tensors, in the order in which they lie."""
-    data: Any
-    """numpy uint8 [bytes], because numpy arrays cross Ray's object store without a copy, and torch tensors don't. Read-only where it comes
-    out of there."""
+    """Of the tensors, in the order in which they travel."""
+    parts: tuple[Any, ...]
+    """For each tensor numpy uint8 [bytes], because numpy arrays cross Ray's object store without a copy, and torch tensors don't. Read-only
+    where it comes out of there."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> WeightBucket:
@@ -33,39 +34,57 @@ class WeightBucket:
         Args:
             tensors: Hugging Face name -> weight, of any device and strides.
         """
-        specs = tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items())
-        bucket = cls(specs, torch.empty(_ranges(specs)[-1].stop if specs else 0, dtype=torch.uint8).numpy())
+        bucket = cls.of_specs(tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items()))
         for copy, tensor in zip(bucket.tensors().values(), tensors.values(), strict=True):
             copy.copy_(tensor.detach())
         return bucket
+
+    @classmethod
+    def of_specs(cls, specs: tuple[WeightSpec, ...], memory: Tensor | None = None) -> WeightBucket:
+        """A bucket for such tensors, whatever they are to hold.
+
+        Args:
+            memory: [packed_bytes or more] uint8, on the CPU, in which they are to lie end to end; None: in memory of its own.
+        """
+        places = packed(specs)
+        flat = torch.empty(packed_bytes(specs), dtype=torch.uint8) if memory is None else memory
+        return cls(specs, tuple(flat[place.start : place.stop].numpy() for place in places))
+
+    @classmethod
+    def over(cls, tensors: Mapping[str, Tensor]) -> WeightBucket:
+        """The tensors themselves, contiguous and on the CPU: whole as long as nobody writes to them."""
+        parts = tuple(tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values())
+        return cls(tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items()), parts)
 
     @property
     def nbytes(self) -> int:
         """Of the tensors."""
         return sum(spec.nbytes for spec in self.specs)
 
-    def items(self) -> Iterator[tuple[WeightSpec, range]]:
-        """Each tensor, and the bytes of `data` in which it lies."""
-        return zip(self.specs, _ranges(self.specs), strict=True)
-
-    def flat(self) -> Tensor:
-        """[bytes] uint8 in the memory of `data`."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only; so it shall be
-            return torch.from_numpy(self.data)
+    def checksums(self) -> dict[str, str]:
+        """HF name -> tensor_checksum."""
+        return {name: tensor_checksum(tensor) for name, tensor in self.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """By Hugging Face name, as views; they must not be written to."""
-        flat = self.flat()
-        return {
-            spec.name: flat[place.start : place.stop].view(getattr(torch, spec.dtype)).reshape(spec.shape) for spec, place in self.items()
-        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only; so it shall be
+            return {
+                spec.name: torch.from_numpy(part).view(getattr(torch, spec.dtype)).reshape(spec.shape)
+                for spec, part in zip(self.specs, self.parts, strict=True)
+            }
 
 
-def _ranges(specs: tuple[WeightSpec, ...]) -> list[range]:
+def packed(specs: tuple[WeightSpec, ...]) -> list[range]:
+    """For each tensor the bytes in which it lies, when they all lie end to end."""
     found, end = [], 0
     for spec in specs:
         start = -(-end // ALIGNMENT) * ALIGNMENT
         end = start + spec.nbytes
         found.append(range(start, end))
     return found
+
+
+def packed_bytes(specs: tuple[WeightSpec, ...]) -> int:
+    """That the tensors take when they lie end to end."""
+    return packed(specs)[-1].stop if specs else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.config import CheckpointConfig, DeadlinesConfig
+from actors.record import run_folder
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.run_folder import RunFolder
 from correction.errors import DataError
@@ -96,3 +99,32 @@ def test_an_abandoned_checkpoint_leaves_nothing(folder: RunFolder) -> None:
         assert list((folder.path / "checkpoints").iterdir()) == []
 
     asyncio.run(scenario())
+
+
+def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders, the pickle, the syncs, the removal of what is too old; while a disk hangs the run goes on."""
+    threads: dict[str, set[int]] = {}
+
+    def noted(module: Any, name: str) -> None:
+        plain = getattr(module, name)
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return plain(*arguments, **named)
+
+        monkeypatch.setattr(module, name, called)
+
+    for module, name in ((run_folder, "_fsync"), (shutil, "rmtree"), (Path, "mkdir"), (State, "save"), (RunFolder, "prune_checkpoints")):
+        noted(module, name)
+
+    async def scenario() -> None:
+        one, learner = writer(folder, []), Learner()
+        learner.may_write.set()
+        for step in (3, 4):
+            await one.begin(step, learner, state)  # type: ignore[arg-type]
+            await one.finished()
+        assert [checkpoint.step for checkpoint in folder.checkpoints()] == [4]
+
+    asyncio.run(scenario())
+    assert set(threads) == {"_fsync", "rmtree", "mkdir", "save", "prune_checkpoints"}
+    assert [name for name, where in threads.items() if threading.get_ident() in where] == []

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from actors import correction_service
 from actors.carriers import Observation, PreparedBatch, Ticket
 from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.correction_service import CorrectionService, ServiceConfig
+from actors.forwards import next_batch
 from actors.trajectory_queue import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
@@ -57,6 +59,12 @@ def routes(token_ids: Tensor) -> Tensor:
     return torch.stack([token_ids % 100, token_ids // 100], -1)[:, None].to(torch.uint8)
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray a reference is the object."""
+    monkeypatch.setattr(ray, "put", lambda content: content)
+
+
 class Learner:
     """Keeps what it was asked, at which version."""
 
@@ -68,7 +76,7 @@ class Learner:
         await asyncio.sleep(0)
         return SimpleNamespace(logprobs=code(batch.token_ids), routed_experts=routes(batch.token_ids))
 
-    async def reference_logprobs(self, batch: PackedBatch) -> Tensor:
+    async def reference_logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
         return 2 * code(batch.token_ids)
 
 
@@ -104,15 +112,20 @@ class Scene:
             "monitor": EarlyWarningConfig(detailed=False),
         }
         config = ServiceConfig(**(settings | changes))
-        self.service = CorrectionService(config, FakeActor(self.queue), self.learner, monitor_state)  # type: ignore[arg-type]
+        self.service = CorrectionService(config, FakeActor(self.queue), monitor_state)
 
     async def admit(self, start: int, stop: int) -> list[Ticket]:
         return await self.queue.admit(prompts(start, stop))
 
+    async def next_batch(self, version: int) -> PreparedBatch:
+        """As the controller asks, which has the learner run what the service needs."""
+        service: Any = FakeActor(self.service)
+        return await next_batch(lambda: service.next_batch.remote(version), service, self.learner, deadline_s=5.0)  # type: ignore[arg-type]
+
     async def batch(self, version: int) -> PreparedBatch:
         """The whole way of a batch up to the learner."""
         tickets = await self.admit(version * GROUPS, (version + 1) * GROUPS)
-        waiting = asyncio.create_task(self.service.next_batch(version))
+        waiting = asyncio.create_task(self.next_batch(version))
         await self.put(*[answered(ticket) for ticket in tickets])
         prepared = await waiting
         await self.queue.advance(version + 1, [g.group_id for g in prepared.groups])
@@ -181,7 +194,7 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
     async def scenario() -> None:
         scene = Scene(has_reference=True)
         tickets = await scene.admit(0, GROUPS)
-        waiting = asyncio.create_task(scene.service.next_batch(0))
+        waiting = asyncio.create_task(scene.next_batch(0))
         await scene.put(*[answered(tickets[i]) for i in order[:2]])
         while not scene.learner.asked:  # the queue gives groups out by the handful
             await asyncio.sleep(0.01)
@@ -205,7 +218,7 @@ def test_forwards_wait_for_the_learner_to_reach_their_version() -> None:
         scene = Scene()
         tickets = await scene.admit(0, 2 * GROUPS)
         await scene.put(*[answered(ticket) for ticket in tickets])
-        first = await scene.service.next_batch(0)
+        first = await scene.next_batch(0)
         assert {version for version, _ in scene.learner.asked} == {0}
 
         await asyncio.sleep(0.05)
@@ -213,7 +226,7 @@ def test_forwards_wait_for_the_learner_to_reach_their_version() -> None:
         assert counts["drawn"] == 2 * GROUPS, "the next batch is drawn while this one trains"
         assert {version for version, _ in scene.learner.asked} == {0}, "but version 1 isn't there yet"
         await scene.queue.advance(1, [g.group_id for g in first.groups])
-        second = await scene.service.next_batch(1)
+        second = await scene.next_batch(1)
         assert {version for version, _ in scene.learner.asked} == {0, 1}
         assert second.version == 1 and [g.group_id for g in second.groups] == [4, 5, 6, 7]
         batch = second.corrected.batch
@@ -228,7 +241,7 @@ def test_one_optimizer_step_needs_no_forward() -> None:
         scene = Scene(steps=1)
         tickets = await scene.admit(0, GROUPS)
         await scene.put(*[answered(ticket) for ticket in tickets])
-        prepared = await scene.service.next_batch(0)
+        prepared = await scene.next_batch(0)
         assert scene.learner.asked == [] and prepared.corrected.is_deferred
         await scene.service.stop()
 
@@ -256,7 +269,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
         sampling = asyncio.create_task(sample(scene))
         batches = []
         for version in range(3):
-            prepared = await scene.service.next_batch(version)
+            prepared = await scene.next_batch(version)
             batches.append([g.group_id for g in prepared.groups])
             await scene.queue.advance(version + 1, batches[-1])
         sampling.cancel()
@@ -273,7 +286,7 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
     async def scenario() -> None:
         scene = Scene(steps=1, max_staleness=0, dynamic_sampling=True)
         tickets = await scene.admit(0, GROUPS)
-        waiting = asyncio.create_task(scene.service.next_batch(0))
+        waiting = asyncio.create_task(scene.next_batch(0))
         await scene.put(answered(tickets[0], rewards=rewards), *[answered(ticket) for ticket in tickets[1:]])
         assert await scene.queue.wait_for_places(1.0) == 1
         (refill,) = await scene.admit(GROUPS, GROUPS + 1)
@@ -294,7 +307,7 @@ def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
         tickets = await scene.admit(0, GROUPS)
         await scene.put(answered(tickets[1]))
         with pytest.raises(DeadlineExceeded, match=r"batch of version 0 .*1 of 4 groups drawn, 3 being sampled"):
-            await scene.service.next_batch(0)
+            await scene.next_batch(0)
         await scene.service.stop()
 
     play(scenario)
@@ -312,7 +325,7 @@ def test_a_queue_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
         scene = Scene()
         monkeypatch.setattr(scene.queue, "draw", silent)
         with pytest.raises(DeadlineExceeded, match=r"^groups of version 0 <- trajectory queue: not done in 0 s"):
-            await scene.service.next_batch(0)
+            await scene.next_batch(0)
 
     play(scenario)
 
@@ -322,10 +335,10 @@ def test_a_learner_that_comes_too_late_is_named() -> None:
         scene = Scene(deadlines=DeadlinesConfig(batch_s=5.0, step_s=0.05, checkpoint_s=0.1))
         tickets = await scene.admit(0, 2 * GROUPS)
         await scene.put(*[answered(ticket) for ticket in tickets])
-        await scene.service.next_batch(0)
+        await scene.next_batch(0)
         await asyncio.sleep(0.5)
         with pytest.raises(DeadlineExceeded, match=r"^forward at version 1 <- learner: not done in 0 s"):
-            await scene.service.next_batch(1)
+            await scene.next_batch(1)
 
     play(scenario)
 

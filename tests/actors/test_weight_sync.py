@@ -7,17 +7,21 @@ skips to the newest version; a wait for receipts names those that are missing; a
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray.exceptions
 import torch
 
-from actors.carriers import WeightSnapshot
+from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.learner_group import LearnerRankActor
+from actors.learner_group import LearnerGroup, LearnerRankActor
 from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_bucket import WeightBucket
 from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
@@ -27,17 +31,29 @@ SUMS = {"a": "1", "b": "2"}
 
 
 class Learner:
-    """Weights whose version the test sets."""
+    """Weights whose version the test sets. `gate` holds up what it exports."""
 
     def __init__(self) -> None:
         self.version = 0
-        self.broadcasts = 0
+        self.exported: list[tuple[int, ExportPlan]] = []
+        self.hashed: list[list[Any]] = []
+        self.gate: asyncio.Event | None = None
+        self.fails = ""
         self.rank_zero = FakeActor(self)
 
-    async def weights(self, bucket_bytes: int, *, probe_ids: Sequence[int] = (), with_checksums: bool = False) -> WeightSnapshot:
+    async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
         version = self.version
-        await asyncio.sleep(0)
-        return WeightSnapshot(version, [], [-1.0, -2.0], dict(SUMS) if with_checksums else {}, 0.0)
+        self.exported.append((version, plan))
+        await (self.gate.wait() if self.gate else asyncio.sleep(0))
+        buckets = [f"v{version}"] if plan.stores else []
+        return WeightSnapshot(
+            version, buckets, [["spec"]], [-1.0, -2.0], dict(SUMS) if plan.checksums else {}, 0.0, None, self.fails  # type: ignore[list-item]
+        )
+
+    async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
+        self.hashed.append(list(buckets))
+        await asyncio.sleep(0.01)
+        return dict(SUMS)
 
     async def address(self) -> tuple[str, int]:
         return "127.0.0.1", 1
@@ -45,12 +61,6 @@ class Learner:
     async def open_broadcast(self, *_: Any) -> None: ...
 
     async def close_broadcast(self) -> None: ...
-
-    async def weight_specs(self, bucket_bytes: int, *, deadline_s: float) -> list[Any]:
-        return []
-
-    async def broadcast(self, bucket_bytes: int, *, deadline_s: float) -> None:
-        self.broadcasts += 1
 
 
 def receipt(version: int, checksums: dict[str, str] | None = None) -> SyncReceipt:
@@ -70,10 +80,11 @@ class Engine:
         self.probes: list[Awaitable[Any]] = []
         """What the next answers to the probe wait for."""
 
-    async def update_weights(self, version: int, buckets: list[Any], with_checksums: bool) -> SyncReceipt:
-        self.taken.append((version, with_checksums))
+    async def update_weights(self, version: int, buckets: list[Any], checksums: dict[str, str]) -> SyncReceipt:
+        assert buckets == [f"v{version}"], "the stored copy of this version"
+        self.taken.append((version, bool(checksums)))
         await self._play()
-        return receipt(version, self.checksums if with_checksums else {})
+        return receipt(version, self.checksums if checksums else {})
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         if self.probes:
@@ -347,8 +358,58 @@ def test_an_engine_that_left_is_waited_for_no_longer() -> None:
     play(scenario)
 
 
-def test_an_engine_that_joins_late_gets_the_newest_weights_and_checksums() -> None:
-    """The version at hand was published without checksums, so they are asked for."""
+def test_those_who_join_or_are_dirty_read_what_was_published_and_the_learner_does_nothing() -> None:
+    """Eight engines at once, five new and three dirty: no export, and one computation of checksums, which the version at hand lacks."""
+    late = [Engine() for _ in range(5)]
+    old = [Engine() for _ in range(3)]
+
+    async def scenario() -> None:
+        scene = Scene(**{f"old{i}": engine for i, engine in enumerate(old)})
+        await scene.join()
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert [(version, plan.checksums) for version, plan in scene.learner.exported] == [(0, True), (1, False)]
+        assert scene.learner.hashed == []
+        scene.learner.version = 2  # trained, but not published
+        for target in scene.targets.values():
+            scene.sync.resync(target, "the update to v1 failed")
+        for i, engine in enumerate(late):
+            scene.sync.join(SyncTarget(f"late{i}", FakeActor(engine)))
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert len(scene.learner.exported) == 2, "a join never makes the learner work"
+        assert scene.learner.hashed == [["v1"]], "once a version, kept with it"
+        scene.sync.join(SyncTarget("last", FakeActor(Engine())))
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert len(scene.learner.hashed) == 1 and scene.sync.version == 1
+
+    play(scenario)
+    assert all(engine.taken == [(1, True)] for engine in late)
+    assert all(engine.taken == [(0, True), (1, False), (1, True)] for engine in old)
+
+
+def test_a_version_is_handed_out_only_when_it_is_published() -> None:
+    """The export of v1 is under way, for a publish that may yet be given up: who joins meanwhile gets v0, then v1."""
+    late = Engine()
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine())
+        await scene.join()
+        scene.learner.gate = asyncio.Event()
+        publishing = asyncio.create_task(scene.publish(1))
+        await asyncio.sleep(0.01)
+        target = SyncTarget("late", FakeActor(late))
+        scene.sync.join(target)
+        await asyncio.sleep(0.05)
+        assert scene.sync.version == target.version == 0
+        scene.learner.gate.set()
+        await publishing
+        await scene.sync.receipts(1, deadline_s=5.0)
+
+    play(scenario)
+    assert late.taken == [(0, True), (1, False)]
+
+
+def test_a_newer_version_that_comes_while_checksums_are_made_is_the_one_that_is_sent() -> None:
     late = Engine()
 
     async def scenario() -> None:
@@ -356,36 +417,33 @@ def test_an_engine_that_joins_late_gets_the_newest_weights_and_checksums() -> No
         await scene.join()
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=5.0)
-        scene.sync.join(SyncTarget("late", FakeActor(late)))
-        await scene.sync.receipts(1, deadline_s=5.0)
+        gate = asyncio.Event()
 
-    play(scenario)
-    assert late.taken == [(1, True)]
-
-
-def test_an_older_copy_never_replaces_a_newer_one() -> None:
-    """A joining engine's copy of v1 arrives after v2 was published: the sync stays at v2, and so does the engine."""
-
-    async def scenario() -> None:
-        scene = Scene(w=Engine())
-        await scene.join()
-        await scene.publish(1)
-        await scene.sync.receipts(1, deadline_s=5.0)
-        gate, quick = asyncio.Event(), scene.learner.weights
-
-        async def slow(*args: Any, **named: Any) -> WeightSnapshot:
-            snapshot = await quick(*args, **named)
+        async def slow(*_: Any, **__: Any) -> dict[str, str]:
             await gate.wait()
-            return snapshot
+            return dict(SUMS)
 
-        scene.learner.weights = slow  # type: ignore[method-assign]
-        scene.sync.join(SyncTarget("late", FakeActor(Engine())))
+        scene.learner.checksums = slow  # type: ignore[method-assign]
+        scene.sync.join(SyncTarget("late", FakeActor(late)))
         await asyncio.sleep(0.01)
-        scene.learner.weights = quick  # type: ignore[method-assign]
         await scene.publish(2)
         gate.set()
         await scene.sync.receipts(2, deadline_s=5.0)
-        assert scene.sync.version == 2
+
+    play(scenario)
+    assert late.taken == [(2, True)]
+
+
+def test_a_sync_that_breaks_is_told() -> None:
+    """An error that is nobody's failure to take weights must not leave an engine without work and without a reason."""
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine(KeyError("bug")))
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.01)
+        assert scene.failures == [("w", "its weight sync failed: KeyError('bug')")]
 
     play(scenario)
 
@@ -393,7 +451,12 @@ def test_an_older_copy_never_replaces_a_newer_one() -> None:
 # -- broadcast -------------------------------------------------------------------------------------------------------
 
 
-def test_broadcast_serves_verified_engines() -> None:
+def plans(scene: Scene) -> list[tuple[int, bool, bool]]:
+    """(version, into the store, by broadcast) of each pass over the weights."""
+    return [(version, plan.stores, plan.broadcasts) for version, plan in scene.learner.exported]
+
+
+def test_a_broadcast_makes_one_pass_and_no_copy_in_the_store() -> None:
     engines = {"a": Engine(), "b": Engine()}
 
     async def scenario() -> None:
@@ -401,59 +464,118 @@ def test_broadcast_serves_verified_engines() -> None:
         await scene.join()
         for version in (1, 2):
             await scene.publish(version)
-        assert scene.learner.broadcasts == 2
+        assert plans(scene) == [(0, True, False), (1, False, True), (2, False, True)]
         assert [t.version for t in scene.targets.values()] == [2, 2]
 
     play(scenario)
     assert all(e.taken == [(0, True)] and e.received == [1, 2] for e in engines.values())
 
 
+def test_an_engine_that_needs_what_was_broadcast_has_it_copied_once_for_all() -> None:
+    late = [Engine() for _ in range(8)]
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", w=Engine())
+        await scene.join()
+        await scene.publish(1)
+        for i, engine in enumerate(late):
+            scene.sync.join(SyncTarget(f"late{i}", FakeActor(engine)))
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert plans(scene) == [(0, True, False), (1, False, True), (1, True, False)] and scene.learner.hashed == []
+
+    play(scenario)
+    assert all(engine.taken == [(1, True)] for engine in late)
+
+
+def test_when_the_learner_has_trained_on_the_next_version_is_stored_beside_its_broadcast() -> None:
+    """What was broadcast is no more; the learner's weights of now are nobody's before they are published."""
+    late = Engine()
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", w=Engine())
+        await scene.join()
+        await scene.publish(1)
+        scene.learner.version = 2
+        scene.sync.join(SyncTarget("late", FakeActor(late)))
+        await asyncio.sleep(0.05)
+        assert late.taken == []
+        await scene.publish(2)
+        await scene.sync.receipts(2, deadline_s=5.0)
+        assert plans(scene) == [(0, True, False), (1, False, True), (2, True, True)]
+
+    play(scenario)
+    assert late.taken == [(2, True)]
+
+
+class Pieces:
+    """A rank whose weights are three tensors; `gathered` says how far a pass has come."""
+
+    def __init__(self, *, is_contiguous: bool = True) -> None:
+        self.gathered: list[int] = []
+        self.tensors = [torch.full((2, 2), float(i))[:, 0] if not is_contiguous else torch.full((2,), float(i)) for i in range(3)]
+
+    def weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        for i, tensor in enumerate(self.tensors):
+            self.gathered.append(i)
+            yield {f"w{i}": tensor}
+
+
+def rank_with(pieces: Pieces, rank: int = 0) -> LearnerRankActor:
+    actor = LearnerRankActor(LearnerConfig(), rank, bind="")
+    actor._learner = pieces  # type: ignore[assignment]
+    return actor
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_rank_gathers_to_the_end_of_a_broadcast(rank: int) -> None:
     """Rank 0 alone sends; when that fails in the middle, it goes on gathering, or the other ranks would wait for it."""
-    gathered, sent = [], []
-
-    class Rank:
-        def weights(self, bucket_bytes: int) -> Iterator[int]:
-            for i in range(3):
-                gathered.append(i)
-                yield i
+    sent: list[str] = []
 
     class Broadcaster:
-        def send(self, tensors: int) -> None:
-            sent.append(tensors)
-            if tensors == 1:
+        def send(self, tensors: dict[str, torch.Tensor]) -> None:
+            sent.extend(tensors)
+            if "w1" in tensors:
                 raise SyncError("an engine is gone")
 
-    actor = LearnerRankActor(LearnerConfig(), rank, bind="")
-    actor._learner = Rank()  # type: ignore[assignment]
+    pieces = Pieces()
+    actor, plan = rank_with(pieces, rank), ExportPlan(8, stores=False, broadcasts=True)
+    lonely = actor.export(1, 0, plan)
+    actor._broadcaster = Broadcaster() if rank == 0 else None  # type: ignore[assignment]
+    snapshot = actor.export(2, 0, plan)
+    assert pieces.gathered == [0, 1, 2] * 2 and sent == (["w0", "w1"] if rank == 0 else [])
     if rank == 0:
-        with pytest.raises(SyncError, match="no weight group"):
-            actor.broadcast(1)
-        actor._broadcaster = Broadcaster()  # type: ignore[assignment]
-        with pytest.raises(SyncError, match="gone"):
-            actor.broadcast(1)
+        assert lonely is not None and "no weight group" in lonely.broadcast_error
+        assert snapshot is not None and snapshot.broadcast_error == "an engine is gone" and snapshot.buckets == []
     else:
-        actor.broadcast(1)
-    assert gathered == [0, 1, 2] and sent == ([0, 1] if rank == 0 else [])
+        assert lonely is snapshot is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered, stored = [], []
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_every_rank_gathers_the_weights_and_rank_zero_alone_copies_them(
+    rank: int, is_contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass, with the checksums: from where they lie, or through memory that every bucket and version uses again."""
+    stored: list[tuple[dict[str, list[float]], int]] = []
 
-    class Rank:
-        def weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-            for i in range(3):
-                gathered.append(i)
-                yield {f"w{i}": torch.full((2,), float(i))}
+    def put(bucket: WeightBucket) -> None:
+        (part,) = bucket.parts
+        stored.append(({name: tensor.tolist() for name, tensor in bucket.tensors().items()}, part.ctypes.data))
 
-    monkeypatch.setattr(ray, "put", stored.append)
-    actor = LearnerRankActor(LearnerConfig(), rank, bind="")
-    actor._learner = Rank()  # type: ignore[assignment]
-    snapshot = actor.weights(1, [], with_checksums=False)
-    assert gathered == [0, 1, 2] and (snapshot is None) == (rank == 1)
-    assert [list(bucket.tensors()) for bucket in stored] == ([["w0"], ["w1"], ["w2"]] if rank == 0 else [])
+    monkeypatch.setattr(ray, "put", put)
+    pieces = Pieces(is_contiguous=is_contiguous)
+    actor = rank_with(pieces, rank)
+    snapshots = [actor.export(number, 0, ExportPlan(8, checksums=True)) for number in (1, 2)]
+    assert pieces.gathered == [0, 1, 2] * 2
+    if rank == 1:
+        assert snapshots == [None, None] and stored == []
+        return
+    assert [tensors for tensors, _ in stored] == [{"w0": [0.0] * 2}, {"w1": [1.0] * 2}, {"w2": [2.0] * 2}] * 2
+    addresses = [address for _, address in stored]
+    own = [tensor.data_ptr() for tensor in pieces.tensors]
+    assert addresses == own * 2 if is_contiguous else len({*addresses}) == 1 and not {*addresses} & {*own}
+    assert snapshots[0] is not None and [[spec.name for spec in bucket] for bucket in snapshots[0].specs] == [["w0"], ["w1"], ["w2"]]
+    assert snapshots[0].checksums == {f"w{i}": tensor_checksum(torch.full((2,), float(i))) for i in range(3)}
 
 
 def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_works() -> None:
@@ -477,3 +599,57 @@ def test_comparison_names_what_differs() -> None:
     compare_checksums("0", SUMS, dict(SUMS), version=1)
     with pytest.raises(SyncError, match=r"v1 -> rollout worker 0: 1 tensors differ, first a; 2 tensors stand on one side only, first b"):
         compare_checksums("0", {"a": "1", "b": "2"}, {"a": "9", "c": "2"}, version=1)
+
+
+# -- one caller ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_refuses_a_call_out_of_order_and_one_for_other_weights() -> None:
+    """The ranks would wait for each other in different calls: better an error at once, in one sentence."""
+    actor = rank_with(Pieces(), rank=1)
+    actor.export(1, 0, ExportPlan(8))
+    for number in (1, 3):  # again, and one left out
+        with pytest.raises(EngineError, match=rf"^learner rank 1: proximal logprobs came as collective call {number}, but 2 is the next"):
+            actor.proximal(number, None, 0)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="reference logprobs asked at version 7, but the weights are of 0"):
+        actor.reference_logprobs(2, None, 7)  # type: ignore[arg-type]
+    actor.export(3, 0, ExportPlan(8))
+
+
+def test_the_group_numbers_its_calls_and_stays_in_its_process() -> None:
+    """Each call is handed to every rank before the next, whoever of the process makes it; another process gets no handle."""
+    calls: list[tuple[int, str, int]] = []
+
+    class Method:
+        def __init__(self, rank: int, name: str) -> None:
+            self.rank, self.name = rank, name
+
+        def options(self, *, num_returns: int) -> Method:
+            self.results = num_returns
+            return self
+
+        def remote(self, number: int, *_: Any) -> Any:
+            calls.append((self.rank, self.name, number))
+            answers = [asyncio.ensure_future(asyncio.sleep(0.01, self.name)) for _ in range(self.results)]
+            return answers[0] if self.results == 1 else answers
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def __getattr__(self, name: str) -> Method:
+            return Method(self.rank, name)
+
+    group = LearnerGroup([Rank(0), Rank(1)], version=4, step_s=5.0)
+
+    async def scenario() -> None:
+        forwards = [group.proximal(None, version=4), group.reference_logprobs(None, version=4)]
+        found, *_ = await asyncio.gather(*forwards, group.export(ExportPlan(8)), group.restore(Path("a"), 2, deadline_s=5.0))
+        assert await found == "proximal", "a reference, for who has asked"
+
+    play(scenario)
+    names = ["proximal", "reference_logprobs", "export", "restore"]
+    assert calls == [(rank, name, number) for number, name in enumerate(names, 1) for rank in (0, 1)]
+    assert group.version == 2
+    with pytest.raises(TypeError, match="stays in its process"):
+        pickle.dumps(group)

@@ -1,0 +1,97 @@
+"""Forward passes that a batch needs before its update: the correction service asks for them, the controller has the learner run them.
+
+The learner's ranks work together in nearly every call, so that all of them must get the same calls in the same order. One process sees to
+that, the controller's: the service has no handle of the learner. Its answer to the question for the next batch is the batch, or what it
+still needs from the learner for it; the controller, who asks only while the learner is idle, brings that and asks again. So no forward can
+wait for a step that waits for its batch, and none runs on other weights than those from which the batch's update starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from actors.carriers import ForwardRequest, PreparedBatch
+from actors.supervision import wait_for
+
+if TYPE_CHECKING:  # torch and Megatron: not in the driver
+    from torch import Tensor
+
+    from actors.learner_group import LearnerGroup
+    from correction.batch import PackedBatch
+    from learner.learner_rank import Proximal
+
+
+async def next_batch(
+    ask: Callable[[], Awaitable[PreparedBatch | ForwardRequest]], service: Any, learner: LearnerGroup, *, deadline_s: float
+) -> PreparedBatch:
+    """The next batch of the correction service, whole. The learner is idle, and runs what the service asks for on the way.
+
+    Args:
+        ask: the service for its next batch.
+        deadline_s: for the service to take what the learner has found.
+    """
+    while isinstance(found := await ask(), ForwardRequest):
+        began = time.monotonic()
+        proximal = await learner.proximal(found.batch, version=found.version) if found.wants_proximal else None
+        reference = await learner.reference_logprobs(found.batch, version=found.version) if found.wants_reference else None
+        answer = service.forwarded.remote(found.number, proximal, reference, time.monotonic() - began)
+        await wait_for(answer, f"logprobs at version {found.version} -> correction service", deadline_s=deadline_s)
+    return found
+
+
+class ForwardRequests:
+    """The service's side: what waits for the learner, in its order. One event loop uses it."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._waiting: deque[ForwardRequest] = deque()
+        self._answers: dict[int, asyncio.Future[tuple[dict[str, Tensor], float]]] = {}
+        self._changed = asyncio.Event()
+
+    async def ask(
+        self, batch: PackedBatch, *, version: int, wants_proximal: bool, wants_reference: bool, deadline_s: float
+    ) -> tuple[dict[str, Tensor], float]:
+        """Wait for what the learner says of a batch's tokens at `version`: by its field of PackedBatch, and the learner's seconds for it.
+
+        Raises: DeadlineExceeded if the learner doesn't come to that version.
+        """
+        self._number += 1
+        number = self._number
+        request = ForwardRequest(number, version, await asyncio.to_thread(ray.put, batch), wants_proximal, wants_reference)
+        answer = self._answers[request.number] = asyncio.get_running_loop().create_future()
+        self._waiting.append(request)
+        self._changed.set()
+        try:
+            return await wait_for(answer, f"forward at version {version} <- learner", deadline_s=deadline_s)
+        finally:
+            del self._answers[request.number]
+
+    async def take(self) -> ForwardRequest:
+        """The oldest one that is still waited for; waits until there is one."""
+        while True:
+            while self._waiting:
+                request = self._waiting.popleft()
+                if request.number in self._answers:
+                    return request
+            self._changed.clear()
+            await self._changed.wait()
+
+    def answer(self, number: int, proximal: Proximal | None, reference: Tensor | None, seconds: float) -> None:
+        """What the learner has found for the request of this number; it may have been given up."""
+        answer = self._answers.get(number)
+        if answer is None or answer.done():
+            return
+        found: dict[str, Tensor] = {}
+        if proximal is not None:
+            found["proximal_logprobs"] = proximal.logprobs
+            if proximal.routed_experts is not None:
+                found["routed_experts"] = proximal.routed_experts
+        if reference is not None:
+            found["reference_logprobs"] = reference
+        answer.set_result((found, seconds))

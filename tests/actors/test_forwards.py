@@ -1,0 +1,87 @@
+"""Requests of the correction service for forwards; how they end up in a batch is in test_correction_service.py."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.carriers import ForwardRequest, PreparedBatch
+from actors.forwards import ForwardRequests, next_batch
+from correction.errors import DeadlineExceeded, EngineError
+from tests.actors.cases import FakeActor
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray a reference is the object."""
+    monkeypatch.setattr(ray, "put", lambda content: content)
+
+
+def ask(requests: ForwardRequests, batch: Any, deadline_s: float = 5.0) -> asyncio.Task[Any]:
+    return asyncio.create_task(requests.ask(batch, version=3, wants_proximal=True, wants_reference=False, deadline_s=deadline_s))
+
+
+def test_a_request_that_was_given_up_is_not_handed_out() -> None:
+    """The learner must not be asked for what nobody waits for any more, and its late answer finds nobody."""
+
+    async def scenario() -> None:
+        requests = ForwardRequests()
+        first = ask(requests, "first", deadline_s=0.01)
+        with pytest.raises(DeadlineExceeded, match=r"^forward at version 3 <- learner: not done in 0 s"):
+            await first
+        taking = asyncio.create_task(requests.take())
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        second, third = ask(requests, "second"), ask(requests, "third")
+        taken = await taking
+        assert (taken.batch, taken.version, taken.wants_proximal, taken.wants_reference) == ("second", 3, True, False)
+        assert (await requests.take()).batch == "third"
+        proximal: Any = SimpleNamespace(logprobs=torch.ones(1), routed_experts=None)
+        requests.answer(taken.number - 1, proximal, None, 1.0)
+        requests.answer(taken.number, proximal, None, 2.0)
+        found, seconds = await second
+        assert list(found) == ["proximal_logprobs"] and seconds == 2.0 and not third.done()
+        third.cancel()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["answers", "fails"])
+def test_the_controller_brings_what_is_needed_and_asks_again(fails: bool) -> None:
+    """At the version of the request, in its order, nothing twice; an error of the learner ends the wait for the batch."""
+    told: list[Any] = []
+    batch = PreparedBatch(3, None, None, (), 0.0, 0.0)  # type: ignore[arg-type]
+    answers = [ForwardRequest(1, 3, "a", True, True), ForwardRequest(2, 3, "b", False, True), batch]
+
+    class Service:
+        async def next_batch(self) -> Any:
+            return answers.pop(0)
+
+        async def forwarded(self, number: int, proximal: Any, reference: Any, seconds: float) -> None:
+            told.append((number, proximal, reference))
+
+    class Learner:
+        async def proximal(self, batch: Any, *, version: int) -> str:
+            if fails:
+                raise EngineError("rank 1 is gone")
+            return f"proximal of {batch} at v{version}"
+
+        async def reference_logprobs(self, batch: Any, *, version: int) -> str:
+            return f"reference of {batch} at v{version}"
+
+    async def scenario() -> None:
+        service: Any = FakeActor(Service())
+        assert await next_batch(service.next_batch.remote, service, Learner(), deadline_s=5.0) is batch  # type: ignore[arg-type]
+
+    if fails:
+        with pytest.raises(EngineError, match="rank 1 is gone"):
+            asyncio.run(scenario())
+        assert told == []
+        return
+    asyncio.run(scenario())
+    assert told == [(1, "proximal of a at v3", "reference of a at v3"), (2, None, "reference of b at v3")]

@@ -1,0 +1,190 @@
+"""Two real ranks on gloo, as Ray actors, on one of two real nodes: what many readers of the weights cost the learner, and the network.
+
+Behaviours locked here: whoever joins or exports at whatever moment, beside forwards and steps, nothing hangs and the weights are, to the
+last bit, those of a run that nobody joined; a node fetches a version once, however many of its engines read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from actors.carriers import ExportPlan
+from actors.config import WeightSyncConfig
+from actors.learner_group import LearnerGroup, checksums_of
+from actors.weight_sync import SyncTarget, WeightSync
+from correction.correct import correct
+from correction.engines.weight_bucket import WeightBucket
+from learner.config import LearnerConfig
+from rollout.trajectory import SyncReceipt
+from tests.actors.cases import FakeActor
+from tests.learner.learner_cases import TIS, random_batch, save_model, with_noisy_behavior
+
+STEPS, JOINS = 10, 50
+PLAN = ExportPlan(8_000, checksums=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A node for the learner, to which this process belongs, and one for engines."""
+    variables = {"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    try:
+        own.add_node(num_cpus=4, resources={"rollout": 4})
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}}
+        ray.init(own.address, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
+        yield own
+    finally:
+        ray.shutdown()
+        own.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@asynccontextmanager
+async def learner(folder: Path) -> AsyncIterator[LearnerGroup]:
+    config = LearnerConfig(data_parallel=2, device="cpu", learning_rate=1e-2, collective_timeout_s=120.0)
+    model = save_model(folder / "model")
+    group, _ = await LearnerGroup.start(config, model, version=0, bind="127.0.0.1", start_s=300.0, step_s=120.0)
+    try:
+        yield group
+    finally:
+        group.kill()
+
+
+class Engine:
+    """Reads what it is sent, and says what it has got."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str]) -> SyncReceipt:
+        fetched = await asyncio.gather(*buckets)
+        self.versions.append(version)
+        return SyncReceipt(version, "retract", len(fetched), 1, 1, 0.0, "w", 0.0, checksums_of(*fetched) if checksums else {})
+
+
+class Joins:
+    """Engines that come at random moments, some of which become dirty; every fifth moment somebody needs an export instead."""
+
+    def __init__(self, group: LearnerGroup, sync: WeightSync) -> None:
+        self.group, self.sync = group, sync
+        self.targets: list[SyncTarget] = []
+        self.exports = 0
+
+    async def come(self) -> None:
+        draw = random.Random(0)
+        for moment in range(JOINS):
+            await asyncio.sleep(0.04 * draw.random())
+            self.targets.append(SyncTarget(str(moment), FakeActor(Engine())))
+            self.sync.join(self.targets[-1])
+            if moment % 3 == 0:
+                self.sync.resync(draw.choice(self.targets), "the test says so")
+            if moment % 5 == 0:
+                self.exports += 1
+                await self.group.export(PLAN)
+
+
+async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], Joins]:
+    """Checksums of the weights after some steps, each with a forward before it and a publish after it."""
+    failures: list[str] = []
+    sync = WeightSync(
+        WeightSyncConfig(bucket_bytes=PLAN.bucket_bytes),
+        group,
+        probe_ids=[],
+        sync_s=60.0,
+        on_receipt=lambda _: None,
+        on_probe=lambda *_: None,
+        on_dirty=lambda target, reason: None if reason == "the test says so" else failures.append(reason),
+        on_failure=lambda target, reason: failures.append(reason),
+    )
+    calls = group._calls
+    await sync.publish()
+    crowd = Joins(group, sync)
+    coming = asyncio.create_task(crowd.come()) if joins else None
+    for step in range(STEPS):
+        batch = random_batch(step, groups=3)
+        proximal = (await (await group.proximal(ray.put(batch), version=group.version))).logprobs
+        batch = replace(with_noisy_behavior(batch, proximal, seed=step), proximal_logprobs=proximal)
+        result = await group.step(correct(batch, TIS), TIS, step=step)
+        assert result.optimizer_steps == 1
+        await sync.publish()
+    if coming is not None:
+        await coming
+    await sync.receipts(STEPS, deadline_s=60.0)
+    assert failures == [] and all(target.version == STEPS and target.is_verified for target in crowd.targets)
+    assert group._calls - calls == 1 + 3 * STEPS + crowd.exports, "joins made no calls"
+    await sync.close()
+    return (await group.export(PLAN)).checksums, crowd
+
+
+def test_joins_beside_forwards_and_steps_change_no_bit_and_hang_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with learner(tmp_path) as group:
+            start = tmp_path / "start"
+            await group.begin_save(start, tmp_path / "hf", deadline_s=60.0)
+            await group.saved(deadline_s=60.0)
+            alone, _ = await trained(group, joins=False)
+            await group.restore(start, 0, deadline_s=60.0)
+            beside, crowd = await trained(group, joins=True)
+            assert len(crowd.targets) == JOINS and beside == alone
+            assert alone != (await restored(group, start)).checksums, "the steps moved the weights"
+
+    async def restored(group: LearnerGroup, folder: Path) -> Any:
+        await group.restore(folder, 0, deadline_s=60.0)
+        return await group.export(PLAN)
+
+    asyncio.run(asyncio.wait_for(scenario(), 400.0))
+
+
+@ray.remote(num_cpus=0, resources={"rollout": 1})
+class Reader:
+    """Stands where an engine's worker stands."""
+
+    async def read(self, buckets: list[Any]) -> tuple[int, int]:
+        """(bytes, process): fetched as a rollout worker fetches."""
+        fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
+        return sum(part.nbytes for bucket in fetched for part in bucket.parts), os.getpid()
+
+
+def stored_bytes(node: Any) -> int:
+    """All that was ever put, or fetched, into a node's object store."""
+    from ray._private.internal_api import node_stats
+
+    info = next(info for info in ray.nodes() if info["NodeID"] == node.node_id)
+    return int(node_stats(info["NodeManagerAddress"], info["NodeManagerPort"], False).store_stats.cumulative_created_bytes)
+
+
+def test_a_node_fetches_a_version_once_for_all_of_its_engines(cluster: Cluster) -> None:
+    """Four readers on the other node: its store takes one copy, and each reader sees all bytes."""
+    (node,) = cluster.worker_nodes
+    size = 8 << 20
+    buckets = [ray.put(WeightBucket.of({f"w{i}": random_bytes(size, i)})) for i in range(2)]
+    readers = [Reader.remote() for _ in range(4)]
+    ray.get([reader.read.remote([]) for reader in readers])  # their processes are up
+    before = stored_bytes(node)
+    read = ray.get([reader.read.remote(buckets) for reader in readers])
+    assert [count for count, _ in read] == [2 * size] * 4 and len({process for _, process in read}) == 4
+    fetched = stored_bytes(node) - before
+    assert 2 * size <= fetched < 2.1 * size
+    for reader in readers:
+        with suppress(Exception):
+            ray.kill(reader)
+
+
+def random_bytes(size: int, seed: int) -> Any:
+    import torch
+
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

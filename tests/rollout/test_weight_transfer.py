@@ -1,0 +1,203 @@
+"""When an engine is paused for new weights: as late as can be. What SGLang would be asked is a list here; test_engine.py asks it.
+
+Behaviours locked here: whatever is slow (the network, checksums, the copy into shared memory) is done with before the pause; weights that
+arrive wrong, or too late, leave the engine as it was; each further bucket is prepared while the one before is loaded, never over it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actors.rollout_worker import RolloutWorker, WorkerSettings
+from correction.engines.weight_bucket import WeightBucket
+from correction.engines.weight_spec import WeightSpec
+from correction.errors import DeadlineExceeded, SyncError
+from rollout import weight_transfer
+from rollout.config import RolloutConfig
+from rollout.engine_config import EngineConfig
+from rollout.weight_update import UpdatableEngine
+from tests.actors.cases import prompt
+
+WEIGHTS = {f"layer{i}": torch.arange(4.0) + i for i in range(3)}
+BUCKETS = [WeightBucket.of({name: tensor}) for name, tensor in WEIGHTS.items()]
+SUMS = {name: checksum for bucket in BUCKETS for name, checksum in bucket.checksums().items()}
+
+
+HALVES: dict[int, torch.Tensor] = {}
+"""Memory that two processes would share, by its address."""
+
+
+class Scene:
+    """A worker whose engine's SGLang keeps what it was asked, and what it read of each bucket while the next one was prepared."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, update_s: float = 20.0, waits_for_next: bool = False) -> None:
+        self.events: list[str] = []
+        self.loads: dict[str, torch.Tensor] = {}
+        process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=self._wait, engine=SimpleNamespace(tokenizer_manager=None))
+        config = EngineConfig.model_validate({"device": "cpu", "deadlines": {"update_s": update_s}})
+        self.engine = UpdatableEngine("engine", config, process, 0)
+        self.engine._specs = {name: WeightSpec.of(name, tensor) for name, tensor in WEIGHTS.items()}
+
+        def payload(staging: weight_transfer.SharedStaging, bucket: WeightBucket) -> bytes:
+            half = staging.copy(bucket)
+            HALVES[half.data_ptr()] = half.view(torch.float32)
+            self.events.append(f"prepare {bucket.specs[0].name}")
+            return pickle.dumps((bucket.specs[0].name, half.data_ptr()))
+
+        async def send(manager: Any, payload: bytes, *, version: int | None, flush: bool) -> None:
+            name, half = pickle.loads(payload)
+            while waits_for_next and version is None and f"prepare layer{int(name[-1]) + 1}" not in self.events:
+                await asyncio.sleep(0.01)
+            self.events.append(f"load {name}" + ("" if version is None else f" as v{version}"))
+            self.loads[name] = HALVES[half].clone()
+
+        async def step(name: str) -> None:
+            self.events.append(name)
+
+        monkeypatch.setattr(weight_transfer.SharedStaging, "payload", payload)
+        monkeypatch.setattr(weight_transfer, "pause_and_begin", lambda *_: step("pause"))
+        monkeypatch.setattr(weight_transfer, "send", send)
+        monkeypatch.setattr(weight_transfer, "end", lambda _: asyncio.sleep(0))
+        monkeypatch.setattr(weight_transfer, "resume", lambda _: step("resume"))
+        settings = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
+        self.worker = RolloutWorker("0", WorkerSettings(settings, Path("model"), prompt(0), bind="", resource="rollout"), None)
+        self.worker._sampler = SimpleNamespace(engine=self.engine)  # type: ignore[assignment]
+        self.worker._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
+
+    async def _wait(self, awaitable: Awaitable[Any], *_: Any, **__: Any) -> Any:
+        return await awaitable
+
+    async def arrives(self, bucket: WeightBucket, after_s: float = 0.0) -> WeightBucket:
+        """A bucket that a slow network brings."""
+        await asyncio.sleep(after_s)
+        self.events.append(f"fetch {bucket.specs[0].name}")
+        return bucket
+
+
+LOADED = ["load layer0", "load layer1", "load layer2 as v1"]
+
+
+def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bucket comes after five seconds: nothing but loading stands between pause and resume, as without the delay."""
+
+    async def scenario() -> None:
+        paused = []
+        for delay_s in (0.0, 5.0):
+            scene = Scene(monkeypatch)
+            buckets = [scene.arrives(bucket, delay_s * i / 2) for i, bucket in enumerate(BUCKETS)]
+            monkeypatch.setattr(scene.engine, "weight_checksums", lambda: asyncio.sleep(0.0, SUMS))
+            receipt = await scene.worker.update_weights(1, buckets, SUMS)
+            assert receipt.version == scene.engine.version == 1
+            assert all(torch.equal(scene.loads[name], tensor) for name, tensor in WEIGHTS.items())
+            begins, ends = scene.events.index("pause"), scene.events.index("resume")
+            assert {event for event in scene.events[:begins] if event.startswith("fetch")} == {f"fetch {name}" for name in WEIGHTS}
+            assert "prepare layer0" in scene.events[:begins], "and the first is copied"
+            paused.append([event for event in scene.events[begins:ends] if not event.startswith("prepare")])
+        assert paused[0] == paused[1] == ["pause", *LOADED]
+
+    asyncio.run(scenario())
+
+
+def test_the_next_bucket_is_prepared_while_one_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the other half, and not before that has been loaded: two buckets' memory for any number of them, kept for the next update.
+
+    A load ends only when the next bucket is ready, so that one which waited for the load to end would wait for ever.
+    """
+
+    async def scenario() -> None:
+        HALVES.clear()
+        scene = Scene(monkeypatch, waits_for_next=True)
+        for _ in range(2):
+            scene.events.clear()
+            await asyncio.wait_for(scene.engine.update_weights(1, BUCKETS), 20.0)
+            assert [event for event in scene.events if event.startswith("load")] == LOADED
+            assert scene.events.index("prepare layer2") > scene.events.index("load layer0"), "they share a half"
+            assert all(torch.equal(scene.loads[name], tensor) for name, tensor in WEIGHTS.items())
+        assert len(HALVES) == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("wrong", ["bytes", "shape"])
+def test_weights_that_arrive_wrong_do_not_stop_the_engine(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """One bit differs; or a tensor is none of this model's, in a bucket that an iterator brings first."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        other = WeightBucket.of({"layer0": torch.arange(4.0) + 1e-6 if wrong == "bytes" else torch.zeros(5)})
+        message = "layer0 arrived with other bytes" if wrong == "bytes" else r"layer0 is float32 \[5\].*still serves its old weights"
+        with pytest.raises(SyncError, match=message):
+            if wrong == "bytes":
+                await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in (other, *BUCKETS[1:])], SUMS)
+            else:
+                await scene.engine.update_weights(1, iter([other, *BUCKETS[1:]]))
+        assert "pause" not in scene.events and scene.engine.version == 0 and scene.engine._dirty is None
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_never_arrive_leave_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing() -> AsyncIterator[WeightBucket]:
+        await asyncio.sleep(60.0)
+        yield BUCKETS[0]
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, update_s=0.1)
+        with pytest.raises(DeadlineExceeded, match=r"v0 -> v1, retract: the weights were not there in 0.1 s; The engine still serves"):
+            await scene.engine.update_weights(1, nothing())
+        assert scene.events == [] and scene.engine.version == 0
+        await scene.engine.update_weights(1, BUCKETS)
+        assert scene.engine.version == 1, "it takes the next ones"
+
+    asyncio.run(scenario())
+
+
+def test_an_update_whose_weights_come_after_a_newer_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sync has given it up: it must not take the engine back to an older version."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        late = asyncio.create_task(scene.worker.update_weights(1, [scene.arrives(bucket, 0.2) for bucket in BUCKETS], {}))
+        await asyncio.sleep(0.05)
+        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], {})
+        with pytest.raises(SyncError, match="weights v1 came after others had been asked for"):
+            await late
+        assert scene.engine.version == 2 and scene.events.count("pause") == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_another_thread_still_copies_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that fails: the copy of the next bucket is under way, and its memory belongs to the next update."""
+    may_copy, copied = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        def make(number: int) -> int:
+            if number == 1:
+                may_copy.wait(10.0)
+                copied.set()
+            return number
+
+        async def numbers() -> AsyncIterator[int]:
+            for number in range(3):
+                yield number
+
+        made = weight_transfer.made_ahead(numbers(), make)
+        assert await anext(made) == 0
+        closing = asyncio.create_task(made.aclose())
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        may_copy.set()
+        await closing
+        assert copied.is_set()
+
+    asyncio.run(scenario())
