@@ -119,7 +119,7 @@ class AnswerLengths:
     def lognormal(cls, p50: float, p99: float, *, max_tokens: int = 1 << 30, seed: int = 0) -> AnswerLengths:
         """Raises: ConfigError for a median below one token, or above the 99th percentile."""
         if not 1 <= p50 <= p99 < math.inf:
-            raise ConfigError(f"lengths of p50 {p50:g} and p99 {p99:g} tokens: the median has to be 1 or more, and not above the 99th percentile")
+            raise ConfigError(f"lengths of p50 {p50:g} and p99 {p99:g} tokens: the median has to be 1 or more, and not above p99")
         return cls(f"lognormal, p50 {p50:g}, p99 {p99:g}", p50=p50, p99=p99, max_tokens=max_tokens, seed=seed)
 
     @classmethod

@@ -49,6 +49,9 @@ class EngineOwner(Protocol):
     def activity_changed(self, by: int) -> None:
         """by: engines that now work more."""
 
+    def waiting_changed(self, by: int) -> None:
+        """by: requests that now wait more for a place in an engine."""
+
 
 class SimulatedEngine:
     """One worker with its engine. `groups` and `questions` are what actors.dispatch looks at."""
@@ -72,7 +75,7 @@ class SimulatedEngine:
         """Of its weights."""
         self.is_syncing = False
         self.pace = 1.0
-        self.working_s = self.request_s = self.waits_for_weights_s = 0.0
+        self.occupied_s = self.working_s = self.request_s = self.waits_for_weights_s = 0.0
         self._timer = clock.timer(self._answers_end)
         self._at = 0.0
         self._is_paused = self._was_active = False
@@ -95,12 +98,15 @@ class SimulatedEngine:
         samples = self._shape.samples_per_group
         for ticket in tickets:
             self._waiting.extend([SampledGroup(ticket, call, samples)] * samples)
+        self._owner.waiting_changed(len(tickets) * samples)
         self._fill()
         self._look_ahead()
 
     def _fill(self) -> None:
         """Requests that wait take the free places."""
         running, waiting, most, samples = self._running, self._waiting, self._shape.max_running_requests, self._shape.samples_per_group
+        if waiting and len(running) < most:
+            self._owner.waiting_changed(-min(len(waiting), most - len(running)))
         while waiting and len(running) < most:
             group = waiting.popleft()
             if group.unfinished == samples and not group.tokens_by_version:
@@ -153,6 +159,7 @@ class SimulatedEngine:
             self.waits_for_weights_s += seconds
         if not running:
             return
+        self.occupied_s += seconds
         self.request_s += seconds * running
         if self._is_paused:
             return

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-ROLLOUTS, LAST_TENTH, KEPT_PLACES, HANDOVER, PUBLISH = "rollouts", "last tenth", "kept places", "hand-over", "publish"
-"""What a learner waits for: engines that haven't made enough; the last tenth of a batch; finished groups that have to leave their places to
-older ones; the way of a batch to it; its weights on their way out."""
+FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH = "full engines", "answers under way", "hand-over", "publish"
+"""What a learner waits for: engines while more requests wait for a place in one; answers that all have their place, while no further prompt
+may start; the way of a batch to it; its weights on their way out."""
 ADMISSION, WEIGHTS = "admission", "weights"
 """What an engine waits for: max_staleness lets no new group start; new weights."""
 
@@ -38,8 +38,10 @@ class Outcome:
     train_s: float = 0.0
     learner_waits_s: dict[str, float] = field(default_factory=dict)
     """By what it waited for."""
-    busy_s: float = 0.0
+    working_s: float = 0.0
     """Of all engines together: with a request in them, and not stopped for new weights."""
+    occupied_s: float = 0.0
+    """Of all engines together: with a request in them."""
     request_s: float = 0.0
     """Integral of the requests in flight over time, of all engines together."""
     engine_waits_s: dict[str, float] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class Outcome:
     @property
     def engine_share(self) -> float:
         """Share of their time in which engines sample."""
-        return self.busy_s / (self.seconds * self.workers)
+        return self.working_s / (self.seconds * self.workers)
 
     @property
     def mean_requests(self) -> float:

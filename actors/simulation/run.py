@@ -16,11 +16,10 @@ from actors.simulation.costs import AnswerLengths, RunCosts, RunShape
 from actors.simulation.engine import SampledGroup, SimulatedEngine
 from actors.simulation.outcome import (
     ADMISSION,
+    FULL_ENGINES,
     HANDOVER,
-    KEPT_PLACES,
-    LAST_TENTH,
     PUBLISH,
-    ROLLOUTS,
+    UNDER_WAY,
     WEIGHTS,
     Outcome,
     SimulatedStep,
@@ -76,7 +75,7 @@ class _SimulatedRun:
         """The learner has asked for a batch that isn't whole; None: it has not."""
         self._train_s = 0.0
         self._learner_trains = self._is_syncing = False
-        self._busy_engines = 0
+        self._busy_engines = self._waiting_requests = 0
         self._learner_waits_s: defaultdict[str, float] = defaultdict(float)
         self._tokens_by_staleness: Counter[int] = Counter()
         self._steps = 0
@@ -132,6 +131,11 @@ class _SimulatedRun:
         """Called by an engine."""
         self._busy_engines += by
         self._share_cores()
+
+    def waiting_changed(self, by: int) -> None:
+        """Called by an engine."""
+        self._count_wait()
+        self._waiting_requests += by
 
     def _share_cores(self) -> None:
         pace = self._costs.engine_pace(self._busy_engines, learner_trains=self._learner_trains)
@@ -225,11 +229,7 @@ class _SimulatedRun:
         """Time since the last call in which the learner waited, by what it waited for."""
         if self._waits_since is None:
             return
-        now, places = self._clock.now, self._shape.groups_per_step - len(self._batch)
-        if self._queue.counts()["finished"] >= places > 0:
-            cause = KEPT_PLACES
-        else:
-            cause = LAST_TENTH if places * 10 <= self._shape.groups_per_step else ROLLOUTS
+        now, cause = self._clock.now, FULL_ENGINES if self._waiting_requests or self._work else UNDER_WAY
         self._learner_waits_s[cause] += now - self._waits_since
         self._waits_since = now
 
@@ -248,7 +248,8 @@ class _SimulatedRun:
             tokens=sum(self._tokens_by_staleness.values()),
             train_s=self._train_s,
             learner_waits_s=dict(self._learner_waits_s),
-            busy_s=working_s,
+            working_s=working_s,
+            occupied_s=sum(e.occupied_s for e in engines),
             request_s=sum(e.request_s for e in engines),
             engine_waits_s={WEIGHTS: weights_s, ADMISSION: admission_s},
             tokens_by_staleness=Counter(self._tokens_by_staleness),
