@@ -60,10 +60,13 @@ class MeasuredRun:
         sequences = shape.groups_per_step * shape.samples_per_group
         trained_tokens = _mean(steps, "length/trained_tokens") * sequences
         learner_tokens = statistics.fmean(step["throughput/learner_tokens_per_s"] * step["time/train_s"] for step in steps)
+        learner_token_s = _mean(steps, "time/train_s") / learner_tokens
+        factors = [1 / (step["throughput/learner_tokens_per_s"] * learner_token_s) for step in steps]
         prompt_tokens = max(0, round((learner_tokens - trained_tokens) / sequences))
         costs = RunCosts(
             decode=_first_guess(folder, steps, shape),
-            learner_token_s=_mean(steps, "time/train_s") / learner_tokens,
+            learner_token_s=learner_token_s / statistics.fmean(factors),
+            learner_factors=tuple(factors),
             handover_s=_handover_s(steps, shape),
             publish_s=statistics.median(max(0.0, s["time/step_s"] - s["time/train_s"] - s["wait/learner_s"]) for s in steps),
             sync_s=_mean(steps, "time/sync_s"),

@@ -151,9 +151,9 @@ def _simulate_all(
     ]
     reading = "" if costs.prompt_token_s else "; it reads prompts, and what is in flight after an update, in no time (--prompt-speed)"
     console.print(
-        f"{shape.groups_per_step} groups of {shape.samples_per_group} a step; {shape.slots} slots and {shape.max_running_requests} requests "
-        f"an engine; lengths: {lengths.description}; an engine decodes {costs.decode} (requests:tokens/s), the "
-        f"learner trains on {1 / costs.learner_token_s:,.0f} tokens/s{reading}\n",
+        f"{shape.groups_per_step} groups of {shape.samples_per_group} a step; {shape.slots} slots and {shape.max_running_requests} "
+        f"requests an engine; lengths: {lengths.description}; an engine decodes {costs.decode} (requests:tokens/s), "
+        f"the learner trains on {1 / costs.learner_token_s:,.0f} tokens/s{reading}\n",
         soft_wrap=not console.is_terminal,
     )
     show_outcomes(console, outcomes)

@@ -73,6 +73,8 @@ class RunCosts:
     """Of a training step, for each prompt and response token."""
     learner_fixed_s: float = 0.0
     """Of a training step, whatever its size."""
+    learner_factors: tuple[float, ...] = (1.0,)
+    """A training step takes one of these times as long, drawn at random."""
     prompt_token_s: float = 0.0
     """Engine time to read a token: of a group's prompt, once, and of requests in flight again after a weight update."""
     handover_s: float = 0.0

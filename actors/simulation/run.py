@@ -6,6 +6,7 @@ leave the queue, and their places are given to new prompts; a worker takes them 
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
@@ -74,6 +75,7 @@ class _SimulatedRun:
         self._waits_since: float | None = 0.0
         """The learner has asked for a batch that isn't whole; None: it has not."""
         self._train_s = 0.0
+        self._random = random.Random(lengths.seed)
         self._learner_trains = self._is_syncing = False
         self._busy_engines = self._waiting_requests = 0
         self._learner_waits_s: defaultdict[str, float] = defaultdict(float)
@@ -168,7 +170,7 @@ class _SimulatedRun:
         tokens += len(self._training) * shape.samples_per_group * self._prompt["tokens"]
         self._learner_trains = True
         self._share_cores()
-        train_s = costs.learner_fixed_s + tokens * costs.learner_token_s
+        train_s = (costs.learner_fixed_s + tokens * costs.learner_token_s) * self._random.choice(costs.learner_factors)
         self._clock.after(train_s, lambda: self._training_ends(train_s))
 
     def _training_ends(self, train_s: float) -> None:

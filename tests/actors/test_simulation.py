@@ -63,6 +63,17 @@ def test_a_synchronous_step_takes_as_long_as_both_sides_and_all_that_is_between(
     assert found.engine_waits_s[WEIGHTS] == pytest.approx(4 * 0.7 * found.steps)
 
 
+def test_training_steps_that_vary_hold_up_those_that_are_as_long_as_sampling() -> None:
+    """Half of the steps take 1 s and half 3 s, sampling takes 2 s. Synchronous: 4 s on average, as without. Asynchronous: more than the 2 s
+    of either side's mean, less than the 2.5 s of a batch that is always ready no sooner than two seconds after the one before."""
+    costs = RunCosts(SPEED, learner_token_s=2.0 / BATCH_TOKENS, learner_factors=(0.5, 1.5))
+    steps: list[SimulatedStep] = []
+    found = simulate(shape(max_staleness=0), costs, constant(), prompt_tokens=PROMPT, steps=300, on_step=steps.append)
+    assert found.step_s == pytest.approx(4.0, rel=0.03)
+    assert {round(step.seconds, 6) for step in steps} == {3.0, 5.0}
+    assert 2.0 < run(costs, steps=300).step_s < 2.5
+
+
 def test_waits_and_work_of_each_side_make_up_its_time() -> None:
     costs = RunCosts(SPEED, learner_token_s=1e-4, handover_s=0.1, publish_s=0.2, sync_s=0.5, pause_s=0.2)
     found = run(costs, lengths=AnswerLengths.lognormal(100, 600), max_staleness=1)
