@@ -20,6 +20,8 @@ _FEWEST_STEPS = 5
 _FEWEST_LENGTHS = 40
 _SAMPLED = re.compile(r"^  sampled:  .*\(\w+, (\d+) tokens, v\d+: ", re.MULTILINE)
 """A line of trajectories/step_*.txt."""
+_TRAINING_PASSES = 3
+"""Training on a token costs a forward pass, and a backward pass that is twice that; reading it, on like hardware, is one."""
 _ROUNDS, _CLOSE = 6, 0.002
 """Of the fit, and how near it has to come."""
 
@@ -67,6 +69,7 @@ class MeasuredRun:
             decode=_first_guess(folder, steps, shape),
             learner_token_s=learner_token_s / statistics.fmean(factors),
             learner_factors=tuple(factors),
+            prompt_token_s=learner_token_s * config.learner.world_size / _TRAINING_PASSES,
             handover_s=_handover_s(steps, shape),
             publish_s=statistics.median(max(0.0, s["time/step_s"] - s["time/train_s"] - s["wait/learner_s"]) for s in steps),
             sync_s=_mean(steps, "time/sync_s"),

@@ -18,7 +18,7 @@ _COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
 _COLUMNS = (
     *("workers", "max\nstale", "step\ns", "tokens/s", "x the\nfirst", "learner\ntrains"),
     *("waits for\nfull engines", "answers\nunder way", "other", "engines\nsample", "requests\nan engine"),
-    *("mean\nstaleness", "tokens by staleness\n0, 1, ..."),
+    *("mean\nstaleness", "% of tokens by\nstaleness 0, 1, ..."),
 )
 _TABLE_WIDTH = 140
 
@@ -43,7 +43,7 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome]) -> None:
             f"{one.engine_share:.0%}",
             f"{one.mean_requests:.0f}",
             f"{one.mean_staleness:.2f}",
-            " ".join(f"{share:.0%}" for share in ages),
+            " ".join(f"{100 * share:.0f}" for share in ages),
         )
     Console(file=console.file, width=max(console.width, _TABLE_WIDTH), highlight=False).print(table)
     console.print("\n" + verdict(outcomes), soft_wrap=not console.is_terminal)
@@ -57,11 +57,17 @@ def cheapest(outcomes: Sequence[Outcome]) -> Outcome:
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
     chosen = cheapest(outcomes)
+    edges = [
+        name
+        for name, all_of in (("workers", {one.workers for one in outcomes}), ("max_staleness", {one.max_staleness for one in outcomes}))
+        if len(all_of) > 1 and getattr(chosen, name) == max(all_of)
+    ]
     share = chosen.tokens_per_s / max(one.tokens_per_s for one in outcomes)
     return (
         f"{chosen.workers} worker{'s' * (chosen.workers != 1)} with max_staleness {chosen.max_staleness} make {share:.0%} of the most "
         f"tokens/s: the learner trains {chosen.learner_share:.0%} of the time, engines sample {chosen.engine_share:.0%}. Fewer workers, or "
         f"less staleness with as many, make less than {ENOUGH:.0%}."
+        + (f" No larger {' and no larger '.join(edges)} was tried: more may pay." if edges else "")
     )
 
 
@@ -70,7 +76,7 @@ def draw_outcomes(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style: dict[str, Any] = {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "font.size": 10}
+    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "font.size": 10}
     with rc_context(style):
         figure = Figure(figsize=(11.2, 4.2), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
@@ -90,7 +96,7 @@ def _draw_throughput(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.set_xticks(sorted({one.workers for one in outcomes}))
     axes.set(xlabel="workers", ylabel="trained response tokens/s")
     axes.grid(color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize=9)
+    axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=3, columnspacing=1.0, handlelength=1.4)
 
 
 def _draw_learner_time(axes: Any, outcomes: Sequence[Outcome]) -> None:

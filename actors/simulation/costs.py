@@ -76,7 +76,7 @@ class RunCosts:
     learner_factors: tuple[float, ...] = (1.0,)
     """A training step takes one of these times as long, drawn at random."""
     prompt_token_s: float = 0.0
-    """Engine time to read a token: of a group's prompt, once, and of requests in flight again after a weight update."""
+    """Engine time to read a token: of a group's prompt, once, and of all requests in flight after a weight update, prompts and answers."""
     handover_s: float = 0.0
     """From the last answer of a batch, or from the learner's asking, until the learner begins: rewards, correction, transport."""
     publish_s: float = 0.0

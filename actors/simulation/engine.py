@@ -207,7 +207,7 @@ class SimulatedEngine:
         self._versions.append((version, self._progress))
         running = len(self._running)
         if running and self._shape.retracts:
-            prompts = running / self._shape.samples_per_group * self._running[0][3].ticket.prompt.metadata["tokens"]
+            prompts = running * self._running[0][3].ticket.prompt.metadata["tokens"]  # the cache is empty, they come back all at once
             self._to_read_s += (prompts + running * self._progress - self._sum_of_starts) * self._costs.prompt_token_s
         if len(self._versions) > _MANY_VERSIONS:
             self._forget_versions()

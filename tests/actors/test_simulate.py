@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from actors.commands.cli import app
 from actors.commands.measured_costs import MeasuredRun
-from actors.commands.simulate_views import cheapest, show_outcomes
+from actors.commands.simulate_views import cheapest, show_outcomes, verdict
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.outcome import Outcome
 from actors.simulation.run import simulate
@@ -23,7 +23,13 @@ from correction.errors import ConfigError
 RECIPE = Path(__file__).parents[2] / "recipes" / "nano_spell_backward.yaml"
 SPEEDS = ["--decode", "64:3200,512:6400", "--learner-speed", "5000", "--lengths", "5,9"]
 TRUE_COSTS = RunCosts(
-    DecodeSpeed(((64, 1200.0), (512, 2400.0))), learner_token_s=1 / 4000, handover_s=0.1, publish_s=0.05, sync_s=0.2, pause_s=0.15
+    DecodeSpeed(((64, 1200.0), (512, 2400.0))),
+    learner_token_s=1 / 4000,
+    prompt_token_s=1 / 12000,
+    handover_s=0.1,
+    publish_s=0.05,
+    sync_s=0.2,
+    pause_s=0.15,
 )
 LENGTHS = [3, 5, 5, 6, 6, 6, 7, 10]
 PROMPT = 14
@@ -68,6 +74,7 @@ def test_a_run_s_folder_says_what_its_engines_and_its_learner_took(tmp_path: Pat
     measured = MeasuredRun.of(tmp_path / "run", cores=float("inf"))
     assert measured.prompt_tokens == PROMPT
     assert measured.costs.learner_token_s == pytest.approx(1 / 4000)
+    assert measured.costs.prompt_token_s == pytest.approx(1 / 12000), "a forward pass: a third of training"
     assert (measured.costs.sync_s, measured.costs.pause_s) == pytest.approx((0.2, 0.15))
     assert measured.costs.publish_s == pytest.approx(0.05)
     assert measured.costs.handover_s == pytest.approx(0.1, abs=0.02)
@@ -142,6 +149,7 @@ def test_the_cheapest_that_is_nearly_the_best() -> None:
     """960 is within 5 % of 1000, 940 is not. Workers cost more than staleness."""
     found = [outcome(8, 1, 500), outcome(8, 4, 960), outcome(16, 1, 970), outcome(16, 2, 1000), outcome(8, 2, 940)]
     assert (cheapest(found).workers, cheapest(found).max_staleness) == (8, 4)
+    assert "No larger max_staleness was tried" in verdict(found), "8 is not the largest number of workers, 4 is the largest bound"
 
 
 def test_the_table_is_whole_on_a_narrow_terminal() -> None:

@@ -123,7 +123,7 @@ class Alone:
     def waiting_changed(self, by: int) -> None: ...
 
 
-@pytest.mark.parametrize(("retracts", "read_again"), [(True, PROMPT + 2 * 50), (False, 0)])
+@pytest.mark.parametrize(("retracts", "read_again"), [(True, 2 * PROMPT + 2 * 50), (False, 0)])
 def test_requests_in_flight_are_read_again_at_an_update(retracts: bool, read_again: int) -> None:
     """Two answers of 100 tokens to one prompt, half done after 1.02 s; the engine stands still for 0.5 s then, and reads 1,000 tokens/s."""
     clock = SimulatedClock()
