@@ -18,6 +18,7 @@ and 3 then have to be in step 1: admitted at version 0, they would be two versio
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -60,6 +61,12 @@ class TrajectoryQueue:
         self._next_group_id = 0
         self._unreported: list[tuple[str, str]] = []
         self._entries: dict[int, _Entry] = {}
+        # What follows is known from the entries, and kept beside them: a run holds thousands, and looks at every finished one.
+        self._by_state: Counter[GroupState] = Counter()
+        self._undrawn: Counter[int] = Counter()
+        """Groups that no batch has, by the version of their admission; at most max_staleness + 1 versions."""
+        self._finished: list[int] = []
+        """A heap of the finished groups' ids; some may have been discarded since."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ class TrajectoryQueue:
         tickets = []
         for prompt in prompts[: max(0, self.free_places)]:
             ticket = Ticket(self._next_group_id, prompt, self.version)
-            self._entries[ticket.group_id] = _Entry(ticket, GroupState.ADMITTED)
+            self._hold(_Entry(ticket, GroupState.ADMITTED))
             self._next_group_id += 1
             self.admitted += 1
             tickets.append(ticket)
@@ -88,15 +95,18 @@ class TrajectoryQueue:
             raise LedgerError(
                 f"group {group.group_id} came back with prompt {group.prompt.prompt_id}, admitted was {entry.ticket.prompt.prompt_id}"
             )
-        entry.group, entry.state = group, GroupState.FINISHED
+        entry.group = group
+        self._move(entry, GroupState.FINISHED)
+        heapq.heappush(self._finished, group.group_id)
         return True
 
     def discard(self, group_ids: Sequence[int], reason: str) -> None:
         """Give up groups in any state; their places become free and the count by reason grows."""
         for group_id in group_ids:
-            entry = self._entries.pop(group_id, None)
+            entry = self._entries.get(group_id)
             if entry is None:
                 raise LedgerError(f"group {group_id} can't be discarded ({reason}): the queue doesn't hold it")
+            self._release(entry)
             self.discarded += 1
             self.discarded_by_reason[reason] += 1
             self._unreported.append((entry.ticket.prompt.prompt_id, reason))
@@ -121,27 +131,30 @@ class TrajectoryQueue:
         A place goes to a group only if all older ones, finished or not, still find theirs in time: those of admission a or before need
         their places by version a + max_staleness, and each step until then has groups_per_step. With a straggler places stay empty.
         """
-        undrawn = Counter(e.ticket.admitted_version for e in self._entries.values() if e.state is not GroupState.DRAWN)
         groups: list[Group] = []
-        for i in sorted(i for i, e in self._entries.items() if e.state is GroupState.FINISHED):
-            entry = self._entries[i]
-            if places - len(groups) <= self._reserved(undrawn, version, older_than=entry.ticket.admitted_version):
+        while (entry := self._oldest_finished()) is not None:
+            if places - len(groups) <= self._reserved(version, older_than=entry.ticket.admitted_version):
                 break  # younger ones would take the same place
             assert entry.group is not None
-            entry.state = GroupState.DRAWN
-            undrawn[entry.ticket.admitted_version] -= 1
+            heapq.heappop(self._finished)
+            self._move(entry, GroupState.DRAWN)
             groups.append(entry.group)
         return groups
 
-    def _reserved(self, undrawn: Counter[int], version: int, *, older_than: int) -> int:
-        """Places of the step of `version` that groups admitted before `older_than` can't do without.
+    def _oldest_finished(self) -> _Entry | None:
+        """On top of the heap, which is rid of those discarded meanwhile."""
+        while self._finished:
+            entry = self._entries.get(self._finished[0])
+            if entry is not None and entry.state is GroupState.FINISHED:
+                return entry
+            heapq.heappop(self._finished)
+        return None
 
-        Args:
-            undrawn: groups that no batch has, by the version of their admission.
-        """
+    def _reserved(self, version: int, *, older_than: int) -> int:
+        """Places of the step of `version` that groups admitted before `older_than` can't do without."""
         needed = waiting = 0
-        for admitted_version in sorted(v for v in undrawn if v < older_than):
-            waiting += undrawn[admitted_version]
+        for admitted_version in sorted(v for v in self._undrawn if v < older_than):
+            waiting += self._undrawn[admitted_version]
             later_steps = max(0, admitted_version + self.max_staleness - version)
             needed = max(needed, waiting - later_steps * self.groups_per_step)
         return needed
@@ -152,7 +165,7 @@ class TrajectoryQueue:
             entry = self._entries.get(group_id)
             if entry is None or entry.state is not GroupState.DRAWN:
                 raise LedgerError(f"group {group_id} was trained but the queue has it as {entry.state if entry else 'unknown'}")
-            del self._entries[group_id]
+            self._release(entry)
         self.trained += len(group_ids)
 
     def publish(self, version: int) -> None:
@@ -161,18 +174,44 @@ class TrajectoryQueue:
             raise LedgerError(f"weight version {version} after {self.version}: versions only grow")
         self.version = version
 
+    # -- books -------------------------------------------------------------------------------------------------------
+
+    def _hold(self, entry: _Entry) -> None:
+        self._entries[entry.ticket.group_id] = entry
+        self._by_state[entry.state] += 1
+        self._undrawn[entry.ticket.admitted_version] += 1
+
+    def _move(self, entry: _Entry, state: GroupState) -> None:
+        self._by_state[entry.state] -= 1
+        self._by_state[state] += 1
+        entry.state = state
+        if state is GroupState.DRAWN:
+            self._forget_undrawn(entry)
+
+    def _release(self, entry: _Entry) -> None:
+        """It leaves the queue."""
+        del self._entries[entry.ticket.group_id]
+        self._by_state[entry.state] -= 1
+        if entry.state is not GroupState.DRAWN:
+            self._forget_undrawn(entry)
+
+    def _forget_undrawn(self, entry: _Entry) -> None:
+        version = entry.ticket.admitted_version
+        self._undrawn[version] -= 1
+        if not self._undrawn[version]:
+            del self._undrawn[version]  # or a long run would have one for each of its versions
+
     # -- looking in, saving ------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
         """Groups by state and the totals since the run began."""
-        states = Counter(e.state.value for e in self._entries.values())
         return {
             "admitted": self.admitted,
             "trained": self.trained,
             "discarded": self.discarded,
-            "in_flight": states[GroupState.ADMITTED],
-            "finished": states[GroupState.FINISHED],
-            "drawn": states[GroupState.DRAWN],
+            "in_flight": self._by_state[GroupState.ADMITTED],
+            "finished": self._by_state[GroupState.FINISHED],
+            "drawn": self._by_state[GroupState.DRAWN],
         }
 
     def waiting_for(self, version: int) -> str:
@@ -208,10 +247,11 @@ class TrajectoryQueue:
         self.discarded_by_reason = Counter(snapshot.discarded_by_reason)
         self._unreported = list(snapshot.unreported)
         for ticket in snapshot.in_flight:
-            self._entries[ticket.group_id] = _Entry(ticket, GroupState.ADMITTED)
+            self._hold(_Entry(ticket, GroupState.ADMITTED))
         for group in snapshot.finished:
             ticket = Ticket(group.group_id, group.prompt, group.admitted_version)
-            self._entries[group.group_id] = _Entry(ticket, GroupState.FINISHED, group)
+            self._hold(_Entry(ticket, GroupState.FINISHED, group))
+            heapq.heappush(self._finished, group.group_id)
         return list(snapshot.in_flight)
 
 

@@ -15,6 +15,7 @@ import typer
 
 from actors import interrupts
 from actors.commands.chatter import quiet
+from actors.commands.simulate import simulate
 from correction.errors import ConfigError, EvenkeelError
 
 if TYPE_CHECKING:
@@ -349,6 +350,15 @@ def diff_engines(
     typer.echo(str(found))
     if found.parting is not None:
         raise typer.Exit(ENGINES_DIFFER)
+
+
+app.command(
+    epilog=_examples(
+        "evenkeel simulate recipes/nano_spell_backward.yaml --run RUN_DIR --workers 1,2,4 --max-staleness 0,1,2",
+        "evenkeel simulate RECIPE --workers 8,16,32 --max-staleness 1,2,4 --decode 1:50,64:1600,128:2600 --learner-speed 60000 "
+        "--lengths 6000,32000",
+    )
+)(simulate)
 
 
 @app.command(epilog=_examples("evenkeel capabilities"))

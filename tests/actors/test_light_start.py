@@ -52,6 +52,8 @@ RECIPE = "recipes/nano_spell_backward.yaml"
         (["train", "--resume", "runs/none", "stepps=5"], "runs/none"),
         (["config", RECIPE], 0),
         (["presets"], 0),
+        (["simulate", "--help"], 0),
+        (["simulate", RECIPE, "--decode", "fast"], "--decode fast: give REQUESTS:TOKENS_PER_S"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

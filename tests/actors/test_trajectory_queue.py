@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -267,3 +268,26 @@ def test_the_actor_waits_for_places_and_groups() -> None:
         assert await asyncio.wait_for(placing, 5.0) == 1
 
     asyncio.run(scenario())
+
+
+class Unwalked(dict[int, Any]):
+    """Refuses to be walked through."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise AssertionError("a step walks through all groups of the queue")
+
+    __iter__ = items = values = keys = _refuse  # type: ignore[assignment]
+
+
+def test_no_operation_of_a_step_walks_through_all_groups() -> None:
+    """A run of hundreds of workers holds thousands of groups and looks for work at every finished one."""
+    queue, tickets = queue_with(groups_per_step=50, max_staleness=1, admitted=100)
+    queue._entries = Unwalked(queue._entries)
+    for ticket in tickets:
+        queue.put(group(ticket))
+    queue.discard([0], "uniform")
+    drawn = [g.group_id for g in queue.draw(0, 50)]
+    assert drawn == list(range(1, 51)), "the discarded one is passed over"
+    queue.publish(1)
+    queue.settle(drawn)
+    assert queue.counts()["finished"] == 49 and queue.free_places == 51

@@ -1,0 +1,152 @@
+"""Speeds and lengths of a run, from what its folder holds, for a simulation of other shapes of it."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.metrics import StepMetrics
+from actors.record.run_folder import RunFolder
+from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
+from actors.simulation.run import simulate
+from correction.errors import ConfigError
+
+_FEWEST_STEPS = 5
+_FEWEST_LENGTHS = 40
+_SAMPLED = re.compile(r"^  sampled:  .*\(\w+, (\d+) tokens, v\d+: ", re.MULTILINE)
+"""A line of trajectories/step_*.txt."""
+_TRAINING_PASSES = 3
+"""Training on a token costs a forward pass, and a backward pass that is twice that; reading it, on like hardware, is one."""
+_ROUNDS, _CLOSE = 6, 0.002
+"""Of the fit, and how near it has to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """What a run says about the time that things take."""
+
+    shape: RunShape
+    costs: RunCosts
+    lengths: AnswerLengths
+    prompt_tokens: int
+    steps: int
+    """That were looked at."""
+    step_s: float
+    """Their mean."""
+    staleness: float
+    """Their mean."""
+
+    @classmethod
+    def of(cls, run_dir: Path, *, cores: float) -> MeasuredRun:
+        """Read a run's folder.
+
+        The decode speed is scaled until engines of a simulated run of the same shape have requests in them for as long as they had.
+        Args: cores: see RunCosts; the learner's and the engines' threads are those of the run.
+        Raises: ConfigError for a folder without enough steps.
+        """
+        folder = RunFolder.view(run_dir)
+        config = load_config(RunConfig, folder.path / "config.yaml")
+        shape = shape_of(config)
+        steps = folder.read_metrics()[2 * (shape.max_staleness + 1) + 1 :]
+        steps = [step for step in steps if {"time/train_s", "wait/rollout_share", "throughput/rollout_tokens_per_s"} <= step.keys()]
+        if len(steps) < _FEWEST_STEPS:
+            raise ConfigError(
+                f"{run_dir}: {len(steps)} steps to measure from, without those in which the run gets going; it takes {_FEWEST_STEPS}"
+            )
+        lengths = _lengths(folder, steps, config.rollout.sampling.max_tokens)
+        sequences = shape.groups_per_step * shape.samples_per_group
+        trained_tokens = _mean(steps, "length/trained_tokens") * sequences
+        learner_tokens = statistics.fmean(step["throughput/learner_tokens_per_s"] * step["time/train_s"] for step in steps)
+        learner_token_s = _mean(steps, "time/train_s") / learner_tokens
+        factors = [1 / (step["throughput/learner_tokens_per_s"] * learner_token_s) for step in steps]
+        prompt_tokens = max(0, round((learner_tokens - trained_tokens) / sequences))
+        costs = RunCosts(
+            decode=_first_guess(folder, steps, shape),
+            learner_token_s=learner_token_s / statistics.fmean(factors),
+            learner_factors=tuple(factors),
+            prompt_token_s=learner_token_s * config.learner.world_size / _TRAINING_PASSES,
+            handover_s=_handover_s(steps, shape),
+            publish_s=statistics.median(max(0.0, s["time/step_s"] - s["time/train_s"] - s["wait/learner_s"]) for s in steps),
+            sync_s=_mean(steps, "time/sync_s"),
+            pause_s=_mean(steps, "time/pause_s"),
+            cores=cores,
+            learner_threads=config.learner.threads * config.learner.world_size,
+            engine_threads=config.rollout.engine.threads,
+        )
+        run = cls(shape, costs, lengths, prompt_tokens, len(steps), _mean(steps, "time/step_s"), _mean(steps, "staleness/mean"))
+        return replace(run, costs=_fitted(run, _occupied_s(steps, shape)))
+
+
+def shape_of(config: RunConfig) -> RunShape:
+    """The settings of a recipe that decide how work flows."""
+    rollout = config.rollout
+    return RunShape(
+        workers=rollout.workers,
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        samples_per_group=rollout.sampling.samples_per_group,
+        slots=rollout.slots_per_worker,
+        max_running_requests=rollout.engine.max_running_requests,
+        retracts=rollout.engine.weight_update_mode == "retract",
+    )
+
+
+def _mean(steps: Sequence[StepMetrics], name: str) -> float:
+    return statistics.fmean(step.get(name, 0.0) for step in steps)
+
+
+def _lengths(folder: RunFolder, steps: Sequence[StepMetrics], max_tokens: int) -> AnswerLengths:
+    """Those of the answers kept as text, one of each of a batch's first groups; without enough of them the steps' means."""
+    first = steps[0].step
+    texts = [path.read_text(errors="replace") for path in folder.trajectory_files() if int(path.stem.partition("_")[2]) >= first]
+    found = [length for text in texts for length in map(int, _SAMPLED.findall(text)) if length > 0]
+    if len(found) >= _FEWEST_LENGTHS:
+        return AnswerLengths.like(found, f"{len(found)} answers of {folder.path}", max_tokens=max_tokens)
+    means = [max(1, round(step["length/trained_tokens"])) for step in steps]
+    return AnswerLengths.like(means, f"{folder.path}, each as long as its step's mean", max_tokens=max_tokens)
+
+
+def _occupied_s(steps: Sequence[StepMetrics], shape: RunShape) -> float:
+    """Seconds of a step in which an engine had a request, all engines together."""
+    return shape.workers * statistics.fmean((1 - step["wait/rollout_share"]) * step["time/step_s"] for step in steps)
+
+
+def _handover_s(steps: Sequence[StepMetrics], shape: RunShape) -> float:
+    """Where rollouts are ahead, a quick step's wait is the way of its batch alone; in a synchronous run what isn't sampling or sync."""
+    waits = sorted(step["wait/learner_s"] for step in steps)
+    if shape.max_staleness:
+        return waits[len(waits) // 10]
+    occupied_s = [(1 - step["wait/rollout_share"]) * step["time/step_s"] for step in steps]
+    return max(0.0, statistics.median(waits) - _mean(steps, "time/sync_s") - statistics.median(occupied_s))
+
+
+def _first_guess(folder: RunFolder, steps: Sequence[StepMetrics], shape: RunShape) -> DecodeSpeed:
+    """At as many requests as an engine can have. At fewer by an evaluation before or after training, if that asked half as much or less."""
+    tokens = statistics.fmean(step["throughput/rollout_tokens_per_s"] * step["time/step_s"] for step in steps)
+    places = (shape.max_staleness + 1) * shape.groups_per_step * shape.samples_per_group
+    most = max(1, min(shape.max_running_requests, shape.slots * shape.samples_per_group, places // shape.workers))
+    points = [(most, tokens / _occupied_s(steps, shape))]
+    alone = [e for e in folder.read_evaluations() if e.step in (0, steps[-1].step) and e.get("held_out/seconds", 0.0) > 0]
+    asked = [(round(e["held_out/problems"] / shape.workers), e) for e in alone]
+    if few := [(number, e) for number, e in asked if 0 < number <= most // 2]:
+        rates = [(number, e["held_out/response_tokens"] * number / e["held_out/seconds"]) for number, e in few]
+        points.insert(0, max(rates, key=lambda point: point[1]))
+    return DecodeSpeed(tuple(points))
+
+
+def _fitted(run: MeasuredRun, occupied_s: float) -> RunCosts:
+    """Costs with the speed at which a simulation of the run has its engines at work for `occupied_s` a step, all together."""
+    costs = run.costs
+    for _ in range(_ROUNDS):
+        found = simulate(run.shape, costs, run.lengths.afresh(), prompt_tokens=run.prompt_tokens, steps=min(run.steps, 20))
+        ratio = found.occupied_s / found.steps / occupied_s
+        if abs(ratio - 1) < _CLOSE:
+            break
+        *few, (number, rate) = costs.decode.points
+        costs = replace(costs, decode=DecodeSpeed((*few, (number, rate * ratio))))
+    return costs
