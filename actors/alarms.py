@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from actors.config import RunConfig
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
+from correction.replacement import breaks_at_an_alarm
 
 _MADE_WORSE_BY_BOUNDS = ("rejected_share", "broken_tokens")
 """Symptoms that narrower bounds would only add to."""
@@ -58,6 +59,9 @@ class AlarmResponse:
             notes.append("the correction is the configured one, which has changed since an earlier alarm put another in its place")
         if self._config.monitor.on_alarm != "none":
             notes.append(f"at the first alarm of the early warning: {self._plan()}")
+        after = self._config.correction_after_alarm()
+        if after is not None and (reason := breaks_at_an_alarm(after)) is not None:
+            notes.append(f"warning: what monitor.on_alarm = {self._config.monitor.on_alarm} puts in place would not hold then: {reason}")
         return notes
 
     def take(self, events: Iterable[Event]) -> None:

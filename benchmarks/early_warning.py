@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sides import Peer, options
 from correction.monitor import Monitor, MonitorConfig, State
+from correction.symptoms import Symptom
 from lab.recorded_runs import SERIES, Run, load_runs
 
 RLWATCH = Peer("rlwatch", "rlwatch_worker.py", (("rlwatch==0.5.1",),))
@@ -279,6 +280,64 @@ def first_words(runs: Sequence[Run], warnings: Sequence[Sequence[Warned]]) -> st
     return "; ".join(f"{condition}: " + ", ".join(f"{what} {n}" for what, n in found.items()) for condition, found in counts.items())
 
 
+# -- signal by signal ----------------------------------------------------------------------------------------------------
+
+
+def _falling(name: str) -> Callable[[Mapping[str, float]], float | None]:
+    """What grows when a number falls; at 0 it has grown without bound."""
+    return lambda numbers: None if name not in numbers else 1 / max(numbers[name], 1e-9)
+
+
+SIGNALS: dict[str, tuple[Callable[[Mapping[str, float]], float | None], float]] = {
+    "mismatch k3": (lambda numbers: numbers.get("mismatch_k3_kl"), 1e-9),
+    "k3": (lambda numbers: numbers.get("k3_kl"), 1e-9),
+    "bad updates": (lambda numbers: numbers.get("bad_update_share"), 5e-3),
+    "gradient norm": (lambda numbers: numbers.get("grad_norm"), 1e-3),
+    "entropy falls": (_falling("entropy"), 1e-3),
+}
+"""What is followed, alone, with the monitor's own thresholds, and its offset."""
+LOST = 0.8
+"""Of the best mean reward of 5 steps so far, under which the reward has visibly fallen."""
+
+
+def first_watch(run: Run, signal: str) -> int | None:
+    """First step, since its onset if it has one, in which a signal alone is watched; None: never, or its level stays without a start."""
+    read, offset = SIGNALS[signal]
+    monitor = Monitor(symptoms=(Symptom(signal, "", "", offset=offset),))
+    for step in range(run.steps):
+        value = read(run.numbers(step))
+        if value is not None:
+            monitor.update(step, {signal: value})
+        if step >= (run.onset or 0) and monitor.state is not State.OK:
+            return step
+    return None
+
+
+def reward_falls(run: Run) -> int | None:
+    """First step since its onset, if it has one, at which the mean reward of the last 5 steps is under LOST of the best such mean."""
+    means = [statistics.fmean(run.outcome[max(0, step - 4) : step + 1]) for step in range(run.steps)]
+    best = list(itertools.accumulate(means, max))
+    return next((step for step in range(max(run.onset or 0, 5), run.steps) if means[step] < LOST * best[step]), None)
+
+
+def by_signal(runs: Sequence[Run]) -> str:
+    """Median steps from the onset to the first watch, over the collapsed runs of a condition that have one before the collapse."""
+    names = [*SIGNALS, f"reward -{1 - LOST:.0%}"]
+    lines = ["| condition | " + " | ".join(names) + " | collapse |", "| " + " | ".join(["---"] * (len(names) + 2)) + " |"]
+    for condition in dict.fromkeys(run.condition for run in runs):
+        mine = [run for run in runs if run.condition == condition]
+        lost = [run for run in mine if run.collapse is not None]
+        cells = []
+        for name in names:
+            steps = [(run, first_watch(run, name) if name in SIGNALS else reward_falls(run)) for run in lost or mine]
+            seen = [step - (run.onset or 0) for run, step in steps if step is not None and (run.collapse is None or step < run.collapse)]
+            share = f"{len(seen)} of {len(steps)}"
+            cells.append(f"{half_steps(statistics.median(seen))} ({share})" if seen and lost else share)
+        after = [run.collapse - (run.onset or 0) for run in lost if run.collapse is not None]
+        lines.append(f"| {condition} | " + " | ".join(cells) + f" | {half_steps(statistics.median(after)) if after else 'none'} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--series", type=Path, default=SERIES)
@@ -293,9 +352,12 @@ def main() -> None:
             systems |= {f"rlwatch, KL {kind}": functools.partial(rlwatch_warnings, ask, runs, kl) for kind, kl in RLWATCH_KL.items()}
         systems = {name: functools.cache(system) for name, system in systems.items()}
         for title, scored in (("odd seeds", held_out), ("fresh seeds", fresh)):
+            if not scored:
+                continue
             print(f"\n{title}: {len(scored)} runs\n\n{compare(runs, systems, fitted, scored)}")
             for name, system in systems.items():
                 print(f"\n{name}, as shipped, said first: {first_words(of(runs, scored), of(system(Setting()), scored))}")
+    print(f"\nsteps from the onset to the first watch, one signal at a time:\n\n{by_signal(runs)}")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,21 @@ from word_reward import share_of_words
 
 # The same for all runs, and as evenkeel has it.
 SETTINGS: dict[str, Any] = {
-    "temperature": 1.0, "beta": 0.0, "loss_type": "dapo", "shuffle_dataset": False,
-    "adam_beta1": 0.9, "adam_beta2": 0.99, "weight_decay": 0.0, "max_grad_norm": 1.0,
-    "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
-    "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+    "temperature": 1.0,
+    "beta": 0.0,
+    "loss_type": "dapo",
+    "shuffle_dataset": False,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
 }
 
 

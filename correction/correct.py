@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch, batch_slices
+from correction.batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
 from correction.choices import DenominatorKind, ProximalSource
 from correction.config import CorrectionConfig
 from correction.decision import BatchView, decide, needs_all_tokens, no_counts
@@ -21,6 +21,7 @@ from correction.denominators import sequence_scale
 from correction.errors import ConfigError, DataError
 from correction.importance import normalizer, weight_sums
 from correction.ratios import Logprobs
+from correction.rejection import MOST, narrow_bounds
 from correction.schedule import Schedule, Stage, fold_obstacle, uses_proximal
 from correction.segments import running_counts
 
@@ -84,6 +85,7 @@ def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool)
         weights *= normalizer(*sums.tolist())
     if int(keep.count_nonzero()) == 0 and bool(batch.loss_mask.any()):
         warnings.warn("correction: every token of the batch was rejected; its policy loss is 0", stacklevel=3)
+    _warn_of_narrow_bounds(batch, proximal, counts)
     corrected = CorrectedBatch(
         batch=batch,
         importance_weights=_modulate_early(weights, batch, proximal, config),
@@ -93,6 +95,14 @@ def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool)
         counts=counts,
     )
     return replace(corrected, token_scale=_batch_scale(corrected, config, schedule))
+
+
+def _warn_of_narrow_bounds(batch: PackedBatch, proximal: Tensor | None, counts: DecisionCounts) -> None:
+    """Name each criterion that leaves out most of the batch, with what the ratios are like. proximal: [N] nats."""
+    for label, (looked_at, dropped) in counts.by_criterion().items():
+        if proximal is not None and dropped > MOST * looked_at:
+            log_ratio = (proximal - batch.behavior_logprobs)[batch.loss_mask]
+            warnings.warn(narrow_bounds(label, dropped / looked_at, log_ratio[log_ratio.isfinite()]), stacklevel=4)
 
 
 def for_step(corrected: CorrectedBatch, sequences: Sequence[int], config: CorrectionConfig) -> CorrectedBatch:

@@ -18,7 +18,17 @@ from correction.errors import DataError
 from correction.importance import bounded_weights, staleness_bound
 from correction.parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
 from correction.ratios import Logprobs, aggregate_log_ratio, bounded_exp
-from correction.rejection import has_sign, log_bound, second_moment_keep, token_statistic, topk_statistic, unit_statistic, veto_keep, within
+from correction.rejection import (
+    allowing_for,
+    has_sign,
+    log_bound,
+    second_moment_keep,
+    token_statistic,
+    topk_statistic,
+    unit_statistic,
+    veto_keep,
+    within,
+)
 from correction.schedule import Schedule, Stage, effective_ratio
 from correction.segments import Levels, Segments, masked, where_finite
 from correction.staleness import token_staleness
@@ -133,9 +143,7 @@ def no_counts(config: CorrectionSettings, device: torch.device | str = "cpu") ->
     return DecisionCounts(labels, torch.zeros(2 * len(labels) + len(UNIT_COUNTS), dtype=torch.float64, device=device))
 
 
-def _count(
-    view: BatchView, results: dict[int, CriterionResult], by_unit: UnitWeights | None, config: CorrectionSettings
-) -> DecisionCounts:
+def _count(view: BatchView, results: dict[int, CriterionResult], by_unit: UnitWeights | None, config: CorrectionSettings) -> DecisionCounts:
     """Tokens that each criterion drops, and units whose weight is not their ratio."""
     counts = no_counts(config, view.mask.device)
     criteria, looked_at = len(counts.labels), view.mask.count_nonzero()
@@ -217,6 +225,8 @@ def _apply_criterion(view: BatchView, criterion: CriterionConfig, config: Correc
     lower, upper = _bounds(view, criterion, segments)
     if criterion.statistic is Statistic.RATIO:
         lower, upper = log_bound(lower), log_bound(upper)
+    if criterion.usual_kl is not None:
+        lower, upper = allowing_for(lower, upper, kl=criterion.usual_kl, tokens=segments.sum(view.mask.double()))
     units = unit_statistic(values, view.mask, segments, criterion.level)
     keep = within(units, lower=lower, upper=upper, is_open=criterion.is_open)
     if criterion.side is not AdvantageSign.ANY:
@@ -241,9 +251,7 @@ def divergence_of_tokens(view: BatchView, statistic: Statistic, ratio: Ratio) ->
             "(PackedBatch.topk_ids, topk_logprobs) and give policy_loss target_topk_logprobs, or take the binary form."
         )
     behavior, target = (batch.topk_logprobs, denominator), (view.target_topk_logprobs, numerator)
-    return topk_statistic(
-        statistic, token_ids=batch.token_ids, topk_ids=batch.topk_ids, behavior=behavior, target=target, mask=view.mask
-    )
+    return topk_statistic(statistic, token_ids=batch.token_ids, topk_ids=batch.topk_ids, behavior=behavior, target=target, mask=view.mask)
 
 
 def _apply_veto(view: BatchView, veto: VetoConfig, config: CorrectionSettings) -> CriterionResult:

@@ -1,9 +1,13 @@
 """Early warning: the diagnostics of a run against the run's own start.
 
-Mismatch is the earliest sign of a collapse, before entropy and gradient norm. Each symptom is followed on a log scale. Its level
-is the median of the last steps against the median of the first ones; the last two steps alone are held against them as well, for jumps; its
-trend is the median of all slopes between two of the last steps (Theil-Sen). All are held against the scatter of the first steps, and must
-be large in themselves: a tiny change is no event, however certain. An event says when a symptom's state changes; others act on it.
+Each symptom is followed on a log scale. Its level is the median of the last steps against the median of the first ones; the last two
+steps alone are held against them as well, for jumps; its trend is the median of all slopes between two of the last steps (Theil-Sen). All
+are held against the scatter of the first steps, and must be large in themselves: a tiny change is no event, however certain. An event says
+when a symptom's state changes; others act on it.
+
+What comes first was measured for the KL of stale tokens: on recorded collapses it warns with bad updates or before, then gradient norm and
+reward, entropy last. That mismatch at equal weights comes first is what papers report (correction.findings); those runs had none to follow.
+Entropy alone is no symptom: it falls in most runs that go well.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
 alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 6 runs where a step keeps 0.8 of the one before), and as few
@@ -22,10 +26,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from correction.errors import ConfigError
 from correction.quantities import BUCKET_EDGES
+from correction.reference_levels import LEVELS
 from correction.settings import Settings
+from correction.symptoms import SYMPTOMS, Symptom
 
 _MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
@@ -70,81 +77,16 @@ class MonitorConfig(Settings):
     """The same for an alarm."""
     patience: int = Field(default=2, ge=1)
     """Steps in a row that a new state must hold before it is an event."""
+    setting: str | None = None
+    """What engine and learner are, by a name of correction.reference_levels (dense_bfloat16 ...): mismatch above its alarm level is an
+    alarm while the run has no start of its own to compare with, or one that was above it already. Unset: the run's own start is all."""
 
-
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """A diagnostic that is followed."""
-
-    name: str
-    """Of correction.quantities.DIAGNOSTICS."""
-    meaning: str
-    """What is wrong when it grows."""
-    remedy: str
-    """What to try."""
-    offset: float = 1e-12
-    """Added before the log: growth is not measured below it."""
-    is_share_missing: bool = False
-    """True: 1 - value is followed, for what is 1 when all is well."""
-    limit: float | None = None
-    """Value that is an alarm at once, whatever the run is used to."""
-    implied_by: str | None = None
-    """Symptom that explains this one: while it is in the same state or a worse one, this one is silent."""
-
-    def quantity(self, value: float) -> float:
-        """What is followed, >= 0."""
-        return max(1 - value if self.is_share_missing else value, 0.0)
-
-    def is_over_limit(self, value: float) -> bool:
-        return self.limit is not None and self.quantity(value) >= self.limit
-
-
-SYMPTOMS = (
-    Symptom(
-        "mismatch_k3_kl",
-        "engine and learner disagree at the same weights",
-        "compare dtypes and weight checksums of both, raise the engine's precision, or set correction.preset: icepop or mis-geometric",
-        offset=1e-9,
-    ),
-    Symptom(
-        "k3_kl",
-        "the sampled tokens are off-policy",
-        "lower max_staleness, or set correction.preset: mis-geometric",
-        offset=1e-9,
-        implied_by="mismatch_k3_kl",
-    ),
-    Symptom(
-        "ess_token",
-        "a few tokens carry most of the batch's weight",
-        "truncate importance weights (correction.preset: tis-token or mis-full)",
-        offset=1e-3,
-        is_share_missing=True,
-        limit=0.95,
-        implied_by="k3_kl",
-    ),
-    Symptom(
-        "rejected_share",
-        "rejection leaves out more and more of the batch",
-        "find the cause before widening the bounds: lower max_staleness or the learning rate",
-        offset=0.02,
-        limit=0.9,
-        implied_by="k3_kl",
-    ),
-    Symptom(
-        "drift_k3_kl",
-        "each update moves the policy further than the early ones did",
-        "lower the learning rate, or take fewer optimizer steps per batch",
-        offset=1e-9,
-    ),
-    Symptom(
-        "bad_update_share",
-        "tokens that the learner finds very unlikely are pushed down further",
-        "set correction.preset: dppo-binary-tv, or tighten the lower clip",
-        offset=5e-3,
-    ),
-    Symptom("broken_tokens", "logprobs or advantages are not finite", "look for overflow in engine or learner", offset=1.0, limit=1.0),
-)
-"""What is followed unless a monitor is given others."""
+    @field_validator("setting")
+    @classmethod
+    def _is_listed(cls, setting: str | None) -> str | None:
+        if setting is not None and setting not in LEVELS:
+            raise ConfigError(f"monitor.thresholds.setting = {setting}: no level is known for it. Take one of {', '.join(LEVELS)}.")
+        return setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +223,7 @@ class Monitor:
 
     def _state_now(self, symptom: Symptom, value: float) -> State:
         """The state according to this step's numbers alone."""
-        if not math.isfinite(value) or symptom.is_over_limit(value):
+        if not math.isfinite(value) or symptom.is_over_limit(value) or self._is_over_reference(symptom, value):
             return State.ALARM
         series = self._series[symptom.name]
         part = self._config
@@ -293,6 +235,13 @@ class Monitor:
             return State.WATCH
         shift, error = self._shift(series, part.level_steps)
         return State.WATCH if shift >= 2 * error and self._rises(series) else State.OK
+
+    def _is_over_reference(self, symptom: Symptom, value: float) -> bool:
+        """Mismatch is above what is published for the setting, and the run has no better start to be compared with."""
+        if self._config.setting is None or symptom.name != "mismatch_k3_kl" or value < LEVELS[self._config.setting].alarm:
+            return False
+        series = self._series[symptom.name]
+        return not series.is_ready(self._config) or statistics.median(series.first) >= math.log(LEVELS[self._config.setting].alarm)
 
     def _is_up(self, series: _Series, growth: float, deviations: float) -> bool:
         """The level of the last steps, many or the few that show a jump, exceeds the start's by the growth and by the deviations."""
@@ -333,7 +282,8 @@ class Monitor:
         if state is State.OK:
             message = f"{symptom.name} = {value:.3g} is back at its usual level"
         else:
-            message = f"{symptom.name} = {value:.3g}{self._history(symptom, growth)}{self._place(symptom.name)}: "
+            message = f"{symptom.name} = {value:.3g}{self._history(symptom, growth)}{self._reference(symptom, value)}"
+            message += f"{self._place(symptom.name, diagnostics)}: "
             message += f"{symptom.meaning}; {symptom.remedy}"
         return Event(step, symptom.name, state, value, growth, message)
 
@@ -345,9 +295,21 @@ class Monitor:
         recent = math.exp(theil_sen(list(series.last)) * (len(series.last) - 1))
         return f", {what} of steps {series.first_steps[0]} to {series.first_steps[-1]} ({recent:.1f}x in the last {len(series.last)} steps)"
 
-    def _place(self, name: str) -> str:
-        """Which tokens it is in, as far as the numbers tell."""
+    def _reference(self, symptom: Symptom, value: float) -> str:
+        if self._config.setting is None or not math.isfinite(value) or not self._is_over_reference(symptom, value):
+            return ""
+        level = LEVELS[self._config.setting]
+        return f", above {level.alarm:.2g}, the alarm level for {level.text} ({level.low:.2g} to {level.high:.2g} is usual)"
+
+    def _place(self, name: str, diagnostics: Mapping[str, float]) -> str:
+        """Which tokens it is in, or which criterion does it, as far as the numbers tell."""
         words = []
+        by = {label: share for label, share in diagnostics.items() if label.startswith("rejected_by_")}
+        if name == "rejected_share" and by:
+            worst = max(by, key=lambda label: by[label])
+            words.append(f"{by[worst]:.0%} by {worst.removeprefix('rejected_by_')}")
+            if "log_ratio_mean" in diagnostics:
+                words.append(f"at a mean log rho of {diagnostics['log_ratio_mean']:.2g}")
         if name == "k3_kl":
             fresh, stale = self._growth("mismatch_k3_kl"), self._growth("stale_k3_kl")
             if stale >= self._config.watch_growth and not fresh >= math.sqrt(self._config.watch_growth):

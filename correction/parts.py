@@ -93,6 +93,9 @@ class CriterionConfig(Settings):
     """Sign of the advantage of the tokens that it is applied to: any, negative (OPSM), positive."""
     is_open: bool = False
     """A value that equals a bound is rejected; false: it is accepted."""
+    usual_kl: float | None = Field(default=None, gt=0)
+    """Ratios at geometric level alone: the KL that is to be expected, nats, such as mismatch_k3_kl shows. The band is then moved to where
+    geometric means lie, by exp(-usual_kl), and widened by 3 standard errors of a mean over n tokens, sqrt(2 usual_kl / n)."""
 
     @property
     def label(self) -> str:
@@ -108,6 +111,8 @@ class CriterionConfig(Settings):
             raise ConfigError("rejection by second_moment works on tokens and takes upper (the budget, 0.04 in M2PO) alone.")
         if self.statistic in TOPK_STATISTICS and self.ratio is not Ratio.Q:
             raise ConfigError(f"rejection by {self.statistic}: top-K logprobs exist for behaviour and target alone. Set ratio: q.")
+        if self.usual_kl is not None and (self.statistic is not Statistic.RATIO or self.level is not RejectionLevel.GEOMETRIC):
+            raise ConfigError(f"rejection {self.label}: usual_kl = {self.usual_kl} is for ratios at level: geometric. Leave it out.")
         _check_order(f"rejection {self.label}", self.lower, self.upper)
         return self
 

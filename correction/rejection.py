@@ -15,6 +15,9 @@ from correction.choices import AdvantageSign, RejectionLevel, Statistic
 from correction.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
 from correction.segments import Segments, masked
 
+MOST = 0.9
+"""Share of the tokens above which it is warned of that one criterion rejects them."""
+
 
 def token_statistic(statistic: Statistic, numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
     """[N] statistic of each token, 0 outside the mask; RATIO and SECOND_MOMENT give the log ratio (bounds follow in log space).
@@ -93,6 +96,21 @@ def log_bound(bound: Tensor | float | None) -> Tensor | float | None:
     return math.log(bound) if bound > 0 else -math.inf
 
 
+def allowing_for(
+    lower: Tensor | float | None, upper: Tensor | float | None, *, kl: float, tokens: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Bounds [U] of a mean log ratio, moved to -kl and widened by 3 standard errors of a mean over so many tokens.
+
+    The mean of log rho over tokens of mu is -KL, and for small gaps its variance is 2 KL: a fixed band round 1 holds neither for a KL above
+    its width nor for short sequences.
+    Args:
+        lower, upper: log bounds (nats).
+        tokens: [U] of each sequence; one without any is outside of nothing.
+    """
+    scatter = 3 * (2 * kl / tokens.clamp(min=1)).sqrt()
+    return (None if lower is None else lower - kl - scatter), (None if upper is None else upper - kl + scatter)
+
+
 def has_sign(advantages: Tensor, sign: AdvantageSign) -> Tensor:
     """[U] bool: units that a criterion looks at. Zero advantage is on neither side."""
     if sign is AdvantageSign.NEGATIVE:
@@ -134,3 +152,23 @@ def veto_keep(values: Tensor, mask: Tensor, segments: Segments, *, lower: float 
     if mask.device.type == "cpu" and not bool(bad.any()):  # as nearly always
         return torch.ones_like(mask)
     return ~segments.spread(segments.any(bad))
+
+
+def narrow_bounds(label: str, share: float, log_ratio: Tensor) -> str:
+    """One sentence for a criterion that rejects MOST of a batch, which then teaches little.
+
+    Args:
+        label: of the criterion.
+        share: rejected, of the tokens that it looked at.
+        log_ratio: [n] log of proximal / behaviour of the trained tokens (nats); over tokens of mu its mean is minus their KL.
+    """
+    mean = float(log_ratio.double().mean()) if log_ratio.numel() else math.nan
+    reason = ""
+    if f"_{RejectionLevel.GEOMETRIC.value}_" in label:
+        reason = f": geometric means lie round {math.exp(mean):.4f}, long answers closely"
+    elif f"_{RejectionLevel.SEQUENCE.value}_" in label:
+        reason = f": a product over n tokens lies round exp({mean:.2g} n)"
+    return (
+        f"correction: {label} rejects {share:.1%} of the tokens, at a mean log ratio of {mean:.2g}{reason}. "
+        "Bound ratios of tokens instead (correction.preset: tis-token), or widen the bounds"
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from correction.choices import Statistic
+from correction.choices import Level, RejectionLevel, Statistic, WeightMode
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.methods import preset_settings
@@ -17,6 +18,8 @@ from correction.settings import Settings
 
 P = TypeVar("P", bound=Settings)
 
+LARGEST_KL = 0.1
+"""Nats between engine and learner up to which a correction should hold: the end of what is published for runs (reference_levels.py)."""
 _OF_THE_RUN = ("advantage", "kl", "entropy_coefficient")
 """What a run optimises, rather than how it is corrected: kept where the new preset says nothing about it."""
 
@@ -68,6 +71,29 @@ def check_replaceable(before: CorrectionConfig, after: CorrectionConfig) -> None
             "it needs the engines' top-K logprobs, which they keep from the start, and only if the correction that the run begins with "
             "needs them. Choose a binary form, such as dppo-binary-tv"
         )
+
+
+def breaks_at_an_alarm(config: CorrectionConfig) -> str | None:
+    """Why this correction would leave out most of a batch when the KL has grown, in one sentence; None: it wouldn't.
+
+    benchmarks/remedies.py has the shares: of bands on geometric means nothing is left at a KL beyond them, of products of ratios hardly
+    anything at a KL times the length above 1.
+    """
+    for criterion in config.rejection:
+        if criterion.statistic is not Statistic.RATIO or criterion.usual_kl is not None:
+            continue
+        if criterion.level is RejectionLevel.GEOMETRIC and criterion.lower is not None and criterion.lower > math.exp(-LARGEST_KL):
+            return (
+                f"its band on geometric means leaves out nearly every answer once the KL exceeds {-math.log(criterion.lower):.2g} nats; "
+                "take a preset on tokens, such as dppo-binary-tv or tis-token"
+            )
+    products = [criterion.level is RejectionLevel.SEQUENCE and criterion.statistic is Statistic.RATIO for criterion in config.rejection]
+    if any(products) or (config.importance.mode is not WeightMode.OFF and config.importance.level is Level.SEQUENCE):
+        return (
+            "it weighs or bounds products of ratios, which leave next to nothing of answers of more than 1 / KL tokens; "
+            "take a preset on tokens, such as dppo-binary-tv or tis-token"
+        )
+    return None
 
 
 def reason_of(error: ValidationError) -> str:

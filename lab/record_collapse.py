@@ -1,17 +1,26 @@
 """Records the metric series for benchmarks/early_warning.py: real runs of a nano model that are disturbed, and others that are not.
 
     python lab/record_collapse.py --model /tmp/early-warning-model --seeds 0-11        # about half a minute a run, on one core
+    python lab/record_collapse.py --model /tmp/early-warning --engines bfloat16,float16,float8 --conditions healthy,learning_rate \\
+        --seeds 0-9 --folder benchmarks/series/mismatch                                # mismatch of the engines, at staleness 0
 
 All runs are alike until their onset, a step from 30 to 49 that the seed decides: preset decoupled-ppo with two optimizer steps per
-batch, so that importance weights have no bound, max_staleness 1, learning rate 5e-4. From then on the disturbance grows for
-20 steps, and stays:
+batch, so that importance weights have no bound, and learning rate 5e-4. From then on the disturbance grows for 20 steps, and stays:
 
     healthy         none
     learning_rate   to ten times the rate
     staleness       max_staleness 1 to 8, and four times the rate: at the plain rate a queue of 8 batches slows the run without ending it
     noise           Gaussian noise of standard deviation 0 to 3 on the engine's logprobs, and four times the rate, for the same reason
 
-Runs that are there already are left out, so an interrupted recording goes on where it stopped.
+The engine decides what the gap between mu and pi_prox is made of. The learner computes in float32, always:
+
+    float32         the learner's arithmetic; max_staleness 1: all that is seen is staleness
+    bfloat16, float16   weights, cache and arithmetic of the engine in that format; every batch is fresh: all that is seen is mismatch
+    float8          the same in bfloat16, and the projections' weights rounded to float8 e4m3 with one scale a tensor before they are sent
+    float8_blocks   with one scale for each block of 32 x 32, as block-wise formats have (128 x 128 on models of usual width)
+    moe_bfloat16    bfloat16, and 8 experts of which each token goes to 2
+
+Runs that are there already are left out, and a run is written when it is done: an interrupted recording goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -29,11 +38,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch import Tensor
 
 from correction import CorrectionConfig
 from correction.advantages import group_advantages
-from lab.kept_engines import KeptEngines, RunSettings, recipe
-from lab.recorded_runs import SERIES, write_run
+from correction.engines.weight_bucket import WeightBucket
+from lab.kept_engines import KeptEngines, RunSettings, _Run, recipe
+from lab.recorded_runs import SERIES, RecordedBatch, write_run
 from learner.learner_rank import LearnerRank
 from rollout.trajectory import Group
 
@@ -43,9 +54,12 @@ CORRECTION = CorrectionConfig(preset="decoupled-ppo", kl={"coefficient": 1e-9, "
 """The penalty has no weight: it is there for its number, the KL to the start, which rlwatch reads."""
 OVERRIDES = ("dynamic_sampling=false", "learner.learning_rate=5e-4", "learner.warmup_steps=20")
 DIGITS = 5
+BATCH_STEPS = (0, 29, STEPS - 1)
+"""Of seed 0: steps of which the batch's logprobs are recorded too; the second is the last that no onset has touched."""
 
 KEPT = (
     *("k3_kl", "mismatch_k3_kl", "stale_k3_kl", "drift_k3_kl", "target_k1_kl", "target_k3_kl", "chi2_token", "log_ratio_std", "rho_max"),
+    *("mismatch_log_ratio_mean", "mismatch_log_ratio_std", "mismatch_rho_std", "mismatch_rho_max", "mismatch_pearson"),
     *("ess_token", "ess_sequence", "bad_update_share", "broken_tokens", "rejected_share", "pearson", "probability_gap_mean"),
     *("perplexity_ratio", "staleness_mean", "bucket_rho_std_0", "bucket_rho_std_1", "bucket_rho_std_2", "bucket_rho_std_3"),
     *("bucket_rho_std_4", "entropy", "grad_norm", "loss", "learning_rate", "reward_mean", "reward_std", "advantage_std", "skipped_steps"),
@@ -71,13 +85,47 @@ CONDITIONS = {
 }
 
 
+@dataclass(frozen=True)
+class SamplingEngine:
+    """What samples."""
+
+    overrides: tuple[str, ...] = ()
+    """Of the recipe."""
+    max_staleness: int = 0
+    """Of an undisturbed run."""
+    float8_block: int | None = None
+    """Rows and columns that share a scale when the projections' weights are rounded to float8; 0: the whole tensor; None: not rounded."""
+
+    def model(self, folder: Path, name: str) -> Path:
+        """Folder of the start model: one of its own if its architecture is."""
+        return folder.with_name(f"{folder.name}-{name}") if any(one.startswith("init.") for one in self.overrides) else folder
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Those that leave its gap what it is: none but float32 is made stale or given noise."""
+        return tuple(CONDITIONS) if self.max_staleness else ("healthy", "learning_rate")
+
+
+BFLOAT16 = ("rollout.engine.dtype=bfloat16",)
+EXPERTS = ("experts=8", "experts_per_token=2", "intermediate_size=96", "tie_word_embeddings=false")
+ENGINES = {
+    "float32": SamplingEngine(max_staleness=1),
+    "bfloat16": SamplingEngine(BFLOAT16),
+    "float16": SamplingEngine(("rollout.engine.dtype=float16",)),
+    "float8": SamplingEngine(BFLOAT16, float8_block=0),
+    "float8_blocks": SamplingEngine(BFLOAT16, float8_block=32),
+    "moe_bfloat16": SamplingEngine((*BFLOAT16, *(f"init.architecture.{one}" for one in EXPERTS))),
+}
+_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
 def onset_of(seed: int) -> int:
     """Step at which the disturbance begins; 7 and 20 have no common factor, so that 20 seeds have 20 onsets."""
     return 30 + 7 * seed % 20
 
 
 def at_step(disturbance: Disturbance, step: int, onset: int) -> Disturbance:
-    """As far as it has grown: linearly over the ramp."""
+    """As far as it has grown from an undisturbed float32 run: linearly over the ramp."""
     share = min(max((step - onset + 1) / RAMP_STEPS, 0.0), 1.0)
     return Disturbance(
         rate_factor=1 + share * (disturbance.rate_factor - 1),
@@ -86,8 +134,41 @@ def at_step(disturbance: Disturbance, step: int, onset: int) -> Disturbance:
     )
 
 
+def in_float8(weight: Tensor, block: int) -> Tensor:
+    """A weight [rows, columns] at the nearest float8 e4m3 times the scale of its block, in its own dtype.
+
+    Args:
+        block: rows and columns that share a scale, by which their largest entry becomes the format's largest number; 0: one for all.
+    """
+    rows, columns = weight.shape
+    height, width = (block or rows), (block or columns)
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
+    blocks = padded.unflatten(0, (-1, height)).unflatten(2, (-1, width))  # [blocks, height, blocks, width]
+    scale = (blocks.abs().amax((1, 3), keepdim=True) / _FLOAT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(weight.dtype)
+
+
+def is_projection(name: str) -> bool:
+    """Of attention and MLP, which float8 engines keep in float8; embeddings, head, norms and routers stay as they are."""
+    return name.endswith("_proj.weight")
+
+
 class Recorder(KeptEngines):
     """Kept engines whose runs change their settings on the way."""
+
+    kind = SamplingEngine(max_staleness=1)
+    """Of the engine that was started."""
+    batches: dict[int, RecordedBatch]
+    """Of the last run, by step."""
+
+    def _sync(self, run: _Run) -> float:
+        """Send the weights in the engine's format, to which the learner's are rounded."""
+        began = time.monotonic()
+        dtype = getattr(torch, self.config.rollout.engine.dtype.replace("auto", "float32"))
+        buckets = [rounded_bucket(bucket, dtype, self.kind.float8_block) for bucket in run.learner.weight_buckets()]
+        self._loop.run(self.engine.update_weights(run.version, buckets))
+        return time.monotonic() - began
 
     def record(self, disturbance: Disturbance, *, seed: int, steps: int) -> list[dict[str, float]]:
         """One run; the numbers of each step."""
@@ -95,19 +176,21 @@ class Recorder(KeptEngines):
         self._sync(run)
         position = seed * 1_000_003
         waiting: deque[list[Group]] = deque()
-        numbers = []
+        numbers, self.batches = [], {}
         for step in range(steps):
             now = at_step(disturbance, step, onset_of(seed))
             set_learning_rate(run.learner, self.config.learner.learning_rate * now.rate_factor)
             run.settings = replace(run.settings, mu_noise=now.mu_noise)
             sampled = []
             # One batch for the one that is trained, and more of them while the queue grows.
-            while len(waiting) < now.max_staleness + 1:
+            while len(waiting) <= (now.max_staleness if self.kind.max_staleness else 0):
                 groups, _ = self._loop.run(self._sample(position, run))
                 position += self.config.groups_per_step
                 waiting.append(groups)
                 sampled.append(groups)
             groups = waiting.popleft()
+            if seed == 0 and step in BATCH_STEPS:
+                self.batches[step] = logprobs_of(run, groups)
             mine = run.step(step, groups) | batch_numbers(groups)
             mine["sampled_reward"] = statistics.fmean(reward for groups in sampled for reward in rewards_of(groups))
             mine["reference_kl"] = mine["loss/penalty_kl"]
@@ -116,10 +199,27 @@ class Recorder(KeptEngines):
         return numbers
 
 
+def rounded_bucket(bucket: WeightBucket, dtype: torch.dtype, block: int | None) -> WeightBucket:
+    """The bucket in the engine's dtype; its projections in float8 before that, unless block is None."""
+    tensors = {name: in_float8(one, block) if block is not None and is_projection(name) else one for name, one in bucket.tensors().items()}
+    return WeightBucket.of({name: one.to(dtype) for name, one in tensors.items()})
+
+
 def set_learning_rate(learner: LearnerRank, rate: float) -> None:
     """From the next step on. A run has no use for this; Megatron's schedule reads the rate of a parameter group if there is one."""
     for group in learner._require().optimizer._optimizer.param_groups:
         group["max_lr"] = rate
+
+
+def logprobs_of(run: _Run, groups: list[Group]) -> RecordedBatch:
+    """mu and pi_prox of the tokens that are about to be trained."""
+    batch = run.packed(groups)
+    proximal, mask = run.learner.logprobs(batch), batch.loss_mask
+    lengths = [int(part.sum()) for part in mask.split(batch.lengths.tolist())]
+    behavior, own, advantages = (
+        [rounded(value, 9) for value in values[mask].tolist()] for values in (batch.behavior_logprobs, proximal, batch.advantages)
+    )
+    return {"lengths": lengths, "behavior": behavior, "proximal": own, "advantages": advantages}
 
 
 def rewards_of(groups: Iterable[Group]) -> list[float]:
@@ -140,13 +240,64 @@ def as_series(numbers: list[dict[str, float]]) -> dict[str, list[float | None]]:
     return {name: [rounded(step.get(name)) for step in numbers] for name in KEPT if any(name in step for step in numbers)}
 
 
-def rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{DIGITS}g}")
+def rounded(value: float | None, digits: int = DIGITS) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+@dataclass(frozen=True)
+class WantedRun:
+    """A run to record."""
+
+    engine: str
+    condition: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its condition in the record; a float32 engine isn't named."""
+        return self.condition if self.engine == "float32" else f"{self.engine}-{self.condition}"
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the settings became in the end."""
+        disturbance, onset = asdict(CONDITIONS[self.condition]), None if self.condition == "healthy" else onset_of(self.seed)
+        if ENGINES[self.engine].max_staleness == 0:
+            disturbance["max_staleness"] = 0
+        return disturbance | {"onset": onset, "ramp_steps": RAMP_STEPS, "engine": self.engine}
+
+    def path(self, folder: Path) -> Path:
+        return folder / f"{self.name}-{self.seed:02d}.json.gz"
+
+
+def wanted_runs(engine: str, conditions: Iterable[str], seeds: Iterable[int]) -> list[WantedRun]:
+    """Seed by seed, so that an interrupted recording has runs of every condition."""
+    return [WantedRun(engine, one, seed) for seed in seeds for one in conditions if one in ENGINES[engine].conditions]
+
+
+def record_missing(engine: str, wanted: Iterable[WantedRun], arguments: argparse.Namespace, deadline: float) -> None:
+    """Record those that are not there, by one engine; none is begun after the deadline."""
+    missing = [one for one in wanted if not one.path(arguments.folder).exists()]
+    if not missing or time.monotonic() > deadline:
+        return
+    kind = ENGINES[engine]
+    with Recorder.start(recipe(kind.model(arguments.model, engine), *OVERRIDES, *kind.overrides)) as recorder:
+        assert isinstance(recorder, Recorder)
+        recorder.kind = kind
+        for one in missing:
+            if time.monotonic() > deadline:
+                break
+            if one.path(arguments.folder).exists():  # another recorder has been here
+                continue
+            started = time.monotonic()
+            series = as_series(recorder.record(CONDITIONS[one.condition], seed=one.seed, steps=arguments.steps))
+            write_run(one.path(arguments.folder), one.name, one.seed, one.settings, series, recorder.batches)
+            print(f"{one.path(arguments.folder).name}: {time.monotonic() - started:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of the start model; made if it is not there")
+    parser.add_argument("--engines", default="float32", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--seeds", default="0-11", help="first and last")
     parser.add_argument("--conditions", default=",".join(CONDITIONS))
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -155,24 +306,11 @@ def main() -> None:
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split("-"))
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    wanted = [(seed, condition) for seed in range(first, last + 1) for condition in arguments.conditions.split(",")]
-    missing = [
-        (seed, condition, path) for seed, condition in wanted if not (path := arguments.folder / f"{condition}-{seed:02d}.json.gz").exists()
-    ]
-    if not missing:
-        return
-    began = time.monotonic()
-    with Recorder.start(recipe(arguments.model, *OVERRIDES)) as recorder:
-        for seed, condition, path in missing:
-            if time.monotonic() - began > 60 * arguments.minutes:
-                break
-            if path.exists():  # another recorder has been here
-                continue
-            started = time.monotonic()
-            series = as_series(recorder.record(CONDITIONS[condition], seed=seed, steps=arguments.steps))
-            onset = None if condition == "healthy" else onset_of(seed)
-            write_run(path, condition, seed, asdict(CONDITIONS[condition]) | {"onset": onset, "ramp_steps": RAMP_STEPS}, series)
-            print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    for engine in arguments.engines.split(","):
+        if engine not in ENGINES:
+            parser.error(f"--engines: {engine} is none of {', '.join(ENGINES)}")
+        record_missing(engine, wanted_runs(engine, arguments.conditions.split(","), range(first, last + 1)), arguments, deadline)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import gzip
 import itertools
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ COLLAPSED_SHARE = 0.5
 LASTING = 10
 """Steps, up to the end of the record, that a run must have stayed lost."""
 
+RecordedBatch = dict[str, list[Any]]
+"""Trained tokens of a batch, end to end: `lengths` of the answers, and by token `behavior` and `proximal` (log mu, log pi_prox, nats) and
+`advantages`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -32,6 +36,8 @@ class Run:
     """By name, one value for each step; None where a step had none."""
     onset: int | None = None
     """Step at which its disturbance began."""
+    batches: dict[int, RecordedBatch] = field(default_factory=dict)
+    """By step, where they were recorded."""
 
     @property
     def outcome(self) -> list[float]:
@@ -57,13 +63,22 @@ def load_runs(folder: Path = SERIES) -> list[Run]:
     for path in sorted(folder.glob("*.json.gz")):
         record = json.loads(gzip.decompress(path.read_bytes()))
         series = {current_name(name): values for name, values in record["series"].items()}
-        runs.append(Run(record["condition"], record["seed"], series, record["settings"]["onset"]))
+        batches = {int(step): batch for step, batch in record.get("batches", {}).items()}
+        runs.append(Run(record["condition"], record["seed"], series, record["settings"]["onset"], batches))
     return runs
 
 
-def write_run(path: Path, condition: str, seed: int, settings: dict[str, Any], series: dict[str, list[float | None]]) -> None:
+def write_run(
+    path: Path,
+    condition: str,
+    seed: int,
+    settings: dict[str, Any],
+    series: dict[str, list[float | None]],
+    batches: Mapping[int, RecordedBatch] | None = None,
+) -> None:
     """Compressed JSON (Python's, which knows NaN), whose bytes depend on nothing but the numbers."""
-    text = json.dumps({"condition": condition, "seed": seed, "settings": settings, "series": series}, separators=(",", ":"))
+    record = {"condition": condition, "seed": seed, "settings": settings, "series": series} | ({"batches": batches} if batches else {})
+    text = json.dumps(record, separators=(",", ":"))
     partial = path.with_suffix(".partial")
     partial.write_bytes(gzip.compress(text.encode(), mtime=0))
     partial.rename(path)

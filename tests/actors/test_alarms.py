@@ -34,6 +34,14 @@ def test_nothing_is_done_unless_it_is_asked_for() -> None:
     assert response.decide() is None and response.notes() == []
 
 
+def test_a_replacement_that_would_leave_out_most_at_an_alarm_is_told_at_the_start() -> None:
+    """mis-geometric has a band of 0.001 nats: at an alarm the KL is beyond it. Presets on tokens hold."""
+    notes = AlarmResponse(config(*SWITCH)).notes()
+    assert [note for note in notes if note.startswith("warning: what monitor.on_alarm = switch_preset puts in place would not hold")]
+    assert "once the KL exceeds 0.001 nats" in notes[-1] and "dppo-binary-tv" in notes[-1]
+    assert len(AlarmResponse(config("monitor.on_alarm=switch_preset", "monitor.preset=mis-full")).notes()) == 1
+
+
 def test_only_alarms_count() -> None:
     response = AlarmResponse(config("monitor.on_alarm=stop"))
     response.take([event(state=State.WATCH), event(state=State.OK)])

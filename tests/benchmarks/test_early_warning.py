@@ -122,6 +122,44 @@ def test_a_disturbance_grows_from_its_onset_on():
     assert sorted(onset_of(seed) for seed in range(20)) == list(range(30, 50))
 
 
+def test_weights_are_rounded_to_float8_by_block():
+    """e4m3 has 3 bits after the point: a half step is 1/16 of a number's power of two, and numbers that it holds stay as they are.
+
+    One huge entry pushes a tensor's small ones below half of the least number, 2^-10 x 1e5 / 448 = 0.22, which are 17 % of normal ones;
+    blocks keep that to the 1,024 of 3,840 entries in its own.
+    """
+    import torch
+
+    from lab.record_collapse import in_float8, is_projection
+
+    weight = torch.randn(80, 48, generator=torch.Generator().manual_seed(0))
+    for block in (0, 32):
+        assert float(((in_float8(weight, block) - weight).abs() / weight.abs().clamp(min=0.05)).max()) <= 1 / 16 + 1e-6
+    exact = torch.tensor([[448.0, 1.0, -1.125], [0.0, 2**-6, 26.0]])
+    assert torch.equal(in_float8(exact, 0), exact)
+    weight[0, 0] = 1e5
+    lost = [float((in_float8(weight, block) == 0).float().mean()) for block in (0, 32)]
+    assert 0.15 < lost[0] < 0.2 and lost[1] < 0.4 * lost[0]
+    assert is_projection("model.layers.0.mlp.down_proj.weight") and not is_projection("model.embed_tokens.weight")
+
+
+def test_what_is_recorded_with_which_engine():
+    """Fresh batches for every engine but float32, whose names are as they were; each run in a file of its own."""
+    from pathlib import Path
+
+    from lab.record_collapse import ENGINES, wanted_runs
+
+    plain = wanted_runs("float32", ("healthy", "noise"), (3,))
+    assert [one.path(Path()).name for one in plain] == ["healthy-03.json.gz", "noise-03.json.gz"]
+    runs = wanted_runs("float8", ("healthy", "learning_rate", "noise"), (0, 1))
+    names = [one.path(Path()).name for one in runs]
+    assert names == [f"float8-{name}-0{seed}.json.gz" for seed in (0, 1) for name in ("healthy", "learning_rate")]
+    assert runs[1].settings == {
+        "rate_factor": 10.0, "max_staleness": 0, "mu_noise": 0.0, "onset": 30, "ramp_steps": 20, "engine": "float8",
+    }  # fmt: skip
+    assert [name for name, one in ENGINES.items() if one.max_staleness] == ["float32"]
+
+
 @pytest.fixture(scope="module")
 def recorded():
     """The committed runs, and what our monitor says of each."""
@@ -133,6 +171,9 @@ def test_what_is_written_is_what_is_read(tmp_path):
     series = {"k3_kl": [0.5, None, math.inf], "sampled_reward": [1.0, 0.0, 0.5]}
     write_run(tmp_path / "noise-03.json.gz", "noise", 3, {"onset": 41, "ramp_steps": 20}, series)
     assert load_runs(tmp_path) == [Run("noise", 3, series, onset=41)]
+    batch = {"lengths": [2], "behavior": [-0.5, -1.0], "proximal": [-0.5, -1.1], "advantages": [1.0, 1.0]}
+    write_run(tmp_path / "noise-03.json.gz", "noise", 3, {"onset": 41, "ramp_steps": 20}, series, {29: batch})
+    assert load_runs(tmp_path)[0].batches == {29: batch}
 
 
 def test_recorded_runs_by_outcome(recorded):

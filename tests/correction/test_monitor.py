@@ -244,3 +244,28 @@ def test_what_is_forgotten_begins_anew():
     events = [e for step in range(60, 100) for e in monitor.update(step, {"rejected_share": 0.5, "bad_update_share": 0.2})]
     assert {event.name for event in events} == {"bad_update_share"}
     assert monitor.states["rejected_share"] is State.OK
+
+
+def test_without_a_start_mismatch_is_held_against_what_is_usual_for_the_setting():
+    """Dense bfloat16: 0.01 is the alarm level. From the first step on, as soon as patience allows; and it is no alarm without a setting."""
+    told = run(lambda step: {"mismatch_k3_kl": 0.02}, steps=5, monitor=Monitor(MonitorConfig(setting="dense_bfloat16")))
+    assert [(event.step, event.state) for event in told] == [(1, State.ALARM)]
+    assert "above 0.01, the alarm level for dense, bfloat16 (1e-05 to 0.001 is usual)" in told[0].message
+    assert run(lambda step: {"mismatch_k3_kl": 0.02}, steps=5) == []
+    assert run(lambda step: {"mismatch_k3_kl": 0.009}, steps=80, monitor=Monitor(MonitorConfig(setting="dense_bfloat16"))) == []
+
+
+def test_a_start_below_the_level_counts_more_than_the_level():
+    """A start at 0.002 that doubles to 0.0046 is a watch by itself; a start above the level stays an alarm however steady it is."""
+    setting = MonitorConfig(setting="float8_blocks")    # alarm at 0.004
+    doubled = run(lambda step: {"mismatch_k3_kl": 0.002 * (2.3 if step > 50 else 1)}, monitor=Monitor(setting))
+    assert [e.state for e in doubled] == [State.WATCH]
+    steady = Monitor(setting)
+    assert [e.step for e in run(lambda step: {"mismatch_k3_kl": 0.02}, steps=100, monitor=steady)] == [1]
+    assert steady.state is State.ALARM
+
+
+def test_rejection_is_told_with_its_criterion_and_the_ratios():
+    numbers = {"rejected_share": 0.97, "rejected_by_ratio_geometric_rho": 0.96, "rejected_by_veto": 0.01, "log_ratio_mean": -0.0081}
+    (event,) = Monitor().update(0, numbers)
+    assert "96% by ratio_geometric_rho, at a mean log rho of -0.0081" in event.message
