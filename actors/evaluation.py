@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from scipy.stats import binomtest
-
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.supervision import abandon, wait_for
 from rollout.trajectory import FinishReason, Prompt, Trajectory
@@ -48,6 +46,8 @@ def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Proportion:
     """
     if n <= 0:
         raise ValueError(f"{successes} of {n}: a share needs at least one trial")
+    from scipy.stats import binomtest  # a second of imports, which a start doesn't wait for
+
     interval = binomtest(successes, n).proportion_ci(confidence_level=confidence, method="wilson")
     return Proportion(successes / n, float(interval.low), float(interval.high), n)
 
