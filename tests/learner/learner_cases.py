@@ -140,12 +140,14 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
 
 @contextmanager
 def learner_on(folder: Path, **settings: Any) -> Iterator[LearnerRank]:
+    """A learner of one rank. It leaves its process group to the next one: one of this size is all that a test's process has."""
     learner = LearnerRank(LearnerConfig(**settings))
     try:
         learner.load(folder)
         yield learner
     finally:
-        learner.close()
+        learner.is_saved(wait=True)
+        learner._loaded = learner._reference = None
 
 
 _KEPT: list[Any] = []
