@@ -282,12 +282,12 @@ def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     sglang_plugin.platform()                                        # SGLang would ask for it only after some imports that need it
     warnings.filterwarnings("ignore", module=r"sglang\.")           # in this process: about kernels, as in the children
     policy = asyncio.get_event_loop_policy()
-    import sglang
+    from sglang.srt.entrypoints.engine import Engine
 
     capabilities = EngineCapabilities.of_this_machine(arguments["device"])
     capabilities.require()
 
-    class IdsOnly(sglang.Engine):
+    class IdsOnly(Engine):  # type: ignore[misc]
         """SGLang's, without its detokenizer: with skip_tokenizer_init the scheduler sends what it sampled past it, to the owner."""
 
         @classmethod
