@@ -42,7 +42,7 @@ SETTINGS = {"tokens_per_microbatch": 4096, "logprob_chunk_tokens": 1000}
 @pytest.mark.parametrize(("family", "tie", "fixed_order"), [(*family, True) for family in FAMILIES] + [("qwen3", True, False)])
 def test_packing_changes_no_bit(tmp_path: Path, family: str, tie: bool, fixed_order: bool) -> None:
     """Without fixed order the same comparison finds differences: the negative control."""
-    batch = random_batch(longest=150, temperature=0.7)
+    batch = random_batch(groups=3, longest=150, temperature=0.7)
     folder = save_model(tmp_path / "m", family, tie=tie)
     found = []
     with learner_on(folder, fixed_order=fixed_order, **SETTINGS) as learner:

@@ -342,6 +342,17 @@ def test_ten_steps_are_five_a_kill_and_five(tmp_path: Path, split: dict[str, Any
     assert is_complete(tmp_path / "ten") and not list((tmp_path / "ten").glob(".*"))
 
 
+def test_a_learner_that_is_closed_leaves_no_threads(tmp_path: Path) -> None:
+    """Each of Megatron's groups has some of gloo's, which poll: a hundred learners' would take a core."""
+    folder, threads = save_model(tmp_path / "m"), []
+    for _ in range(4):
+        learner = LearnerRank(LearnerConfig())
+        learner.load(folder)
+        learner.close()
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[3] <= threads[0], threads
+
+
 def test_a_wrong_number_of_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="2 ranks, but 1"):
         LearnerRank(LearnerConfig(data_parallel=2))
