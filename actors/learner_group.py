@@ -146,7 +146,7 @@ class LearnerRankActor:
         return self._staging.bucket(piece)
 
     def _computes_with(self) -> Processor | None:
-        if self._processor is None and self._config.fixed_order:
+        if self._processor is None and self._config.batch_invariant:
             self._processor = self._learner.processor()
         return self._processor
 

@@ -141,7 +141,7 @@ class LearnerRank:
 
         @torch.no_grad()
         def head(hidden: Tensor) -> Tensor:
-            logits = head_logits if settings.fixed_order else partial(scaled_logits, temperature=1.0)
+            logits = head_logits if settings.batch_invariant else partial(scaled_logits, temperature=1.0)
             return torch.cat([logits(part, weight) for part in torch.split(hidden, settings.logprob_chunk_tokens)])
 
         self.config = settings.model_copy(update={"shared_prompts": False})

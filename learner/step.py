@@ -161,7 +161,7 @@ def run_microbatches(
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         (microbatch, inputs), its_routes = next(data)
-        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes, batch_invariant=config.fixed_order)
+        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes, batch_invariant=config.batch_invariant)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)

@@ -203,14 +203,14 @@ class EngineProcess:
         settings = PluginSettings(
             engine_id=self._engine_id,
             attention="stock" if self._config.attention_backend == "stock" else "batched",
-            batch_invariant=self._config.fixed_order,
+            batch_invariant=self._config.batch_invariant,
             projection_parts=self._config.projection_parts,
             group_timeout_s=self._config.weight_group_timeout_s,
         )
         environment = {VARIABLE: settings.model_dump_json()}
         if self._config.log_level == "error":
             environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}    # dozens of lines about kernels that a CPU has no use for
-        if self._config.fixed_order:                                # scores by log_softmax, as sampled tokens have theirs
+        if self._config.batch_invariant:                                # scores by log_softmax, as sampled tokens have theirs
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too

@@ -490,7 +490,7 @@ def test_what_is_not_finite_without_a_loss_scale_is_no_overflow(tmp_path: Path) 
             assert (result.skipped_steps, result.overflowed_steps) == (1, 0) and not math.isfinite(result.loss + (result.grad_norm or 0.0))
 
 
-@pytest.mark.parametrize(("family", "settings"), [("qwen3_moe", {}), ("qwen3", {"fixed_order": True})])
+@pytest.mark.parametrize(("family", "settings"), [("qwen3_moe", {}), ("qwen3", {"batch_invariant": True})])
 def test_float16_refuses_experts_and_true_on_policy(tmp_path: Path, family: str, settings: dict[str, bool]) -> None:
     folder = save_model(tmp_path / "m", family)
     with pytest.raises((ConfigError, ValueError), match="dtype = float16"), learner_on(folder, dtype="float16", **settings):
