@@ -134,7 +134,9 @@ def test_shared_prompts_change_no_bit(learner: LearnerRank, shape: Any, budget: 
     (logprobs, targets, gradient), (plain_logprobs, plain_targets, plain_gradient) = found[True], found[False]
     assert all(torch.equal(logprobs, other) for other in (targets, plain_logprobs, plain_targets))
     assert batch.loss_mask.any() == any(x.any() for x in gradient.values())
-    assert largest_difference(gradient, plain_gradient) < 1e-5
+    # Of the largest element of all tensors: attention to a single key has a gradient of 0 for queries and keys, or rounding instead.
+    largest = max(float(x.abs().max()) for x in plain_gradient.values())
+    assert max(float((gradient[name] - x).abs().max()) for name, x in plain_gradient.items()) <= 1e-5 * largest
 
 
 def test_gradients_and_target_logprobs_of_a_step(tmp_path: Path) -> None:
