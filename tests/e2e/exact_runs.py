@@ -14,7 +14,7 @@ from tests.e2e.launch import Run
 EXACT = [
     "true_on_policy=true",
     "dynamic_sampling=true",                        # which groups fill a batch must not depend on which are finished first
-    "rollout.reward.path=e2e_reward:begins_with_vowel",
+    "rollout.reward.path=e2e_reward:even_vowels",
     "evaluation.temperature=1.0",
     "metrics.trajectories_per_step=4",
 ]

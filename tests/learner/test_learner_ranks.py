@@ -350,7 +350,7 @@ def test_a_learner_that_is_closed_leaves_no_threads(tmp_path: Path) -> None:
         learner.load(folder)
         learner.close()
         threads.append(len(os.listdir("/proc/self/task")))
-    assert threads[3] <= threads[0], threads
+    assert threads[3] <= threads[1], threads  # the first one may find a group that is still in use
 
 
 def test_a_wrong_number_of_ranks_is_refused() -> None:
