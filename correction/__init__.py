@@ -10,31 +10,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from correction.advantages import group_advantages
-    from correction.batch import CorrectedBatch, PackedBatch, from_padded, to_padded
+    from correction.batch import CorrectedBatch, PackedBatch
     from correction.choices import AdvantageEstimator, ProximalSource
     from correction.config import CorrectionConfig
-    from correction.correct import correct, defer, for_step
+    from correction.correct import correct, defer, for_step, shard_sums
     from correction.diagnostics import diagnose
     from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
     from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
     from correction.methods import PRESETS, Preset, presets_table
     from correction.monitor import Event, Monitor, MonitorConfig
+    from correction.padded_batch import from_padded
+    from correction.padding import pack_like, to_padded
     from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
-    from correction.schedule import needs_proximal_forward, needs_topk
+    from correction.schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
+    from correction.shards import TOTALS, all_reduce_sum
+    from correction.tokens import token_coefficients
 
 _HOMES = {
     "advantages": ("group_advantages",),
-    "batch": ("CorrectedBatch", "PackedBatch", "from_padded", "to_padded",),
+    "batch": ("CorrectedBatch", "PackedBatch",),
     "choices": ("AdvantageEstimator", "ProximalSource",),
     "config": ("CorrectionConfig",),
-    "correct": ("correct", "defer", "for_step",),
+    "correct": ("correct", "defer", "for_step", "shard_sums",),
     "diagnostics": ("diagnose",),
     "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
     "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
     "methods": ("PRESETS", "Preset", "presets_table",),
     "monitor": ("Event", "Monitor", "MonitorConfig",),
+    "padded_batch": ("from_padded",),
+    "padding": ("pack_like", "to_padded",),
     "quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
-    "schedule": ("needs_proximal_forward", "needs_topk",),
+    "schedule": ("check_without_gradient_factor", "needs_gradient_factor", "needs_proximal_forward", "needs_topk",),
+    "shards": ("TOTALS", "all_reduce_sum",),
+    "tokens": ("token_coefficients",),
 }
 """Module of each public name."""
 
@@ -62,6 +70,7 @@ __all__ = [
     "LOSS_METRICS",
     "PARTIALS",
     "PRESETS",
+    "TOTALS",
     "AdvantageEstimator",
     "ConfigError",
     "CorrectedBatch",
@@ -80,6 +89,8 @@ __all__ = [
     "Preset",
     "ProximalSource",
     "SyncError",
+    "all_reduce_sum",
+    "check_without_gradient_factor",
     "correct",
     "defer",
     "diagnose",
@@ -87,10 +98,14 @@ __all__ = [
     "from_padded",
     "group_advantages",
     "loss_metrics",
+    "needs_gradient_factor",
     "needs_proximal_forward",
     "needs_topk",
+    "pack_like",
     "policy_loss",
     "policy_scale",
     "presets_table",
+    "shard_sums",
     "to_padded",
+    "token_coefficients",
 ]

@@ -6,6 +6,7 @@ together decide everything exactly once. What was decided is counted here as wel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,13 +38,21 @@ class BatchView:
     """[N] bool: tokens of the loss mask whose advantage and known logprobs are finite."""
     target_topk_logprobs: Tensor | None = None
     """[N, K] log pi_theta of batch.topk_ids, for top-K divergences."""
+    moment_limits: Mapping[float, Tensor] | None = None
+    """Budget of second_moment -> largest |log ratio| that stays, where the batch is a shard of a larger one (shards.py)."""
 
     @classmethod
-    def of(cls, batch: PackedBatch, logprobs: Logprobs, target_topk_logprobs: Tensor | None = None) -> BatchView:
+    def of(
+        cls,
+        batch: PackedBatch,
+        logprobs: Logprobs,
+        target_topk_logprobs: Tensor | None = None,
+        moment_limits: Mapping[float, Tensor] | None = None,
+    ) -> BatchView:
         """With tokens that are not finite taken out of its mask."""
         looked_at = (batch.advantages, logprobs.behavior, logprobs.proximal, logprobs.target)
         mask = where_finite(batch.loss_mask, *(values for values in looked_at if values is not None))
-        return cls(batch, logprobs, mask, target_topk_logprobs)
+        return cls(batch, logprobs, mask, target_topk_logprobs, moment_limits)
 
     @cached_property
     def levels(self) -> Levels:
@@ -213,6 +222,8 @@ def _apply_criterion(view: BatchView, criterion: CriterionConfig, config: Correc
     values = divergence_of_tokens(view, criterion.statistic, effective_ratio(criterion.ratio, config))
     if criterion.statistic is Statistic.SECOND_MOMENT:
         assert criterion.upper is not None  # CriterionConfig refuses it otherwise
+        if view.moment_limits is not None:
+            return CriterionResult(values.abs() <= view.moment_limits[criterion.upper], segments)
         return CriterionResult(second_moment_keep(values, view.mask, budget=criterion.upper), segments)
     lower, upper = _bounds(view, criterion, segments)
     if criterion.statistic is Statistic.RATIO:

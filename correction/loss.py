@@ -72,6 +72,10 @@ class PolicyLoss:
     """[len(PARTIALS)] float64, detached: see PARTIALS."""
     decided: FinalDecision
     """What is in the loss, with which weight, and why."""
+    token_losses: Tensor
+    """[N] with gradient: each token's part of the loss, whose sum it is; KL penalty and entropy bonus are in it."""
+    is_clipped: Tensor
+    """[N] bool: tokens in the loss from which the trust region took the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +131,22 @@ def policy_loss(
     if schedule.kept_count is Stage.LATE:
         scale = scale * kept_local_factor(batch.loss_mask, keep, sequences, kind=config.denominator.kind)
 
-    policy = (torch.where(keep, weights * tokens.loss, 0) * scale).sum()
+    policy = torch.where(keep, weights * tokens.loss, 0) * scale
     kl_tokens = _kl_tokens(view, target, config.kl, config)
-    kl = config.kl.coefficient * (kl_tokens * corrected.token_scale).sum()
+    kl = config.kl.coefficient * kl_tokens * corrected.token_scale
     bonus = _entropy_bonus(view, entropy, corrected.token_scale, config)
+    by_token = policy + kl - bonus
     sums = {
-        "policy_loss": policy.detach(),
-        "kl_loss": kl.detach(),
-        "entropy_loss": -bonus.detach(),
+        "policy_loss": policy.detach().sum(),
+        "kl_loss": kl.detach().sum(),
+        "entropy_loss": -bonus.detach().sum(),
         "kl": kl_tokens.detach().sum(dtype=torch.float64),
         **_token_sums(view, keep, tokens, weights, entropy),
         **_global_sums(view, late, keep, config, schedule),
     }
     partials = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=policy.device) for name in PARTIALS])
     decided = FinalDecision(keep_mask=keep, importance_weights=weights, counts=late.counts)
-    return PolicyLoss(loss=policy + kl - bonus, partials=partials, decided=decided)
+    return PolicyLoss(by_token.sum(), partials, decided, by_token, is_clipped=keep & tokens.is_clipped)
 
 
 def policy_scale(partials: Tensor, config: CorrectionConfig) -> float:
@@ -290,11 +295,12 @@ def _kl_tokens(view: BatchView, target: Tensor, part: KlConfig, config: Correcti
 
 
 def _entropy_bonus(view: BatchView, entropy: Tensor | None, scale: Tensor, config: CorrectionConfig) -> Tensor:
+    """[N] with gradient; one 0 when off."""
     if config.entropy_coefficient == 0:
         return torch.zeros((), device=scale.device)
     if entropy is None:
         raise DataError("entropy_coefficient > 0 needs the entropy of each token: give policy_loss `entropy`, or set it to 0.")
-    return config.entropy_coefficient * (torch.where(view.mask, entropy, 0) * scale).sum()
+    return config.entropy_coefficient * torch.where(view.mask, entropy, 0) * scale
 
 
 def _token_sums(view: BatchView, keep: Tensor, tokens: TokenLoss, weights: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
