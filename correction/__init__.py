@@ -9,22 +9,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from correction.advantages import group_advantages
-    from correction.batch import CorrectedBatch, PackedBatch
-    from correction.choices import AdvantageEstimator, ProximalSource
-    from correction.config import CorrectionConfig
-    from correction.correct import correct, defer, for_step, shard_sums
-    from correction.diagnostics import diagnose
-    from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
-    from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
-    from correction.methods import PRESETS, Preset, presets_table
-    from correction.monitor import Event, Monitor, MonitorConfig
-    from correction.padded_batch import from_padded
-    from correction.padding import pack_like, to_padded
-    from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
-    from correction.schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
-    from correction.shards import TOTALS, all_reduce_sum
-    from correction.tokens import token_coefficients
+    from .advantages import group_advantages
+    from .batch import CorrectedBatch, PackedBatch
+    from .choices import AdvantageEstimator, ProximalSource
+    from .config import CorrectionConfig
+    from .correct import correct, defer, for_step, shard_sums
+    from .diagnostics import diagnose
+    from .errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
+    from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
+    from .methods import PRESETS, Preset, presets_table
+    from .monitor import Event, Monitor, MonitorConfig
+    from .padded_batch import from_padded
+    from .padding import pack_like, to_padded
+    from .quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
+    from .schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
+    from .shards import TOTALS, all_reduce_sum
+    from .tokens import token_coefficients
 
 _HOMES = {
     "advantages": ("group_advantages",),
@@ -50,8 +50,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"correction.{module}"), name)
-    raise AttributeError(f"module 'correction' has no attribute '{name}'")
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 class _Package(ModuleType):

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from correction.errors import DataError
-from correction.padding import pack_like, to_padded
-from correction.parts import AdvantageConfig
+from .errors import DataError
+from .padding import pack_like, to_padded
+from .parts import AdvantageConfig
 
 _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
 CPU_TOKENS = 2**19
@@ -224,10 +224,10 @@ class CorrectedBatch:
             importance_weights, keep_mask, token_scale: [B, T], rows of `to_padded`.
         Raises: DataError if a shape differs.
         """
-        packed = [pack_like(values, attention_mask) for values in (importance_weights, keep_mask.bool(), token_scale)]
-        if packed[0].shape[0] != batch.num_tokens:
-            raise DataError(f"CorrectedBatch.from_padded: attention_mask has {packed[0].shape[0]} tokens, and batch {batch.num_tokens}")
-        return cls(batch, *packed, is_deferred=is_deferred)
+        weights, keep, scale = (pack_like(values, attention_mask) for values in (importance_weights, keep_mask.bool(), token_scale))
+        if weights.shape[0] != batch.num_tokens:
+            raise DataError(f"CorrectedBatch.from_padded: attention_mask has {weights.shape[0]} tokens, and batch {batch.num_tokens}")
+        return cls(batch, weights, keep, scale, is_deferred=is_deferred)
 
 
 @dataclass(frozen=True, slots=True)

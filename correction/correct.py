@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
-from correction.choices import DenominatorKind, ProximalSource
-from correction.config import CorrectionConfig
-from correction.decision import BatchView, decide, needs_all_tokens, no_counts
-from correction.denominators import batch_counts, sequence_scale
-from correction.errors import ConfigError, DataError
-from correction.importance import normalizer, weight_sums
-from correction.parts import AdvantageConfig
-from correction.ratios import Logprobs
-from correction.schedule import Schedule, Stage, fold_obstacle, uses_proximal
-from correction.segments import running_counts
-from correction.shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
+from .batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
+from .choices import DenominatorKind, ProximalSource
+from .config import CorrectionConfig
+from .decision import BatchView, decide, needs_all_tokens, no_counts
+from .denominators import batch_counts, sequence_scale
+from .errors import ConfigError, DataError
+from .importance import normalizer, weight_sums
+from .parts import AdvantageConfig
+from .ratios import Logprobs
+from .schedule import Schedule, Stage, fold_obstacle, uses_proximal
+from .segments import running_counts
+from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
 
 _COUNTED = TOTALS.index("counted_tokens")
 """First entry of shard sums that is of the denominator."""

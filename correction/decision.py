@@ -13,16 +13,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from correction.batch import UNIT_COUNTS, DecisionCounts, PackedBatch
-from correction.choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
-from correction.errors import DataError
-from correction.importance import bounded_weights, staleness_bound
-from correction.parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
-from correction.ratios import Logprobs, aggregate_log_ratio, bounded_exp
-from correction.rejection import has_sign, log_bound, second_moment_keep, token_statistic, topk_statistic, unit_statistic, veto_keep, within
-from correction.schedule import Schedule, Stage, effective_ratio
-from correction.segments import Levels, Segments, masked, where_finite
-from correction.staleness import token_staleness
+from .batch import UNIT_COUNTS, DecisionCounts, PackedBatch
+from .choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
+from .errors import DataError
+from .importance import bounded_weights, staleness_bound
+from .parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
+from .ratios import Logprobs, aggregate_log_ratio, bounded_exp
+from .rejection import has_sign, log_bound, second_moment_keep, token_statistic, topk_statistic, unit_statistic, veto_keep, within
+from .schedule import Schedule, Stage, effective_ratio
+from .segments import Levels, Segments, masked, where_finite
+from .staleness import token_staleness
 
 Bound = Tensor | float | None
 """One bound for all units, one for each, or none."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from correction.choices import DenominatorKind
-from correction.segments import Segments
+from .choices import DenominatorKind
+from .segments import Segments
 
 
 def batch_counts(tokens: Tensor, prompts: Tensor, num_prompts: int) -> Tensor:

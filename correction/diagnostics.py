@@ -18,13 +18,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
-from correction.choices import Level
-from correction.decision import BatchView
-from correction.quantities import BUCKET_EDGES, PERCENTS
-from correction.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
-from correction.segments import masked
-from correction.staleness import TokenSpans, count_staleness, token_spans
+from .batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
+from .choices import Level
+from .decision import BatchView
+from .quantities import BUCKET_EDGES, PERCENTS
+from .ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
+from .segments import masked
+from .staleness import TokenSpans, count_staleness, token_spans
 
 BAD_UPDATE = 0.5
 """mu - pi of a token with negative advantage from which an update is called bad: Trust Region (arXiv 2602.04879), sec. 5.3."""

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, FinalDecision
-from correction.choices import Level, ProximalSource, Ratio
-from correction.config import CorrectionConfig
-from correction.correct import early_proximal, probability_factor
-from correction.decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages, unit_weights
-from correction.denominators import global_counts, kept_local_factor
-from correction.divergence import Estimator, estimate
-from correction.errors import DataError
-from correction.importance import normalizer, weight_sums
-from correction.objectives import (
+from .batch import CorrectedBatch, FinalDecision
+from .choices import Level, ProximalSource, Ratio
+from .config import CorrectionConfig
+from .correct import early_proximal, probability_factor
+from .decision import BatchView, Decision, decide, divergence_of_tokens, drop_broken_units, unit_advantages, unit_weights
+from .denominators import global_counts, kept_local_factor
+from .divergence import Estimator, estimate
+from .errors import DataError
+from .importance import normalizer, weight_sums
+from .objectives import (
     clip_gate,
     clipped_loss,
     divergence_gate,
@@ -32,11 +32,11 @@ from correction.objectives import (
     score_loss,
     soft_gate_loss,
 )
-from correction.parts import ClipGate, DivergenceGate, KlConfig, ScoreObjective
-from correction.ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
-from correction.schedule import Schedule, Stage, effective_ratio
-from correction.segments import Segments
-from correction.staleness import token_staleness
+from .parts import ClipGate, DivergenceGate, KlConfig, ScoreObjective
+from .ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
+from .schedule import Schedule, Stage, effective_ratio
+from .segments import Segments
+from .staleness import token_staleness
 
 PARTIALS = (
     "policy_loss",

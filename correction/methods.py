@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from correction.errors import ConfigError
+from .errors import ConfigError
 
 PresetSettings = dict[str, Any]
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from pydantic import Field
 
-from correction.quantities import BUCKET_EDGES
-from correction.settings import Settings
+from .quantities import BUCKET_EDGES
+from .settings import Settings
 
 _MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from correction.advantages import group_advantages
-from correction.batch import PackedBatch
-from correction.errors import DataError
-from correction.padding import pack_like
-from correction.parts import AdvantageConfig
+from .advantages import group_advantages
+from .batch import PackedBatch
+from .errors import DataError
+from .padding import pack_like
+from .parts import AdvantageConfig
 
 LARGEST_LOGPROB = 1e-4
 """Nats: what a softmax in float32 may be over 0 by rounding, and far less than what a wrong sign or a logit is."""
@@ -107,8 +107,8 @@ def _check_logprobs(name: str, values: Tensor | None, trained: Tensor) -> None:
     largest = torch.where(trained & values.isfinite(), values, -1.0).amax() if values.numel() else values.new_tensor(-1.0)
     if float(largest) > LARGEST_LOGPROB:
         raise DataError(
-            f"from_padded: {name} has {float(largest):.4g} at a trained token, and no logprob is positive. Give log p, not -log p or a logit; "
-            f"{name}.clamp(max=0) accepts what is over 0 by rounding."
+            f"from_padded: {name} has {float(largest):.4g} at a trained token, and no logprob is positive. Give log p, not -log p "
+            f"or a logit; {name}.clamp(max=0) accepts what is over 0 by rounding."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from correction.errors import DataError
+from .errors import DataError
 
 
 def to_padded(values: Tensor, attention_mask: Tensor, *, padding: float = 0.0) -> Tensor:
@@ -18,7 +18,9 @@ def to_padded(values: Tensor, attention_mask: Tensor, *, padding: float = 0.0) -
     real = attention_mask.bool()
     tokens = int(real.count_nonzero())
     if values.shape[0] != tokens:
-        raise DataError(f"to_padded: {values.shape[0]} values for the {tokens} tokens of attention_mask. Give the mask that they were packed with.")
+        raise DataError(
+            f"to_padded: {values.shape[0]} values for the {tokens} tokens of attention_mask. Give the mask that they were packed with."
+        )
     shape = (*real.shape, *values.shape[1:])
     empty = torch.full(shape, padding, dtype=values.dtype, device=values.device)
     where = real.reshape(*real.shape, *(1,) * (values.dim() - 1)).expand(shape)
@@ -26,7 +28,7 @@ def to_padded(values: Tensor, attention_mask: Tensor, *, padding: float = 0.0) -
 
 
 def pack_like(values: Tensor, attention_mask: Tensor) -> Tensor:
-    """Padded per-token values [B, T] or [B, T, K], as a batch that was made with this attention_mask has them: [N] or [N, K]; differentiable.
+    """Padded per-token values [B, T] or [B, T, K] as a batch made with this attention_mask has them: [N] or [N, K]; differentiable.
 
     Args:
         attention_mask: [B, T], true at N places. For tensors of responses alone, the responses' part of the mask.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from correction.choices import (
+from .choices import (
     TOPK_STATISTICS,
     AdvantageEstimator,
     AdvantageSign,
@@ -20,8 +20,8 @@ from correction.choices import (
     Statistic,
     WeightMode,
 )
-from correction.errors import ConfigError
-from correction.settings import Settings
+from .errors import ConfigError
+from .settings import Settings
 
 
 def _check_order(place: str, lower: float | None, upper: float | None) -> None:

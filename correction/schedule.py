@@ -10,9 +10,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from correction.choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
-from correction.errors import ConfigError
-from correction.parts import CorrectionSettings
+from .choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
+from .errors import ConfigError
+from .parts import CorrectionSettings
 
 
 class Stage(enum.Enum):
@@ -112,8 +112,8 @@ def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bo
     if is_deferred and not needs_gradient_factor(config):
         remedies = ["proximal logprobs and correct() instead of defer()"]
     raise ConfigError(
-        "this correction multiplies the gradient by policy_scale after the backward pass, since its mean weight or kept count is known only "
-        f"then, and this trainer has no place for that. Take {', or '.join(remedies)}."
+        "this correction multiplies the gradient by policy_scale after the backward pass, since its mean weight or kept count is known "
+        f"only then, and this trainer has no place for that. Take {', or '.join(remedies)}."
     )
 
 

@@ -1,7 +1,8 @@
 """A batch in shards, one for each data-parallel rank: what a shard must know of the whole, as sums that the caller adds up.
 
-Nothing here communicates. A `Reduce` is the caller's: it adds a tensor up over all shards, as an all-reduce does. Every shard calls it equally
-often and with equal shapes, whatever its tokens are. Micro-batches of one shard need nothing of this: they are `select`ed from what is corrected.
+Nothing here communicates by itself. A `Reduce` is the caller's: it adds a tensor up over all shards, as an all-reduce does. Every shard
+calls it equally often and with equal shapes, whatever its tokens are. Micro-batches of one shard need nothing of this: they are selected
+from what is corrected.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, distributed
 
-from correction.batch import PackedBatch
-from correction.choices import DenominatorKind, Ratio, Statistic
-from correction.decision import BatchView, needs_all_tokens
-from correction.errors import ConfigError, DataError
-from correction.parts import CorrectionSettings
-from correction.ratios import Logprobs
+from .batch import PackedBatch
+from .choices import DenominatorKind, Ratio, Statistic
+from .decision import BatchView, needs_all_tokens
+from .errors import ConfigError, DataError
+from .parts import CorrectionSettings
+from .ratios import Logprobs
 
 Reduce = Callable[[Tensor], Tensor]
 """Gives the sum of a float64 tensor over all shards; in place or not, what it returns counts."""
@@ -45,7 +46,9 @@ def check_sharded(config: CorrectionSettings, num_prompts: int | None, *, has_re
             "batch, and group_ids from 0 to num_prompts - 1."
         )
     if config.modulation.noise_std > 0:
-        raise ConfigError("modulation.noise_std in shards: the noise follows the order of tokens in a batch. Correct the batch in one process.")
+        raise ConfigError(
+            "modulation.noise_std in shards: the noise follows the order of tokens in a batch. Correct the batch in one process."
+        )
     if needs_all_tokens(config) and not has_reduce:
         raise ConfigError(
             "rejection by second_moment (M2PO) looks at all tokens of the batch, for which one sum is not enough. Give correct() `reduce`, "

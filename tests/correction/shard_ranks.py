@@ -33,7 +33,8 @@ def gradients(rank: int) -> None:
     batch, target = random_batch(8)
     world = distributed.get_world_size()
     share = list(range(6 * rank, 6 * rank + 6))
-    for settings in [{"preset": name} for name in PRESETS] + [{"preset": "bypass", "rejection": [{"upper": 1.3}], "denominator": {"count": "kept"}}]:
+    late = {"preset": "bypass", "rejection": [{"upper": 1.3}], "denominator": {"count": "kept"}}
+    for settings in [*({"preset": name} for name in PRESETS), late]:
         config = CorrectionConfig(**settings)
         own, alone = Shift(batch.num_tokens), Shift(batch.num_tokens)
         model = DistributedDataParallel(own)

@@ -66,7 +66,8 @@ def test_responses_alone_are_enough():
     start = torch.where(to_padded(batch.loss_mask, real), 0, 1)  # prompts and the holes between: left out entirely
     response = real & (start == 0)
     names = ("token_ids", "loss_mask", "behavior_logprobs", "proximal_logprobs", "advantages")
-    alone = from_padded(**{name: arguments[name] for name in names}, attention_mask=response, group_ids=batch.group_ids, advantages_by="own")
+    own = {name: arguments[name] for name in names}
+    alone = from_padded(**own, attention_mask=response, group_ids=batch.group_ids, advantages_by="own")
     loss, gradient = loss_and_gradient(alone, target[batch.loss_mask], config)
     expected, whole = loss_and_gradient(batch, target, config)
     torch.testing.assert_close(loss, expected)
@@ -150,13 +151,13 @@ def test_the_advantages_of_a_preset_are_made_or_asked_for():
     """dr-grpo's are R - mean; the std-normalised ones of most trainers make another method of it."""
     config = CorrectionConfig(preset="dr-grpo")
     batch, _ = random_batch(2)
-    real, arguments = padded(batch)
+    _, arguments = padded(batch)
     rewards = torch.arange(12.0)
     made = from_padded(**{**arguments, "advantages": None, "rewards": rewards, "advantages_by": config.advantage})
     expected = group_advantages(rewards, batch.group_ids, estimator="grpo_no_std")
     assert torch.equal(made.advantages[made.offsets[:-1]], expected.double())
     assert correct(made, config).batch is made
-    with pytest.raises(ConfigError, match="grpo_no_std .* config has grpo "):
+    with pytest.raises(ConfigError, match=r"grpo_no_std .* config has grpo "):
         correct(made, CorrectionConfig(preset="grpo"))
     with pytest.warns(UserWarning, match=r"preset dr-grpo has advantages of its own \(grpo_no_std"):
         correct(replace(made, advantages_by=None), config)
@@ -216,5 +217,5 @@ def test_a_trainer_without_a_hook_is_told_what_it_can_not_train():
     with pytest.raises(ConfigError, match=r"correct\(\) instead of defer"):
         check_without_gradient_factor(CorrectionConfig(preset="mis-full"), is_deferred=True)
     late = CorrectionConfig(preset="bypass", rejection=[{"upper": 1.3}], denominator={"count": "kept"})
-    with pytest.raises(ConfigError, match="denominator.count: original"):
+    with pytest.raises(ConfigError, match=r"denominator\.count: original"):
         check_without_gradient_factor(late)
