@@ -28,8 +28,8 @@ CASES = ROOT / "tests" / "correction"
 INSTALLS = {
     "trl": (("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"),),
     "verl": (
-        ("torch==2.13.0", "tensordict==0.10.0", "numpy", "ray==2.60.0", "omegaconf", "codetiming", "transformers<5.11", "datasets", "pillow",
-         "torchdata", "pydantic", "hydra-core"),
+        ("torch==2.13.0", "tensordict==0.10.0", "numpy", "ray==2.60.0", "omegaconf", "codetiming", "transformers<5.11", "datasets",
+         "pillow", "torchdata", "pydantic", "hydra-core"),
         ("--no-deps", "verl==0.9.1"),
     ),
 }  # fmt: skip
@@ -139,7 +139,8 @@ def python_of(name: str, scratch: Path) -> Path:
     if not (folder / "bin" / "python").exists():
         venv.create(folder, with_pip=True)
         for words in INSTALLS[name]:
-            subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words], check=True)
+            pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, *words], check=True)
     return folder / "bin" / "python"
 
 
