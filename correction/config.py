@@ -16,6 +16,9 @@ from .methods import preset_settings
 from .parts import CorrectionSettings
 from .schedule import effective_ratio, fold_obstacle
 
+REPORT_ONLY = 1e-6
+"""A KL coefficient up to which the penalty is there to be reported, not to be felt."""
+
 
 class CorrectionConfig(CorrectionSettings):
     """How a batch is corrected and what is optimised."""
@@ -57,6 +60,7 @@ def validate_combination(config: CorrectionConfig) -> None:
     """
     _refuse_counting_twice(config)
     _refuse_rho_in_objective(config)
+    _refuse_a_penalty_without_pull(config)
     if config.normalize.population is not Population.OFF and config.importance.mode is WeightMode.OFF:
         raise ConfigError(
             f"normalize.population = {config.normalize.population}: there are no importance weights to normalise. "
@@ -89,3 +93,12 @@ def _refuse_rho_in_objective(config: CorrectionConfig) -> None:
     gate = config.objective.gate if config.objective.kind == "score" else None
     if config.objective.ratio is Ratio.RHO or (gate is not None and gate.ratio is Ratio.RHO):
         raise ConfigError("objective.ratio = rho: it has no gradient, since rho does not contain the target policy. Take r or q.")
+
+
+def _refuse_a_penalty_without_pull(config: CorrectionConfig) -> None:
+    """E over theta of grad (log theta - log anchor) is 0."""
+    if config.kl.estimator == "k1" and config.kl.coefficient > REPORT_ONLY:
+        raise ConfigError(
+            f"kl.estimator = k1 with kl.coefficient = {config.kl.coefficient}: its expected gradient is 0 on-policy, so that it adds noise "
+            f"and pulls nowhere. Take k2, or unbiased_k3 where tokens are stale; only to have the KL reported, at most {REPORT_ONLY}."
+        )

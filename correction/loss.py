@@ -29,11 +29,13 @@ from .objectives import (
     gamma_coefficient,
     geometric_clip_loss,
     leveled_log_ratio,
+    relaxed_clip,
     score_loss,
     soft_gate_loss,
 )
-from .parts import ClipGate, DivergenceGate, KlConfig, ScoreObjective
+from .parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
 from .ratios import Logprobs, aggregate_log_ratio, bounded_exp, interpolated_logprobs
+from .rejection import has_sign
 from .schedule import Schedule, Stage, effective_ratio
 from .segments import Segments
 from .staleness import token_staleness
@@ -219,8 +221,8 @@ def token_losses(view: BatchView, target: Tensor, config: CorrectionConfig) -> T
     log_ratio = leveled_log_ratio(target, _anchor(view, part.ratio, config), view.mask, segments, level=level)
     nothing = torch.zeros_like(view.mask)
     if part.kind == "clip":
-        limits = {"clip_low": part.clip_low, "clip_high": part.clip_high, "dual_clip": part.dual_clip}
-        loss, is_clipped = clipped_loss(log_ratio, advantages, **limits)  # type: ignore[arg-type]  # dual_clip alone may be None
+        low, high = _clip_limits(view, part.clip_low, part.clip_high, part.relax)
+        loss, is_clipped = clipped_loss(log_ratio, advantages, clip_low=low, clip_high=high, dual_clip=part.dual_clip)
         return TokenLoss(loss, is_clipped, log_ratio.detach(), units=segments)
     if part.kind == "geometric_clip":
         segments = view.levels.at(Level.SEQUENCE)
@@ -260,9 +262,19 @@ def _gate(view: BatchView, advantages: Tensor, gate: ClipGate | DivergenceGate, 
     ratio = effective_ratio(gate.ratio, config)
     log_ratio = view.logprobs.log_ratio(ratio, view.mask)
     if isinstance(gate, ClipGate):
-        return clip_gate(log_ratio, advantages, low=gate.low, high=gate.high)
-    divergence = divergence_of_tokens(view, gate.divergence, ratio)
-    return divergence_gate(divergence, log_ratio, advantages, threshold=gate.threshold)
+        low, high = _clip_limits(view, gate.low, gate.high, gate.relax)
+        passes = clip_gate(log_ratio, advantages, low=low, high=high, is_open=gate.is_open)
+    else:
+        divergence = divergence_of_tokens(view, gate.divergence, ratio)
+        passes = divergence_gate(divergence, log_ratio, advantages, threshold=gate.threshold, is_open=gate.is_open)
+    return passes | ~has_sign(advantages, gate.side)
+
+
+def _clip_limits(view: BatchView, low: float, high: float, relax: RelaxConfig | None) -> tuple[Tensor, Tensor] | tuple[float, float]:
+    """Distances of the bounds from 1: of all tokens, or of each where rare ones have none."""
+    if relax is None:
+        return low, high
+    return relaxed_clip(view.logprobs.behavior, low, high, below=relax.below, ends=relax.ends)
 
 
 def _anchor(view: BatchView, ratio: Ratio, config: CorrectionConfig) -> Tensor:

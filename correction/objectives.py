@@ -33,19 +33,41 @@ def leveled_log_ratio(target: Tensor, anchor: Tensor, mask: Tensor, segments: Se
     return segments.spread(unit) + (log_ratio - log_ratio.detach())
 
 
+def relaxed_clip(behavior: Tensor, low: float, high: float, *, below: float, ends: str) -> tuple[Tensor, Tensor]:
+    """Clip of each token, ([N] low, [N] high) as distances from 1: infinite where the behaviour policy found the token rare.
+
+    Args:
+        behavior: [N] log mu; below: probability under which a token is rare, itself not; ends: low, high or both.
+    Source: Trust Region (arXiv 2602.04879), sec. 6, with below = 0.1: Relax-low, Relax-high, Relax-both.
+    """
+    is_rare = behavior.exp() < below
+    lower, upper = torch.full_like(behavior, low), torch.full_like(behavior, high)
+    if ends != "high":
+        lower = torch.where(is_rare, torch.inf, lower)
+    if ends != "low":
+        upper = torch.where(is_rare, torch.inf, upper)
+    return lower, upper
+
+
 def clipped_loss(
-    log_ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: Tensor | float = 0.2,
+    clip_high: Tensor | float = 0.2,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO's max(-A x, -A clip(x, 1 - clip_low, 1 + clip_high)); with dual_clip never above -A dual_clip where A < 0.
 
     Args:
         log_ratio: [N] nats, with gradient; cut to +-20 first, where the gradient ends too.
+        clip_low, clip_high: distances from 1, both numbers or both [N] (`relaxed_clip`).
     Returns: (loss [N], is_clipped [N]): clipped means that the bounded term is strictly larger, so zero advantage never counts.
     Source: PPO (arXiv 1707.06347); clip-higher: DAPO (2503.14476); dual clip: arXiv 1912.09729, whose constant is 3.
     """
     ratio = bounded_exp(log_ratio)
     plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)  # type: ignore[arg-type]  # both numbers, or both tensors
     loss, is_clipped = torch.maximum(plain, bounded), bounded > plain
     if dual_clip is not None:
         ceiling = -advantages * dual_clip
@@ -105,21 +127,26 @@ def gamma_coefficient(
     return (decay + k * log_w - decay * log_w.exp()).exp()
 
 
-def clip_gate(log_ratio: Tensor, advantages: Tensor, *, low: float = 0.2, high: float = 0.2) -> Tensor:
-    """[N] bool: tokens that PPO's clip would leave a gradient. Bounds themselves pass.
+def clip_gate(
+    log_ratio: Tensor, advantages: Tensor, *, low: Tensor | float = 0.2, high: Tensor | float = 0.2, is_open: bool = False
+) -> Tensor:
+    """[N] bool: tokens that PPO's clip would leave a gradient. Bounds themselves pass, unless is_open.
 
+    Args:
+        low, high: distances from 1, one or [N] each (`relaxed_clip`).
     Source: MiniRL (arXiv 2512.01374), with high = 0.27.
     """
     ratio = bounded_exp(log_ratio)
-    return ~(((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low)))
+    above, under = (ratio >= 1 + high, ratio <= 1 - low) if is_open else (ratio > 1 + high, ratio < 1 - low)
+    return ~(((advantages > 0) & above) | ((advantages < 0) & under))
 
 
-def divergence_gate(divergence: Tensor, log_ratio: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
-    """[N] bool: all but the tokens over the threshold whose update would move the sampled token further out.
+def divergence_gate(divergence: Tensor, log_ratio: Tensor, advantages: Tensor, *, threshold: float, is_open: bool = False) -> Tensor:
+    """[N] bool: all but the tokens over the threshold (is_open: or at it) whose update would move the sampled token further out.
 
     Args:
         divergence: [N] from the anchor to the target, no unit (TV) or nats (KL); log_ratio: [N] target over anchor.
-    Source: DPPO in Trust Region (arXiv 2602.04879), Eq. 12.
+    Source: DPPO in Trust Region (arXiv 2602.04879), Eq. 12; with is_open and on negative advantages alone its minimal mask, sec. 5.3.
     """
     moves_out = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
-    return ~(moves_out & (divergence > threshold))
+    return ~(moves_out & (divergence >= threshold if is_open else divergence > threshold))

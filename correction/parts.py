@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -120,9 +120,16 @@ class VetoConfig(Settings):
     ratio: Ratio = Ratio.RHO
     """Which ratio; in bypass rho means q."""
     lower: float | None = Field(default=1e-4, gt=0)
-    """A token under it drops its sequence."""
+    """A token under it drops its sequence. Default 1e-4 for a ratio (Miles' code), 1e-6 for a probability (the Miles post)."""
     upper: float | None = Field(default=None, gt=0)
     """A token over it drops its sequence."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_of_the_quantity(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("quantity") == "probability":
+            return {"lower": 1e-6, **values}  # a long answer has many tokens under 1e-4
+        return values
 
 
 class NormalizeConfig(Settings):
@@ -130,6 +137,15 @@ class NormalizeConfig(Settings):
 
     population: Population = Population.OFF
     """off, all (units of the loss mask, before rejection), kept (units that rejection left)."""
+
+
+class RelaxConfig(Settings):
+    """No clip for rare tokens: a bound is infinite where the behaviour policy's probability is under `below`."""
+
+    below: float = Field(default=0.1, gt=0, lt=1)
+    """Probability of the sampled token under the behaviour policy; the Trust Region paper's alpha."""
+    ends: Literal["low", "high", "both"] = "both"
+    """Bounds that rare tokens have not: low (ratios may fall), high (ratios may rise), both."""
 
 
 class ClipGate(Settings):
@@ -142,6 +158,12 @@ class ClipGate(Settings):
     """Blocks negative advantages where ratio < 1 - low."""
     high: float = Field(default=0.2, ge=0)
     """Blocks positive advantages where ratio > 1 + high."""
+    relax: RelaxConfig | None = None
+    """Rare tokens that it lets through."""
+    side: AdvantageSign = AdvantageSign.ANY
+    """Sign of the advantage of the tokens that it may block: any (both), negative, positive."""
+    is_open: bool = False
+    """A ratio that equals a bound is blocked; false: it passes."""
 
 
 class DivergenceGate(Settings):
@@ -153,7 +175,11 @@ class DivergenceGate(Settings):
     ratio: Ratio = Ratio.Q
     """q anchors on the behaviour policy; r, to study it, on the proximal one (collapses in the paper)."""
     threshold: float = Field(default=0.15, gt=0)
-    """Divergence over which a token is blocked, strictly."""
+    """Divergence over which a token is blocked."""
+    side: AdvantageSign = AdvantageSign.ANY
+    """Sign of the advantage of the tokens that it may block: any (both), negative (the minimal mask), positive."""
+    is_open: bool = False
+    """A divergence that equals the threshold is blocked (>=); false: it passes, and only what is over it is blocked (>)."""
 
     @model_validator(mode="after")
     def _check(self) -> DivergenceGate:
@@ -177,7 +203,18 @@ class ClipObjective(Settings):
     clip_high: float = Field(default=0.2, ge=0)
     """Upper clip, as distance from 1; larger than clip_low is clip-higher (DAPO)."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Largest ratio that counts where the advantage is negative; None: off."""
+    """Largest ratio that counts where the advantage is negative, rare tokens' too; None: off."""
+    relax: RelaxConfig | None = None
+    """Rare tokens that are not clipped; for level: token."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ClipObjective:
+        if self.relax is not None and self.level is not Level.TOKEN:
+            raise ConfigError(
+                f"objective.relax with objective.level = {self.level}: a token may be rare, a {self.level} ratio belongs to many tokens. "
+                "Set level: token, or relax: null."
+            )
+        return self
 
 
 class GeometricClipObjective(Settings):
@@ -258,7 +295,9 @@ class KlConfig(Settings):
     coefficient: float = Field(default=0.0, ge=0)
     """Factor of the penalty; 0: off."""
     estimator: Literal["k1", "k2", "k3", "unbiased_k3"] = "k3"
-    """k1, k2, k3, or k3 times the ratio that makes it unbiased off-policy (DeepSeek-V3.2)."""
+    """k1, k2, k3, or k3 times the ratio that makes it unbiased off-policy (DeepSeek-V3.2). As a term of the loss k2 has the gradient of
+    KL(target || anchor) on-policy, unbiased_k3 off-policy too, k3 that of the KL in the other direction; k1 has an expected gradient of 0:
+    it only reports, and is refused above a coefficient of 1e-6."""
     anchor: Literal["reference", "behavior", "proximal"] = "reference"
     """The other policy."""
     ratio: Ratio = Ratio.Q

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from correction.methods import PRESETS, preset_settings
+from correction.methods import PRESETS, SHORT_NAMES, preset_settings
 
 _NARROW = 80
 """Columns under which a table of three columns would be a column of single words."""
@@ -47,7 +47,7 @@ def show_presets(console: Console) -> None:
 
 
 def show_preset(console: Console, name: str) -> None:
-    """One preset: what it optimises, when to use it, what to choose, its settings as one would write them, and its source.
+    """One preset: what it optimises, when to use it, what to choose, what was found with it, its source, and its settings as YAML.
 
     Raises: ConfigError with the nearest name.
     """
@@ -56,10 +56,15 @@ def show_preset(console: Console, name: str) -> None:
     parts = [("optimises", preset.formula), ("use it", preset.when)]
     if preset.open_constant:
         parts.append(("choose", preset.open_constant))
+    if preset.found:
+        parts.append(("what was found", preset.found))
     parts.append(("source", preset.source))
     console.print(Text(name, style="bold"))
     for title, text in parts:
         _block(console, title, text)
+    meant = [f"{short}: {title}" for short, title in SHORT_NAMES.items() if short in preset.found + preset.source]
+    for line in meant:
+        _indented(console, line)
     _block(console, "settings (a key that isn't here has its default)", "")
     _indented(console, yaml.safe_dump({"correction": settings}, sort_keys=False, default_flow_style=False).rstrip())
     _block(console, "symbols", SYMBOLS)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from actors.commands.preset_views import show_preset, show_presets
 from correction import PRESETS, ConfigError, CorrectionConfig
+from correction.methods import SHORT_NAMES
 
 
 def shown(name: str = "", *, width: int = 80, terminal: bool = True) -> list[str]:
@@ -46,6 +47,10 @@ def test_a_preset_s_settings_are_shown_as_yaml_that_means_the_same(name: str) ->
     assert CorrectionConfig.model_validate(pasted).resolve() == CorrectionConfig(preset=name).resolve()
     text = "\n".join(lines)
     assert PRESETS[name].formula in text and PRESETS[name].source in text and PRESETS[name].open_constant in text
+    assert [short for short, title in SHORT_NAMES.items() if title in text] == [
+        short for short in SHORT_NAMES if short in PRESETS[name].found or short in PRESETS[name].source
+    ]
+    assert PRESETS[name].found in text and ("what was found" in lines) == bool(PRESETS[name].found)
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:

@@ -44,6 +44,8 @@ def test_keys_beside_a_preset_override_it():
         ({"preset": "bypass", "rejection": [{"statistic": "second_moment", "upper": 0.04}]}, "all tokens of the batch"),
         ({"preset": "dppo-binary-tv", "objective": {"gate": {"divergence": "k3"}}}, "binary_tv"),
         ({"preset": "dppo-topk-tv", "objective": {"gate": {"ratio": "r"}}}, "Set ratio: q"),
+        ({"preset": "gspo", "objective": {"relax": {}}}, "a geometric ratio belongs to many tokens"),
+        ({"preset": "minimal-mask", "objective": {"gate": {"side": "both"}}}, "'any', 'negative' or 'positive'"),
         ({"importanse": {}}, "Extra inputs are not permitted"),
     ],
     ids=str,
@@ -51,6 +53,25 @@ def test_keys_beside_a_preset_override_it():
 def test_nonsense_is_refused_with_a_reason(settings, reason):
     with pytest.raises(ValueError, match=reason):
         CorrectionConfig(**settings)
+
+
+def test_a_veto_of_probabilities_has_its_own_limit():
+    """Ratios: 1e-4, as in the code that has the veto. Probabilities: 1e-6, as in the Miles post: long answers have tokens under 1e-4."""
+    assert CorrectionConfig(veto={}).veto.lower == 1e-4
+    assert CorrectionConfig(veto={"quantity": "probability"}).veto.lower == 1e-6
+    assert CorrectionConfig(preset="mis-full").veto.lower == 1e-4
+    assert CorrectionConfig(preset="mis-full", veto={"quantity": "probability"}).veto.lower == 1e-6
+    assert CorrectionConfig(preset="mis-full", veto={"quantity": "probability", "lower": 1e-3}).veto.lower == 1e-3
+    by_probability = CorrectionConfig(veto={"quantity": "probability", "lower": None, "upper": 0.9}).veto
+    assert (by_probability.lower, by_probability.upper) == (None, 0.9)
+
+
+def test_a_penalty_that_pulls_nowhere_is_refused():
+    """test_toy_policy.py has the gradients. A coefficient that only has the KL reported passes."""
+    with pytest.raises(ValueError, match=r"kl.coefficient = 0.1: its expected gradient is 0 on-policy.* Take k2"):
+        CorrectionConfig(kl={"coefficient": 0.1, "estimator": "k1"})
+    assert CorrectionConfig(kl={"coefficient": 1e-9, "estimator": "k1"}).kl.estimator == "k1"
+    assert CorrectionConfig(kl={"coefficient": 0.1, "estimator": "k2"}).kl.coefficient == 0.1
 
 
 def test_every_field_has_its_line():

@@ -101,7 +101,7 @@ def test_gradient_is_that_of_the_formula(settings, formula):
 
 
 PLAIN = ["ppo", "ppo-dual-clip", "grpo", "dr-grpo", "dapo", "sapo", "bypass", "tis-token", "mis-full", "icepop", "kpop"]
-WITH_KL = [(preset, kl) for preset in ("ppo", "bypass", "sapo") for kl in ("k1", "k2", "k3", "unbiased_k3")]
+WITH_KL = [(preset, kl) for preset in ("ppo", "bypass", "sapo") for kl in ("k2", "k3", "unbiased_k3")]
 
 
 @pytest.mark.parametrize(("preset", "kl"), [*((preset, None) for preset in PLAIN), *WITH_KL])
@@ -177,6 +177,9 @@ def test_dppo_example_of_the_paper():
     assert moves("ppo") == [False, True]
     assert moves("dppo-binary-tv") == [True, False]
     assert moves("dppo-binary-kl") == [True, False]
+    assert moves("grpo-clip-higher") == [False, True]
+    assert moves("grpo-relax-both") == [True, True]  # no clip for the rare token
+    assert moves("minimal-mask") == [True, True]  # 0.19 is less than its 0.5
 
 
 def test_bounded_coefficients_are_counted():

@@ -6,7 +6,8 @@ import pytest
 
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
-from correction.methods import PRESETS, Preset, score, truncate
+from correction.methods import PRESETS
+from correction.presets.preset import Preset, score, truncate
 from correction.replacement import check_replaceable, switched, tightened
 
 

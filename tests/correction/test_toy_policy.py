@@ -118,3 +118,49 @@ def test_k1_and_k3_are_unbiased_for_the_kl():
     by_hand = [math.exp(x) - 1 - x for x in (THETA - MU).flatten().tolist()]
     assert numbers["k3_kl"] == pytest.approx(sum(by_hand) / len(by_hand))
     assert min(by_hand) >= 0
+
+
+def kl_gradient(sampled_from, estimator):
+    """E over the sampling policy of the penalty's gradient by itself, exactly: its weight is the share of a loss that is a sum."""
+    coefficient = 1e-6 if estimator == "k1" else 1.0
+    kl = {"coefficient": coefficient, "estimator": estimator}
+    config = CorrectionConfig(preset="bypass", kl=kl, denominator={"kind": "sequence_sum"})
+    total = torch.zeros_like(THETA_TABLE)
+    for sequence, probability in zip(range(len(SEQUENCES)), sampled_from.sum(1).exp(), strict=True):
+        batch = PackedBatch(
+            token_ids=torch.tensor(SEQUENCES[sequence]), offsets=torch.tensor([0, STEPS]), loss_mask=torch.ones(STEPS, dtype=torch.bool),
+            behavior_logprobs=sampled_from[sequence], advantages=torch.zeros(STEPS, dtype=torch.float64),
+            weight_versions=torch.zeros(STEPS, dtype=torch.int32), group_ids=torch.zeros(1, dtype=torch.int64),
+            reference_logprobs=MU[sequence],
+        ).validate()  # fmt: skip
+        table = THETA_TABLE.clone().requires_grad_()
+        policy_loss(correct(batch, config), logprobs(table)[sequence], config).loss.backward()
+        total += probability * table.grad / coefficient
+    return total
+
+
+def true_kl_gradient(of_states, *, reverse):
+    """d/d logits of the KL at each state, with the states visited as the sampling policy does: what a sum over tokens estimates.
+
+    reverse: KL(theta || reference); else KL(reference || theta).
+    """
+    table = THETA_TABLE.clone().requires_grad_()
+    theta, reference = table.log_softmax(-1), MU_TABLE.log_softmax(-1)
+    by_state = (theta.exp() * (theta - reference) if reverse else reference.exp() * (reference - theta)).sum(-1)
+    probability = of_states.sum(1).exp()
+    visited = sum(p * sum(by_state[t, s[t - 1] if t else 0] for t in range(STEPS)) for p, s in zip(probability, SEQUENCES, strict=True))
+    visited.backward()
+    return table.grad
+
+
+def test_what_each_kl_penalty_pulls_to():
+    """On-policy: k1 pulls nowhere, k2 has the gradient of KL(theta || reference), k3 that of KL(reference || theta). Off-policy (tokens
+    of another policy than theta, here a third one) unbiased_k3 alone has that of KL(theta || reference)."""
+    size = float(true_kl_gradient(THETA, reverse=True).abs().max())
+    assert size > 0.05
+    assert float(kl_gradient(THETA, "k1").abs().max()) < 1e-12
+    torch.testing.assert_close(kl_gradient(THETA, "k2"), true_kl_gradient(THETA, reverse=True))
+    torch.testing.assert_close(kl_gradient(THETA, "k3"), true_kl_gradient(THETA, reverse=False))
+    other = logprobs(logits(5))
+    torch.testing.assert_close(kl_gradient(other, "unbiased_k3"), true_kl_gradient(other, reverse=True))
+    assert float((kl_gradient(other, "k2") - true_kl_gradient(other, reverse=True)).abs().max()) > 0.1 * size

@@ -1,0 +1,104 @@
+"""Presets whose objective is on r = theta/prox, and that leave the mismatch alone."""
+
+from __future__ import annotations
+
+from .preset import NO_STD, SEQUENCE_MEAN, SEQUENCE_SUM, Preset, clip, score
+
+_TOKEN_CLIP = (
+    "Objective-level hacking (30B mixture-of-experts): clipping single tokens makes the mismatch grow, the tighter the faster. Trust "
+    "Region: a clip on the ratio holds rare tokens too tight and probable ones too loose. "
+)
+
+DRIFT: dict[str, Preset] = {
+    "ppo": Preset(
+        {"objective": clip()},
+        "max(-A r, -A clip(r, 0.8, 1.2)), token mean",
+        "PPO (arXiv 1707.06347)",
+        "Baseline with a proximal policy of the learner's own; mismatch is ignored.",
+        found=_TOKEN_CLIP + "The contrary: a token clip keeps many runs stable, as the first of the two says itself.",
+    ),
+    "ppo-dual-clip": Preset(
+        {"objective": clip(dual_clip=3.0)},
+        "PPO, at most -3 A where A < 0",
+        "arXiv 1912.09729; on by default in verl",
+        "To reproduce verl's defaults; bounds the loss of bad answers whose ratio is huge.",
+    ),
+    "grpo": Preset(
+        {"objective": clip(), "denominator": SEQUENCE_MEAN},
+        "PPO clip, A = (R - mean) / std of the group, mean over sequences of token means",
+        "DeepSeekMath (arXiv 2402.03300), which prints no clip: 0.2 is PPO's",
+        "The usual first choice, and the first of the Miles post's four configurations. The paper's KL to a reference policy is off; set "
+        "kl.coefficient: 0.04 and kl.estimator: k3 for it.",
+        found=_TOKEN_CLIP + "Miles post (4B, dense): stable without any correction; no run was found that collapses.",
+    ),
+    "dr-grpo": Preset(
+        {"objective": clip(), "denominator": {"kind": "constant"}, "advantage": NO_STD},
+        "PPO clip, A = R - mean, token sum / constant length",
+        "Dr.GRPO (arXiv 2503.20783)",
+        "When answers grow long because wrong ones pay less per token.",
+        "denominator.constant: the largest response length of the run",
+    ),
+    "dapo": Preset(
+        {"objective": clip(0.2, 0.28)},
+        "PPO clip(r, 0.8, 1.28), token mean",
+        "DAPO (arXiv 2503.14476)",
+        "Against entropy collapse: rare tokens may grow more. Dynamic sampling is a setting of the rollouts.",
+        found="Objective-level hacking: of the upper clips 0.2, 0.24 and 0.28 this, the weakest, lets the mismatch grow slowest; it grows "
+        "all the same. Trust Region: a higher clip keeps the entropy up (too high at scale) and gains little; relax-both gains.",
+    ),
+    "gspo": Preset(
+        {"objective": clip(3e-4, 4e-4, level="geometric"), "denominator": SEQUENCE_MEAN},
+        "max(-A s, -A clip(s, 1 - 3e-4, 1 + 4e-4)), s = (prod r)^(1/n)",
+        "GSPO (arXiv 2507.18071)",
+        "Mixture-of-experts models, where token ratios jump with the routing.",
+        found="Objective-level hacking: with it the mismatch does not grow as it does with clipped tokens, unless token weights are "
+        "distorted again. Its table 1 has 9 to 15% clipped, a hundred times a token clip's share; clip_share here is of tokens, the same "
+        "as its share of sequences only where answers are equally long.",
+    ),
+    "luspo": Preset(
+        {"objective": clip(3e-4, 4e-4, level="geometric"), "denominator": SEQUENCE_SUM},
+        "GSPO times the sequence's length",
+        "LUSPO (arXiv 2602.05261); bounds of GSPO",
+        "Like GSPO, but long answers count by their length, so short ones are not preferred.",
+    ),
+    "gmpo": Preset(
+        {"objective": {"kind": "geometric_clip", "log_clip": 0.4}, "denominator": SEQUENCE_MEAN},
+        "-A exp(mean of log r clipped to 0.4 on A's side)",
+        "GMPO (arXiv 2507.20673); 0.4 as in its scripts and TRL's documentation, second-hand",
+        "When single outlier tokens dominate the mean ratio; a wider trust region than GSPO.",
+    ),
+    "sapo": Preset(
+        {"objective": {"kind": "soft_gate"}, "denominator": SEQUENCE_MEAN},
+        "-A sigmoid(tau (r - 1)) 4 / tau, tau = 1 (A > 0) or 1.05",
+        "SAPO (arXiv 2511.20347); temperatures as in verl, TRL, AReaL and SkyRL, second-hand",
+        "When a clip's hard edge is unwanted: the gradient fades out instead of ending.",
+    ),
+    "cispo": Preset(
+        {"objective": score("r", upper=5.0)},
+        "-sg[min(r, 5)] A log theta, token mean",
+        "CISPO in MiniMax-M1 (arXiv 2506.13585)",
+        "When rare tokens such as 'wait' and 'however' must not lose their gradient: every token keeps one. There is no trust region.",
+        "objective.upper: unpublished; 5 is what SkyRL and AReaL recommend (1 + 4)",
+        found="MiniMax-M1 was trained with it. The contrary: Trust Region (on theta/mu, pg-tis here), takeaway 1: without a trust region "
+        "the mismatch grows until the run collapses, small learning rate or not; at scale it collapsed on a mixture-of-experts model.",
+    ),
+    "m2po": Preset(
+        {"objective": clip(), "rejection": [{"statistic": "second_moment", "ratio": "rho", "upper": 0.04}]},
+        "PPO clip; tokens of largest (log rho)^2 dropped until the mean is < 0.04",
+        "M2PO (arXiv 2510.01161), removal rule of AReaL",
+        "Very stale data: only the few worst tokens are left out. Always needs the proximal forward.",
+    ),
+    "opsm": Preset(
+        {
+            "objective": clip(),
+            "denominator": SEQUENCE_MEAN,
+            "rejection": [{"statistic": "k1", "ratio": "q", "level": "geometric", "upper": 0.1, "side": "negative"}],
+        },
+        "PPO clip; sequences with A < 0 and mean log(mu / theta) > 0.1 dropped",
+        "DeepSeek-V3.2 (arXiv 2512.02556), Eq. 9",
+        "When wrong answers are stale: leaves out those that the policy would hardly give any more.",
+        "rejection.upper: unpublished; 1e-4 (slime), 0.05-0.2 (Trinity), 0.5 (TRL) are in use",
+        found="Trust Region, takeaway 3, points the same way: what destabilises is a small share of updates on negative samples.",
+    ),
+}
+"""By name."""
