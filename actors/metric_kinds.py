@@ -73,6 +73,13 @@ class Metric:
     """A few words for a table or an axis."""
     part: str = "part"
     """Of a family: what its open part names; the Prometheus label."""
+    of: str = ""
+    """Of a share: what of, such as "trained tokens"."""
+
+    @property
+    def shown_unit(self) -> str:
+        """For a table: "share of trained tokens"; 1 for a plain number."""
+        return f"{self.unit} of {self.of}" if self.of else self.unit or "1"
 
     @property
     def is_family(self) -> bool:

@@ -98,7 +98,8 @@ def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool)
 def for_step(corrected: CorrectedBatch, sequences: Sequence[int], config: CorrectionConfig) -> CorrectedBatch:
     """The share of one of several optimizer steps per batch, its denominator counted on that share.
 
-    Weights and their normaliser stay those of the whole batch.
+    Weights, and a normaliser that was known before the step, stay those of the whole batch; one that is only known in the training forward
+    (policy_scale) is that of this share.
     """
     share = corrected.select(sequences)
     return replace(share, token_scale=_batch_scale(share, config, Schedule.of(config, is_deferred=share.is_deferred)))
@@ -124,7 +125,8 @@ def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None
     """
     part = config.modulation
     if part.noise_std > 0:
-        generator = torch.Generator().manual_seed(part.noise_seed)
+        seed = hash((part.noise_seed, batch.learner_version)) % 2**63  # of integers: the same in every process, new at every step
+        generator = torch.Generator().manual_seed(seed)
         noise = 1 + part.noise_std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
         weights = weights * noise.to(weights.device)
     if part.probability_below is not None and proximal is not None:

@@ -79,6 +79,6 @@ def interpolated_logprobs(behavior: Tensor, target: Tensor, staleness: Tensor) -
         staleness: [N] int64, versions, >= 0.
     Source: A-3PO (arXiv 2512.06547); AReaL's prox_logp_method = loglinear.
     """
-    alpha = 1 / staleness.clamp(min=1)
+    alpha = 1 / staleness.clamp(min=1).to(behavior.dtype)
     mixed = alpha * behavior + (1 - alpha) * target.detach()
     return torch.where(staleness > 1, mixed, behavior).to(behavior.dtype)

@@ -195,7 +195,8 @@ class LearnerRank:
                 )
             )
         first_epoch = len(shares) // self.config.epochs_per_batch
-        logprobs, entropy, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
+        logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
+        trained = entropies[corrected.batch.loss_mask]
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics = loss_metrics(sums, correction_config)
         losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
@@ -206,7 +207,8 @@ class LearnerRank:
             metrics={name: value for name, value in metrics.items() if name != "loss"},
             target_logprobs=logprobs,
             decided=decided,
-            entropy=entropy,
+            entropy=float(trained.double().mean()) if len(trained) else None,
+            entropies=entropies,
             grad_norms=tuple(update.norm for update in updates),
             group_norms={name: math.fsum(update.group_norms[name] for update in updates) / len(updates) for name in updates[0].group_norms},
             learning_rate=state.optimizer.learning_rate,
