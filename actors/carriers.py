@@ -138,6 +138,8 @@ class Observation:
     """Of the monitor, after this batch."""
     seconds: float
     """Time that all this took, seconds."""
+    clipped: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """By "positive" and "negative" advantage: (token id, how often) of the tokens that the objective clipped most often in this batch."""
 
 
 @dataclass(frozen=True, slots=True)

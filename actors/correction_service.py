@@ -29,7 +29,7 @@ from correction.advantages import group_advantages
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.diagnostics import diagnose
+from correction.diagnostics import clipped_tokens, diagnose
 from correction.monitor import Monitor
 from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
@@ -109,34 +109,52 @@ class CorrectionService:
             self._ahead = None
 
     async def observe(
-        self, step: int, version: int, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
+        self,
+        step: int,
+        version: int,
+        target_logprobs: Tensor,
+        decided: FinalDecision,
+        learned: Mapping[str, float],
+        entropies: Tensor | None = None,
     ) -> Observation | None:
         """Diagnostics of the batch of `version` and what the monitor says about them; None if it isn't held (any more).
 
         Args:
             step: number of the batch's step.
-            target_logprobs: [N] float32, the learner's at the weights from which the update started; the proximal ones of a fused step.
-            decided: what the step trained with, and why.
+            target_logprobs: [N] float32, the learner's in the first forward pass of training that a token was in: with one optimizer step
+                per batch at the weights from which the update started, and then the proximal ones of a fused step.
+            decided: what the step trained with, and why; and for which tokens that pass came before the batch's first update.
             learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
+            entropies: [N] float32, nats, of those same passes.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
         if trained is None:
             return None
         async with self._observing:
-            return await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned)
+            return await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned, entropies)
 
     def _observe(
-        self, step: int, trained: PreparedBatch, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
+        self,
+        step: int,
+        trained: PreparedBatch,
+        target_logprobs: Tensor,
+        decided: FinalDecision,
+        learned: Mapping[str, float],
+        entropies: Tensor | None,
     ) -> Observation:
         """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
         began = time.monotonic()
         corrected, version = trained.corrected, trained.version
         batch = corrected.batch
-        proximal = target_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
-        self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, batch.loss_mask)
-        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, detailed=self._config.monitor.detailed)
+        proximal, mask = batch.proximal_logprobs, batch.loss_mask
+        if proximal is None:
+            proximal, mask = target_logprobs, mask if decided.before_update is None else mask & decided.before_update
+        self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, mask)
+        detailed = self._config.monitor.detailed
+        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=entropies, detailed=detailed)
         events = self._monitor.update(step, {**learned, **numbers})
-        return Observation(dict(numbers), tuple(events), self._monitor.state, time.monotonic() - began)
+        state, clipped = self._monitor.state, clipped_tokens(batch, decided)
+        return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped)
 
     async def monitor_state(self) -> dict[str, Any]:
         """What the monitor knows after the batches observed so far, for a checkpoint."""

@@ -83,6 +83,22 @@ def diagnose(
     return numbers
 
 
+def clipped_tokens(batch: PackedBatch, decided: FinalDecision, *, most: int = 50) -> dict[str, list[tuple[int, int]]]:
+    """By "positive" and "negative" (the advantage's sign): the ids of the kept tokens that the objective clipped most often, and how often.
+
+    Of ids that are equally frequent the smaller one comes first. Empty where the decision doesn't say what was clipped.
+    Source: Trust Region (arXiv 2602.04879), App. E, which has 50.
+    """
+    if decided.is_clipped is None:
+        return {}
+    clipped, found = decided.keep_mask & decided.is_clipped, {}
+    for name, chosen in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
+        ids, counts = torch.unique(batch.token_ids[clipped & chosen], return_counts=True)  # in rising order
+        first = counts.sort(descending=True, stable=True).indices[:most]
+        found[name] = list(zip(ids[first].tolist(), counts[first].tolist(), strict=True))
+    return found
+
+
 def _rejection_sums(view: BatchView, keep: Tensor, weights: Tensor, entropy: Tensor | None) -> dict[str, float]:
     """Sums over whole sequences, but for the largest weight. keep, weights, entropy: [N]."""
     loss_mask, advantages = view.batch.loss_mask, view.batch.advantages

@@ -21,7 +21,9 @@ CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22
 """Tokens of a chunk; on an accelerator it need only be small against its memory."""
 LEAST_MEAN_ERROR = 0.002
-"""A standard error of mean rho below it counts as this much: with very many tokens a deviation of 1 % is still the least that is told."""
+MOST_MEAN_TOKENS = 2500
+"""The error of mean rho that a deviation is held against is at least this, and at least that of so many tokens: five of them are 1 %, and a
+tenth of rho's own spread. Less can come from which answers were kept: stale tokens of right answers have a larger rho."""
 LEAST_EFFECTIVE_TOKENS = 50
 """With fewer, mean rho hangs on a few tokens, and its standard error, which comes from the same ones, says too little."""
 _CONSTANT = 1e-28
@@ -155,7 +157,7 @@ def gap_numbers(s: GapSums) -> dict[str, float]:
         "tokens": s.n,
     }
     if s.n * numbers["ess_token"] >= LEAST_EFFECTIVE_TOKENS:
-        numbers["rho_mean_deviation"] = abs(s.e / s.n) / max(error, LEAST_MEAN_ERROR)
+        numbers["rho_mean_deviation"] = abs(s.e / s.n) / max(error, rho_std / math.sqrt(MOST_MEAN_TOKENS), LEAST_MEAN_ERROR)
     mean_m, mean_g = s.m / s.n, s.g / s.n
     variance_m, with_gap = _variance(s.mm, s.m, s.n), s.mg / s.n - mean_m * mean_g
     variance_p = variance_m + 2 * with_gap + _variance(s.gg, s.g, s.n)

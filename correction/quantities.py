@@ -53,7 +53,8 @@ GAP = {
     "rho_mean_deviation": _Q(
         "",
         "deviation of mean rho",
-        "|mean rho - 1| in standard errors of at least 0.002; absent where the effective sample size is under 50 tokens.",
+        "|mean rho - 1| in standard errors, which count as at least 0.002 and at least those of 2500 tokens; absent where the effective "
+        "sample size is under 50 tokens.",
     ),
     "rho_std": _Q("", "spread of rho", "Standard deviation of rho: 'mismatch' in the paper on objective-level hacking."),
     "rho_max": _Q("", "largest rho", "Largest rho."),
