@@ -124,6 +124,10 @@ class PreparedBatch:
     """Seconds of the learner for proximal (and reference) logprobs."""
     correct_s: float
     """Seconds of the correction itself."""
+    split: dict[str, float] = field(default_factory=dict)
+    """Exact parts of the gap of stale tokens (correction.quantities.SPLIT); empty for a batch that isn't split."""
+    split_s: float = 0.0
+    """Seconds of the learner for them."""
 
 
 @dataclass(frozen=True, slots=True)

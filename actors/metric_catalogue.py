@@ -53,6 +53,11 @@ _TIME = [
         "time/proximal_s", _U.SECONDS, _R.LAST, "proximal forward",
         "The learner's forward pass for proximal logprobs; absent when it isn't needed.",
     ),
+    _gauge(
+        "time/split_s", _U.SECONDS, _R.LAST, "split of the gap",
+        "Splitting the gap of stale tokens into mismatch and staleness, for which the learner waits; on other steps (monitor.split_every) "
+        "the copy of its weights that this needs; absent on steps with neither.",
+    ),
     _gauge("time/train_s", _U.SECONDS, _R.MAX, "train", "Forward, backward and optimizer of the batch, on the slowest rank."),
     _gauge(
         "time/sync_s", _U.SECONDS, _R.LAST, "weight sync",

@@ -37,6 +37,7 @@ class Unit(StrEnum):
     SECONDS = "s"
     SHARE = "share"
     NATS = "nats"
+    NATS_SQUARED = "nats^2"
     TOKENS = "tokens"
     TOKENS_PER_SECOND = "tokens/s"
     VERSIONS = "versions"
@@ -49,6 +50,7 @@ _PROMETHEUS_SUFFIX = {
     Unit.SECONDS: "_seconds",
     Unit.SHARE: "_ratio",
     Unit.NATS: "_nats",
+    Unit.NATS_SQUARED: "_nats_squared",
     Unit.TOKENS: "_tokens",
     Unit.TOKENS_PER_SECOND: "_tokens_per_second",
     Unit.VERSIONS: "_versions",

@@ -19,7 +19,7 @@ class Quantity:
     """What one number is."""
 
     unit: str
-    """nats, share (0 to 1), tokens, versions, or empty for a plain number."""
+    """nats, nats^2, share (0 to 1), tokens, versions, or empty for a plain number."""
     label: str
     """A few words for a table or an axis."""
     help: str
@@ -109,6 +109,26 @@ _CLIPPED = {
     }.items()
 }
 """Each token at its first forward pass of the step."""
+
+_STALE_SAMPLE = "of a sample of stale tokens, every monitor.split_every batches"
+SPLIT = {
+    "split_tokens": _Q("tokens", "tokens of the split", f"Tokens {_STALE_SAMPLE}, from which the split is."),
+    "split_total_variance": _Q(
+        "nats^2", "variance of log pi / mu", f"Variance of log(pi / mu) {_STALE_SAMPLE}; pi is the learner where the batch's update starts."
+    ),
+    "split_mismatch_variance": _Q(
+        "nats^2",
+        "variance by mismatch",
+        "Its part of mismatch: the variance of log(pi_v / mu), pi_v the learner at the weights that sampled the token.",
+    ),
+    "split_staleness_variance": _Q("nats^2", "variance by staleness", "Its part of staleness: the variance of log(pi / pi_v)."),
+    "split_covariance": _Q("nats^2", "covariance", "Covariance of the two parts: total = mismatch + staleness + 2 x covariance."),
+    "split_mismatch_k3_kl": _Q(
+        "nats", "mismatch of stale tokens", "KL(mu || pi_v), estimator k3: mismatch at equal weights, of stale tokens."
+    ),
+    "split_staleness_k3_kl": _Q("nats", "staleness alone", "KL(pi_v || pi), estimator k3: what newer weights changed, engines apart."),
+}
+"""Exact parts of the gap of stale tokens, of variance_split.split_numbers: a run has them where monitor.split_every is not 0."""
 
 DIAGNOSTICS = {
     **GAP,
@@ -201,8 +221,9 @@ DIAGNOSTICS = {
     },
     **_buckets("bucket", "pi_prox", "", "noise alone, without any drift, puts small pi_prox below 1 and large ones above"),
     **_buckets("bucket_behavior", "mu", " by mu", "noise alone, without any drift, tilts it the other way round than by pi_prox"),
+    **SPLIT,
 }
-"""The numbers of `diagnose`; it also gives the families in DIAGNOSTIC_FAMILIES."""
+"""The numbers of `diagnose`, and SPLIT; it also gives the families in DIAGNOSTIC_FAMILIES."""
 
 DIAGNOSTIC_FAMILIES = {
     "rejected_by_": _Q(

@@ -132,8 +132,16 @@ class LearnerRank:
         """
         if self._reference is None:
             raise ConfigError("reference_logprobs: no reference model; call load_reference(folder) first")
-        with self._swapped(self._reference):
-            return self._forward(replace(batch, routed_experts=None)).logprobs
+        return self.logprobs_with(self._reference, replace(batch, routed_experts=None))
+
+    def logprobs_with(self, weights: list[Tensor], batch: PackedBatch) -> Tensor:
+        """`logprobs` under other weights of the model, as `weights_copy` gives them; its own come back untouched."""
+        with self._swapped(weights):
+            return self._forward(batch).logprobs
+
+    def weights_copy(self) -> list[Tensor]:
+        """This rank's own part of the weights, on the CPU."""
+        return [parameter.detach().to("cpu", copy=True) for parameter in _parameters(self._policies)]
 
     def capture(self, batch: PackedBatch) -> tuple[Tensor, Capture]:
         """`logprobs`, and what each operator made of each token, for a comparison with an engine; on one rank."""
