@@ -9,8 +9,8 @@ from actors.config import RunConfig
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 
-_MADE_WORSE_BY_BOUNDS = ("rejected_share", "broken_tokens")
-"""Symptoms that narrower bounds would only add to."""
+_MADE_WORSE_BY_BOUNDS = ("rejected_share", "broken_tokens", "rho_mean_deviation")
+"""Symptoms that narrower bounds would only add to, or don't help."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,10 @@ class PreparedBatch:
     """Seconds of the learner for proximal (and reference) logprobs."""
     correct_s: float
     """Seconds of the correction itself."""
+    split: dict[str, float] = field(default_factory=dict)
+    """Exact parts of the gap of stale tokens (correction.quantities.SPLIT); empty for a batch that isn't split."""
+    split_s: float = 0.0
+    """Seconds of the learner for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,8 @@ class Observation:
     """Of the monitor, after this batch."""
     seconds: float
     """Time that all this took, seconds."""
+    clipped: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """By "positive" and "negative" advantage: (token id, how often) of the tokens that the objective clipped most often in this batch."""
 
 
 @dataclass(frozen=True, slots=True)

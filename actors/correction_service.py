@@ -21,6 +21,7 @@ from torch import Tensor
 
 from actors.carriers import INVALID, UNIFORM, Observation, PreparedBatch, ScatterSample
 from actors.config import DeadlinesConfig, EarlyWarningConfig
+from actors.gap_split import GapSplit
 from actors.learner_group import LearnerGroup
 from actors.scatter import ScatterReservoir
 from actors.supervision import wait_for
@@ -29,7 +30,7 @@ from correction.advantages import group_advantages
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.diagnostics import diagnose
+from correction.diagnostics import clipped_tokens, diagnose
 from correction.monitor import Monitor
 from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
@@ -52,6 +53,7 @@ class ServiceConfig:
     has_reference: bool
     """The learner has a reference policy, whose logprobs belong to a batch."""
     groups_per_step: int
+    max_staleness: int
     dynamic_sampling: bool
     rollout: RolloutConfig
     learner: LearnerConfig
@@ -83,6 +85,12 @@ class CorrectionService:
         self._undiagnosed: dict[int, PreparedBatch] = {}
         """By version: the batch that the learner has, and the one before, which is diagnosed while it has that."""
         self._scatter = ScatterReservoir()
+        self._gap_split = GapSplit(
+            learner,
+            every=config.monitor.split_every,
+            max_staleness=config.max_staleness,
+            replays_own_routes=config.learner.routing_replay == "recompute",
+        )
 
     async def next_batch(self, version: int) -> PreparedBatch:
         """The batch of `version`, at which the learner stands, idle; the one after it is begun before this returns."""
@@ -91,6 +99,7 @@ class CorrectionService:
             self._learner_at.notify_all()
         if self._ahead is None or self._ahead[0] != version:
             self._ahead = (version, asyncio.create_task(self._prepare(version)))
+        kept_s = await self._gap_split.keep(version) if self._gap_split.keeps(version) else 0.0
         # The deadline counts from the learner's asking, not from the work ahead: that may rest while the learner trains.
         prepared = await wait_for(
             asyncio.shield(self._ahead[1]),
@@ -98,6 +107,7 @@ class CorrectionService:
             deadline_s=self._config.deadlines.batch_s,
             detail=lambda: self._queue.waiting_for.remote(version),
         )
+        prepared = replace(prepared, split_s=prepared.split_s + kept_s)
         self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v == version - 1} | {version: prepared}
         self._ahead = (version + 1, asyncio.create_task(self._prepare(version + 1)))
         return prepared
@@ -109,34 +119,53 @@ class CorrectionService:
             self._ahead = None
 
     async def observe(
-        self, step: int, version: int, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
+        self,
+        step: int,
+        version: int,
+        target_logprobs: Tensor,
+        decided: FinalDecision,
+        learned: Mapping[str, float],
+        entropies: Tensor | None = None,
     ) -> Observation | None:
         """Diagnostics of the batch of `version` and what the monitor says about them; None if it isn't held (any more).
 
         Args:
             step: number of the batch's step.
-            target_logprobs: [N] float32, the learner's at the weights from which the update started; the proximal ones of a fused step.
-            decided: what the step trained with, and why.
+            target_logprobs: [N] float32, the learner's in the first forward pass of training that a token was in: with one optimizer step
+                per batch at the weights from which the update started, and then the proximal ones of a fused step.
+            decided: what the step trained with, and why; and for which tokens that pass came before the batch's first update.
             learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
+            entropies: [N] float32, nats, of those same passes.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
         if trained is None:
             return None
         async with self._observing:
-            return await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned)
+            return await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned, entropies)
 
     def _observe(
-        self, step: int, trained: PreparedBatch, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
+        self,
+        step: int,
+        trained: PreparedBatch,
+        target_logprobs: Tensor,
+        decided: FinalDecision,
+        learned: Mapping[str, float],
+        entropies: Tensor | None,
     ) -> Observation:
         """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
         began = time.monotonic()
         corrected, version = trained.corrected, trained.version
         batch = corrected.batch
-        proximal = target_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
-        self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, batch.loss_mask)
-        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, detailed=self._config.monitor.detailed)
+        proximal, mask = batch.proximal_logprobs, batch.loss_mask
+        if proximal is None:
+            proximal, mask = target_logprobs, mask if decided.before_update is None else mask & decided.before_update
+        self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, mask)
+        detailed = self._config.monitor.detailed
+        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=entropies, detailed=detailed)
+        numbers |= trained.split
         events = self._monitor.update(step, {**learned, **numbers})
-        return Observation(dict(numbers), tuple(events), self._monitor.state, time.monotonic() - began)
+        state, clipped = self._monitor.state, clipped_tokens(batch, decided)
+        return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped)
 
     async def monitor_state(self) -> dict[str, Any]:
         """What the monitor knows after the batches observed so far, for a checkpoint."""
@@ -176,10 +205,19 @@ class CorrectionService:
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
+        split, split_s = await self._split(batch, version)
         began = time.monotonic()
         is_deferred = not self._needs_forward and self._config.learner.total_optimizer_steps_per_batch == 1
         corrected = (defer if is_deferred else correct)(batch, self._correction)
-        return PreparedBatch(version, self._correction, corrected, tuple(groups), proximal_s, time.monotonic() - began)
+        correct_s = time.monotonic() - began
+        return PreparedBatch(version, self._correction, corrected, tuple(groups), proximal_s, correct_s, split, split_s)
+
+    async def _split(self, batch: PackedBatch, version: int) -> tuple[dict[str, float], float]:
+        """The exact parts of the batch's gap, if it is one of those that are split, and the learner's seconds for them."""
+        if not self._gap_split.splits(version):
+            return {}, 0.0
+        await wait_for(self._learner_is_at(version), f"split at version {version} <- learner", deadline_s=self._config.ahead_s)
+        return await self._gap_split.split(batch, version)
 
     @property
     def _needs_forward(self) -> bool:

@@ -53,10 +53,12 @@ class LearnerRankActor:
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
         from learner import layers
+        from learner.kept_weights import KeptWeights
         from learner.learner_rank import LearnerRank
 
         self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
         self._learner.load(model)
+        self._kept = KeptWeights(self._learner)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
         gc.freeze()  # a full garbage collection need not walk through all that the imports made
@@ -74,8 +76,7 @@ class LearnerRankActor:
 
     def proximal(self, batch: PackedBatch, version: int) -> Proximal:
         """Proximal logprobs at the weights of `version`, which have to be the present ones."""
-        if version != self._version:
-            raise RuntimeError(f"learner rank {self._rank}: logprobs at version {version} asked, the weights are {self._version}")
+        self._check_version("logprobs", version)
         return self._learner.proximal(batch)
 
     def load_reference(self, model: Path) -> None:
@@ -83,6 +84,20 @@ class LearnerRankActor:
 
     def reference_logprobs(self, batch: PackedBatch) -> Tensor:
         return self._learner.reference_logprobs(batch)
+
+    def keep_weights(self, version: int, oldest: int) -> None:
+        """Copy the weights, which have to be those of `version`, for `at_sampling`."""
+        self._check_version("a copy of the weights", version)
+        self._kept.keep(version, oldest=oldest)
+
+    def at_sampling(self, batch: PackedBatch, version: int, oldest: int) -> tuple[Tensor, Tensor]:
+        """Logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones, those of `version`."""
+        self._check_version("logprobs", version)
+        return self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
+
+    def _check_version(self, what: str, version: int) -> None:
+        if version != self._version:
+            raise RuntimeError(f"learner rank {self._rank}: {what} at version {version} asked, the weights are {self._version}")
 
     def weights(self, bucket_bytes: int, probe_ids: Sequence[int], with_checksums: bool) -> WeightSnapshot | None:
         """Copy the weights into the object store. Every rank takes part in gathering; rank 0 answers."""
@@ -221,6 +236,17 @@ class LearnerGroup:
         reference = ray.put(batch)
         calls = [r.reference_logprobs.remote(reference) for r in self._ranks]
         results: list[Tensor] = await self._all(calls, "reference logprobs")
+        return results[0]
+
+    async def keep_weights(self, version: int, *, oldest: int) -> None:
+        """Every rank keeps a copy of its weights, which are those of `version`, and frees copies older than `oldest`."""
+        await self._all([r.keep_weights.remote(version, oldest) for r in self._ranks], f"copy of the weights v{version}")
+
+    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> tuple[Tensor, Tensor]:
+        """log pi of the trained tokens at the weights that sampled them (not a number where those aren't kept), and at the present ones."""
+        reference = ray.put(batch)
+        calls = [r.at_sampling.remote(reference, version, oldest) for r in self._ranks]
+        results: list[tuple[Tensor, Tensor]] = await self._all(calls, f"logprobs at the weights that sampled, v{version}")
         return results[0]
 
     async def weights(self, bucket_bytes: int, *, probe_ids: Sequence[int] = (), with_checksums: bool = False) -> WeightSnapshot:

@@ -128,7 +128,7 @@ class DecisionCounts:
     """How often each criterion and each bound took hold: sums, which add up over the stages and over any split of a batch."""
 
     labels: tuple[str, ...]
-    """Of the C criteria, in the config's order; "veto" at the end if there is one."""
+    """Of the C criteria, in the config's order, each another one; "veto" at the end if there is one."""
     values: Tensor
     """[2 C + len(UNIT_COUNTS)] float64: tokens that each criterion looked at, tokens that it drops, and UNIT_COUNTS."""
 
@@ -156,6 +156,17 @@ class FinalDecision:
     """[N] float32, detached, with all that was known before the step; `policy_loss` leaves a late normaliser out."""
     counts: DecisionCounts
     """Of the late parts alone; the corrected batch has those of the early ones."""
+    coefficients: Tensor | None = None
+    """[N] float32: the objective's factor on A grad log pi of a token, without its weight; 0 where A is 0. None: not known."""
+    is_clipped: Tensor | None = None
+    """[N] bool: the objective's clip or gate took the token's gradient, whether it is kept or not. None: not known."""
+    before_update: Tensor | None = None
+    """[N] bool: the token's forward pass came before the first of the batch's optimizer steps; None: that of all tokens did."""
+
+    def of_slice(self, piece: BatchSlice) -> FinalDecision:
+        """The share of a part of the batch; counts stay those of the whole."""
+        rows = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **{name: row[piece.tokens] for name, row in rows.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,8 @@ def for_step(
 ) -> CorrectedBatch:
     """The share of one of several optimizer steps per batch, its denominator counted on that share.
 
-    Weights and their normaliser stay those of the whole batch.
+    Weights, and a normaliser that was known before the step, stay those of the whole batch; one that is only known in the training forward
+    (policy_scale) is that of this share.
     Args:
         sequences: of this shard.
         reduce, num_prompts: as for `correct`: the denominator is counted on the shares of all shards together.
@@ -265,7 +266,8 @@ def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None
     """
     part = config.modulation
     if part.noise_std > 0:
-        generator = torch.Generator().manual_seed(part.noise_seed)
+        seed = hash((part.noise_seed, batch.learner_version)) % 2**63  # of integers: the same in every process, new at every step
+        generator = torch.Generator().manual_seed(seed)
         noise = 1 + part.noise_std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
         weights = weights * noise.to(weights.device)
     if part.probability_below is not None and proximal is not None:

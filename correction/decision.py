@@ -138,7 +138,10 @@ def decide(view: BatchView, config: CorrectionSettings, schedule: Schedule, stag
 
 def no_counts(config: CorrectionSettings, device: torch.device | str = "cpu") -> DecisionCounts:
     """Nothing counted so far."""
-    labels = (*(criterion.label for criterion in config.rejection), *(("veto",) if config.veto is not None else ()))
+    names = [criterion.label for criterion in config.rejection]
+    earlier = [names[:number].count(name) for number, name in enumerate(names)]
+    labels = tuple(name if n == 0 else f"{name}_{n + 1}" for name, n in zip(names, earlier, strict=True))  # of one kind there may be two
+    labels += ("veto",) if config.veto is not None else ()
     return DecisionCounts(labels, torch.zeros(2 * len(labels) + len(UNIT_COUNTS), dtype=torch.float64, device=device))
 
 

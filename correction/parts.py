@@ -314,7 +314,7 @@ class ModulationConfig(Settings):
     noise_std: float = Field(default=0.0, ge=0)
     """Standard deviation of independent Gaussian factors of mean 1; the paper's unbiased control has 0.2."""
     noise_seed: int = 0
-    """Seed of the noise; it follows the order of tokens in the batch."""
+    """Seed of the noise, together with the learner's version: each step has noise of its own, in the order of tokens in the batch."""
 
 
 class CorrectionSettings(Settings):

@@ -1,0 +1,62 @@
+"""The gap of stale tokens, split exactly into mismatch and staleness: every so many batches, on a sample.
+
+A token of version v was sampled by the engine at weights v. What the learner says of it at weights v differs from that by the mismatch
+alone; what it says at the weights where the update starts, by staleness as well. So the ranks keep copies of the versions that such a batch
+may hold, shortly before it, and none at other times.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import torch
+
+from actors.learner_group import LearnerGroup
+from correction.batch import PackedBatch
+from correction.variance_split import split_numbers
+
+TRAJECTORIES = 16
+"""At most so many of a batch are scored, at each version that they hold and at the present one."""
+
+
+class GapSplit:
+    """Says when copies are kept and batches are split, and does it. The learner has to stand still meanwhile."""
+
+    def __init__(self, learner: LearnerGroup, *, every: int, max_staleness: int, replays_own_routes: bool = False) -> None:
+        """Args:
+        every: batches from one split to the next; 0: there is none.
+        replays_own_routes: the batch's routed experts are those of the present weights, and not to be replayed at others.
+        """
+        self._learner, self._every, self._max_staleness = learner, every, max_staleness
+        self._drops_routes = replays_own_routes
+
+    def keeps(self, version: int) -> bool:
+        """A batch that will be split may hold tokens of these weights."""
+        return self._every > 0 and self._every - version % self._every <= self._max_staleness
+
+    def splits(self, version: int) -> bool:
+        """The batch of this version is split."""
+        return self._every > 0 and self._max_staleness > 0 and version % self._every == 0
+
+    async def keep(self, version: int) -> float:
+        """Copy the learner's weights, which are of `version`. Returns: seconds."""
+        began = time.monotonic()
+        await self._learner.keep_weights(version, oldest=version - self._max_staleness)
+        return time.monotonic() - began
+
+    async def split(self, batch: PackedBatch, version: int) -> tuple[dict[str, float], float]:
+        """The numbers of quantities.SPLIT, none without stale tokens of kept versions, and the seconds that they took."""
+        began = time.monotonic()
+        stale = batch.loss_mask & (batch.weight_versions >= 0) & (batch.weight_versions < version)
+        sequences = torch.unique(torch.searchsorted(batch.offsets, stale.nonzero().flatten(), right=True) - 1).tolist()
+        if not sequences:
+            return {}, 0.0
+        chosen = sorted(random.Random(version).sample(sequences, min(TRAJECTORIES, len(sequences))))
+        sample = replace(batch, routed_experts=None) if self._drops_routes else batch
+        sample = replace(sample, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
+        oldest = version + self._every - self._max_staleness
+        at_sampling, now = await self._learner.at_sampling(sample, version=version, oldest=oldest)
+        known = sample.loss_mask & (sample.weight_versions < version) & at_sampling.isfinite() & now.isfinite()
+        return split_numbers(sample.behavior_logprobs[known], at_sampling[known], now[known]), time.monotonic() - began
