@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .choices import AdvantageEstimator, ProximalSource
     from .config import CorrectionConfig
     from .correct import correct, defer, for_step, shard_sums
-    from .diagnostics import diagnose
+    from .diagnostics import diagnose, diagnostic_sums, diagnostics_of
     from .errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
     from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
     from .methods import PRESETS, Preset, presets_table
@@ -32,7 +32,7 @@ _HOMES = {
     "choices": ("AdvantageEstimator", "ProximalSource",),
     "config": ("CorrectionConfig",),
     "correct": ("correct", "defer", "for_step", "shard_sums",),
-    "diagnostics": ("diagnose",),
+    "diagnostics": ("diagnose", "diagnostic_sums", "diagnostics_of",),
     "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
     "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
     "methods": ("PRESETS", "Preset", "presets_table",),
@@ -94,6 +94,8 @@ __all__ = [
     "correct",
     "defer",
     "diagnose",
+    "diagnostic_sums",
+    "diagnostics_of",
     "for_step",
     "from_padded",
     "group_advantages",

@@ -17,14 +17,17 @@ from torch import Tensor
 from .batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
 from .choices import Level, Ratio
 from .decision import BatchView
-from .gap import gap_family
+from .gap import gap_family, gap_sums
 from .quantities import BUCKET_EDGES, PERCENTS
 from .ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
 from .segments import Levels, masked
 from .staleness import TokenSpans, count_staleness, token_spans
+from .sums import DiagnosticSums
 
 BAD_UPDATE = 0.5
 """mu - pi of a token with negative advantage from which an update is called bad: Trust Region (arXiv 2602.04879), sec. 5.3."""
+_SHIFT = 0.5
+"""Taken off probabilities whose squares are added up over shards: one for all."""
 _SIDES = ("positive", "negative")
 """Of the advantage."""
 
@@ -47,40 +50,88 @@ def diagnose(
         entropy: [N] nats, of the target policy, for that of rejected and of clipped tokens.
         detailed: quantiles, buckets and the spurious objective as well; they sort the tokens, which takes longer than all the rest.
     """
+    sums, known = _collect(batch, corrected, target_logprobs, decided, entropy, detailed=detailed, shift=None)
+    numbers = diagnostics_of(sums)
+    if detailed and known is not None:
+        numbers |= _quantiles(batch, *known)
+    return numbers
+
+
+def diagnostic_sums(
+    batch: PackedBatch,
+    corrected: CorrectedBatch,
+    target_logprobs: Tensor | None = None,
+    *,
+    decided: FinalDecision | None = None,
+    entropy: Tensor | None = None,
+    detailed: bool = False,
+) -> DiagnosticSums:
+    """The part of one shard of a batch. `diagnostics_of(sum(parts))` is `diagnose` of the whole, but for the quantiles, which are no sums.
+
+    Args: as for `diagnose`, of this shard; every shard gives the same ones.
+    """
+    return _collect(batch, corrected, target_logprobs, decided, entropy, detailed=detailed, shift=_SHIFT)[0]
+
+
+def diagnostics_of(sums: DiagnosticSums) -> dict[str, float]:
+    """The numbers of a batch, from the sums of all its shards."""
+    added = sums.added
+    numbers = {"broken_tokens": added["broken"]} | _staleness_numbers(sums) | gap_family(sums) | _target_numbers(sums)
+    numbers |= _rejection_numbers(sums)
+    for name in ("bucket", "bucket_behavior"):
+        numbers |= _bucket_numbers(name, sums)
+    if "spurious_objective" in added and added["fresh/n"] + added["stale/n"] > 0:
+        numbers["spurious_objective"] = added["spurious_objective"]
+    return numbers
+
+
+def _collect(
+    batch: PackedBatch,
+    corrected: CorrectedBatch,
+    target_logprobs: Tensor | None,
+    decided: FinalDecision | None,
+    entropy: Tensor | None,
+    *,
+    detailed: bool,
+    shift: float | None,
+) -> tuple[DiagnosticSums, tuple[Tensor, Tensor] | None]:
+    """The sums, and log pi_prox [N] with the mask of the tokens where it stands for itself, if it is known."""
     target = None if target_logprobs is None else target_logprobs.detach().to(batch.behavior_logprobs.dtype)
     proximal = target if batch.proximal_logprobs is None else batch.proximal_logprobs
     keep = corrected.keep_mask if decided is None else decided.keep_mask
     weights = corrected.importance_weights if decided is None else decided.importance_weights
     anchor = batch.behavior_logprobs if proximal is target and not corrected.is_deferred else proximal
     mask = torch.empty_like(batch.loss_mask)
-    sums: list[dict[str, float]] = []
+    counts = corrected.counts
+    if counts is not None and decided is not None:
+        counts += decided.counts
+    sums = DiagnosticSums({}, {}, {}, counts)
     for piece in batch_slices(batch):
         own = piece.of_batch(batch)
         view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), piece.of_tokens(target)))
         mask[piece.tokens] = view.mask
-        sums.append(_rejection_sums(view, keep[piece.tokens], weights[piece.tokens], piece.of_tokens(entropy)))
+        its_keep = keep[piece.tokens]
+        added = _rejection_sums(view, its_keep, weights[piece.tokens], piece.of_tokens(entropy))
         if decided is not None and target is not None:
             its, its_anchor = decided.of_slice(piece), piece.of_tokens(anchor)
-            sums[-1] |= _clip_sums(view, its, piece.of_tokens(entropy)) | _factor_sums(view, its, its_anchor)
+            added |= _clip_sums(view, its, piece.of_tokens(entropy)) | _factor_sums(view, its, its_anchor)
+        largest = float(masked(weights[piece.tokens], its_keep).max()) if its_keep.numel() else 0.0
+        sums += DiagnosticSums(added, {"weight": largest}, {})
     spans = token_spans(batch, batch.loss_mask)
-    numbers = {"broken_tokens": float(int(batch.loss_mask.count_nonzero()) - int(mask.count_nonzero()))}
-    numbers |= _staleness_numbers(spans, batch.num_sequences)
+    broken = float(int(batch.loss_mask.count_nonzero()) - int(mask.count_nonzero()))
+    sums += DiagnosticSums({"broken": broken}, {}, {}) + _staleness_sums(spans, batch.num_sequences)
     before_update = None if decided is None or batch.proximal_logprobs is not None else decided.before_update
     equal = mask if before_update is None else mask & before_update
     if proximal is not None:
-        is_whole = before_update is None and numbers["broken_tokens"] == 0
-        numbers |= gap_family(batch, proximal, spans if is_whole else token_spans(batch, equal))
+        is_whole = before_update is None and broken == 0
+        sums += gap_sums(batch, proximal, spans if is_whole else token_spans(batch, equal), shift)
     if target is not None:
-        numbers |= _target_numbers(batch, target, mask)
-        if before_update is not None and "target_k3_kl" in numbers:
-            numbers["drift_from_behavior_k3_kl"] = numbers["target_k3_kl"]
-    counts = corrected.counts
-    if counts is not None and decided is not None:
-        counts += decided.counts
-    numbers |= _rejection_numbers(sums, counts)
+        sums += _target_sums(batch, target, mask)
+        if before_update is not None:
+            sums.added["several_steps"] = 1.0
     if detailed and proximal is not None:
-        numbers |= _detailed_numbers(batch, proximal, equal)
-    return numbers
+        sums += _detailed_sums(batch, proximal, equal)
+    return sums, None if proximal is None else (proximal, equal)
 
 
 def clipped_tokens(batch: PackedBatch, decided: FinalDecision, *, most: int = 50) -> dict[str, list[tuple[int, int]]]:
@@ -100,10 +151,9 @@ def clipped_tokens(batch: PackedBatch, decided: FinalDecision, *, most: int = 50
 
 
 def _rejection_sums(view: BatchView, keep: Tensor, weights: Tensor, entropy: Tensor | None) -> dict[str, float]:
-    """Sums over whole sequences, but for the largest weight. keep, weights, entropy: [N]."""
+    """Sums over whole sequences. keep, weights, entropy: [N]."""
     loss_mask, advantages = view.batch.loss_mask, view.batch.advantages
-    kept_weights = masked(weights, keep)
-    largest, kept_weights = kept_weights.max() if keep.numel() else 0.0, kept_weights.double()
+    kept_weights = masked(weights, keep).double()
     sequences = view.levels.at(Level.SEQUENCE)
     sums = {
         "tokens": int(loss_mask.count_nonzero()),
@@ -112,7 +162,6 @@ def _rejection_sums(view: BatchView, keep: Tensor, weights: Tensor, entropy: Ten
         "kept_sequences": int(sequences.any(keep).count_nonzero()),
         "weight": float(kept_weights.sum()),
         "weight_square": float(kept_weights.dot(kept_weights)),
-        "largest_weight": float(largest),
     }
     for name, chosen in (("positive", advantages > 0), ("negative", advantages < 0)):
         sums |= {name: int((chosen & loss_mask).count_nonzero()), f"kept_{name}": int((chosen & keep).count_nonzero())}
@@ -125,9 +174,9 @@ def _rejection_sums(view: BatchView, keep: Tensor, weights: Tensor, entropy: Ten
     return sums
 
 
-def _rejection_numbers(pieces: list[dict[str, float]], counts: DecisionCounts | None) -> dict[str, float]:
-    """About weights and rejection, from the sums of all pieces of the batch."""
-    sums = {name: sum(piece[name] for piece in pieces) for name in pieces[0]}
+def _rejection_numbers(all_sums: DiagnosticSums) -> dict[str, float]:
+    """About weights and rejection."""
+    sums, counts = all_sums.added, all_sums.counts
     tokens, kept = sums["tokens"], sums["kept"]
     if tokens == 0:
         return {}
@@ -147,8 +196,7 @@ def _rejection_numbers(pieces: list[dict[str, float]], counts: DecisionCounts | 
     numbers |= _loss_numbers(sums)
     if kept > 0:
         mean, square = sums["weight"] / kept, sums["weight_square"] / kept
-        largest = max(piece["largest_weight"] for piece in pieces)
-        numbers |= {"importance_weight_mean": mean, "importance_weight_max": largest}
+        numbers |= {"importance_weight_mean": mean, "importance_weight_max": all_sums.largest["weight"]}
         if square > 0:
             numbers["importance_weight_ess"] = mean**2 / square
     return numbers
@@ -222,70 +270,99 @@ def _factor_sums(view: BatchView, decided: FinalDecision, anchor: Tensor | None)
     }
 
 
-def _target_numbers(batch: PackedBatch, target: Tensor, mask: Tensor) -> dict[str, float]:
+def _target_sums(batch: PackedBatch, target: Tensor, mask: Tensor) -> DiagnosticSums:
     counts = Levels(batch).sequences.sum(mask)
-    tokens, sequences, longest = int(counts.sum()), int(counts.count_nonzero()), float(counts.max()) if counts.numel() else 0.0
-    if tokens == 0:
-        return {}
     behavior, chosen = masked(batch.behavior_logprobs, mask), masked(target, mask)
     x = (chosen.double() - behavior).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # 0 outside the mask, and so are k1 and k3
     e = torch.expm1(x)
     is_bad = (batch.advantages < 0) & (behavior.exp() - chosen.exp() >= BAD_UPDATE)
-    distance = 0.5 * float(e.abs().sum())
-    largest = float(masked(batch.advantages, mask).abs().max())
-    bounds = [2 * largest * longest * (longest - 1) * (distance / tokens) ** 2, 4 * largest * distance / sequences]
+    sums = {"tokens": counts.sum(), "sequences": counts.count_nonzero(), "x": x.sum(), "xx": x.dot(x), "k3": (e - x).sum()}
+    sums |= {"distance": 0.5 * e.abs().sum(), "bad": is_bad.sum()}
+    if batch.proximal_logprobs is not None:
+        drift = (chosen.double() - masked(batch.proximal_logprobs, mask)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        sums["drift_k3"] = (torch.expm1(drift) - drift).sum()
+    inside = x + (mask.double() - 1) * 1e3
+    largest = {"target/longest": counts, "target/advantage": masked(batch.advantages, mask).abs(), "target/x": inside}
+    return DiagnosticSums(
+        {f"target/{name}": float(value) for name, value in sums.items()},
+        {name: float(values.max()) for name, values in largest.items() if values.numel()},
+        {},
+    )
+
+
+def _target_numbers(sums: DiagnosticSums) -> dict[str, float]:
+    s = {name.removeprefix("target/"): value for name, value in sums.added.items() if name.startswith("target/")}
+    tokens = s.get("tokens", 0)
+    if tokens == 0:
+        return {}
+    longest, largest, distance = sums.largest["target/longest"], sums.largest["target/advantage"], s["distance"]
+    bounds = [2 * largest * longest * (longest - 1) * (distance / tokens) ** 2, 4 * largest * distance / s["sequences"]]
     numbers = {
-        "target_k1_kl": -float(x.sum()) / tokens,
-        "target_k2_kl": 0.5 * float(x.dot(x)) / tokens,
-        "target_k3_kl": float((e - x).sum()) / tokens,
-        "target_rho_max": math.exp(float((x + (mask.double() - 1) * 1e3).max())),
+        "target_k1_kl": -s["x"] / tokens,
+        "target_k2_kl": 0.5 * s["xx"] / tokens,
+        "target_k3_kl": s["k3"] / tokens,
+        "target_rho_max": math.exp(sums.largest["target/x"]),
         "target_total_variation": distance / tokens,
         "improvement_bound_quadratic": bounds[0],
         "improvement_bound_linear": bounds[1],
         "improvement_bound": min(bounds),
-        "bad_update_share": float(is_bad.sum()) / tokens,
+        "bad_update_share": s["bad"] / tokens,
     }
-    if batch.proximal_logprobs is not None:
-        drift = (chosen.double() - masked(batch.proximal_logprobs, mask)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        numbers["drift_k3_kl"] = float((torch.expm1(drift) - drift).sum()) / tokens
+    if "drift_k3" in s:
+        numbers["drift_k3_kl"] = s["drift_k3"] / tokens
+    if "several_steps" in sums.added:
+        numbers["drift_from_behavior_k3_kl"] = numbers["target_k3_kl"]
     return numbers
 
 
-def _staleness_numbers(spans: TokenSpans, num_sequences: int) -> dict[str, float]:
+def _staleness_sums(spans: TokenSpans, num_sequences: int) -> DiagnosticSums:
     counts = count_staleness(spans, num_sequences)
     if counts is None:
-        return {}
+        return DiagnosticSums({}, {}, {})
     shares = {"staleness": counts.total, "staleness_in_flight": counts.in_flight, "staleness_in_queue": counts.in_queue}
-    tokens = float(counts.total.sum())
-    numbers = {"staleness_max": float(counts.total.numel() - 1), "mixed_version_share": counts.mixed_sequences / counts.sequences}
-    for name, histogram in shares.items():
-        by_version = [count / tokens for count in histogram.tolist()]
+    sequences = {"sampled_sequences": float(counts.sequences), "mixed_sequences": float(counts.mixed_sequences)}
+    return DiagnosticSums(sequences, {}, {name: tuple(histogram.tolist()) for name, histogram in shares.items()})
+
+
+def _staleness_numbers(sums: DiagnosticSums) -> dict[str, float]:
+    if "staleness" not in sums.histograms:
+        return {}
+    total = sums.histograms["staleness"]
+    share = sums.added["mixed_sequences"] / sums.added["sampled_sequences"]
+    numbers = {"staleness_max": float(len(total) - 1), "mixed_version_share": share}
+    for name in ("staleness", "staleness_in_flight", "staleness_in_queue"):
+        by_version = [count / sum(total) for count in sums.histograms[name]]
         numbers[f"{name}_mean"] = sum(versions * share for versions, share in enumerate(by_version))
         numbers |= {f"{name}_share_{versions}": share for versions, share in enumerate(by_version)}
     return numbers
 
 
-def _detailed_numbers(batch: PackedBatch, proximal: Tensor, mask: Tensor) -> dict[str, float]:
-    behavior, chosen = batch.behavior_logprobs[mask].double(), proximal[mask].double()
-    x = (chosen - behavior).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if x.numel() == 0:
+def _quantiles(batch: PackedBatch, proximal: Tensor, mask: Tensor) -> dict[str, float]:
+    ordered = (proximal[mask].double() - batch.behavior_logprobs[mask].double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).sort().values
+    if ordered.numel() == 0:
         return {}
-    ordered = x.sort().values
-    numbers = {f"log_ratio_quantile_{percent:02d}": float(ordered[round((x.numel() - 1) * percent / 100)]) for percent in PERCENTS}
-    probability, e = chosen.exp(), torch.expm1(x)
-    for name, of in (("bucket", probability), ("bucket_behavior", behavior.exp())):
-        numbers |= _bucket_numbers(name, of, e)
-    numbers["spurious_objective"] = float(batch.advantages[mask].double()[probability < 0.1].sum())
-    return numbers
+    return {f"log_ratio_quantile_{percent:02d}": float(ordered[round((ordered.numel() - 1) * percent / 100)]) for percent in PERCENTS}
 
 
-def _bucket_numbers(name: str, probability: Tensor, e: Tensor) -> dict[str, float]:
-    """Of rho = 1 + e, by the probability of its token; both [n] float64."""
-    edges = torch.tensor(BUCKET_EDGES, dtype=probability.dtype, device=probability.device)
-    bucket = torch.bucketize(probability, edges, right=True)
-    counts, *sums = (torch.bincount(bucket, of, minlength=len(BUCKET_EDGES) + 1).tolist() for of in (torch.ones_like(e), e, e * e))
-    numbers = {}
-    for index, (n, total, square) in enumerate(zip(counts, *sums, strict=True)):
+def _detailed_sums(batch: PackedBatch, proximal: Tensor, mask: Tensor) -> DiagnosticSums:
+    """Of rho = 1 + e by the probability of its token, and the spurious objective."""
+    behavior, chosen = batch.behavior_logprobs[mask].double(), proximal[mask].double()
+    e = torch.expm1((chosen - behavior).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    edges = torch.tensor(BUCKET_EDGES, dtype=e.dtype, device=e.device)
+    found = DiagnosticSums({"spurious_objective": float(batch.advantages[mask].double()[chosen.exp() < 0.1].sum())}, {}, {})
+    for name, probability in (("bucket", chosen.exp()), ("bucket_behavior", behavior.exp())):
+        bucket = torch.bucketize(probability, edges, right=True)
+        for sort, values in (("tokens", torch.ones_like(e)), ("e", e), ("ee", e * e)):
+            found.histograms[f"{name}/{sort}"] = tuple(torch.bincount(bucket, values, minlength=len(BUCKET_EDGES) + 1).tolist())
+    return found
+
+
+def _bucket_numbers(name: str, sums: DiagnosticSums) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    columns = [sums.histograms.get(f"{name}/{sort}", ()) for sort in ("tokens", "e", "ee")]
+    if sum(columns[0]) == 0:
+        return {}
+    for index, (n, total, square) in enumerate(zip(*columns, strict=True)):
         numbers[f"{name}_tokens_{index}"] = n
         if n > 0:
             numbers[f"{name}_rho_mean_{index}"] = 1 + total / n

@@ -16,6 +16,7 @@ from torch import Tensor
 from .batch import PackedBatch
 from .ratios import LOG_RATIO_LIMIT, bounded_exp
 from .staleness import TokenSpans
+from .sums import DiagnosticSums
 
 CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22
@@ -60,28 +61,39 @@ class GapSums:
     """Smallest x."""
 
 
-def gap_family(batch: PackedBatch, proximal: Tensor, spans: TokenSpans) -> dict[str, float]:
-    """Of all tokens of the spans, of those of staleness 0, of the older ones, and of whole sequences."""
-    sets = spans.staleness == 0, spans.staleness > 0
-    (fresh, stale, whole), by_sequence = gap_sums(batch.behavior_logprobs, proximal, spans, sets, batch.num_sequences)
-    numbers = gap_numbers(whole)
-    numbers |= {f"mismatch_{name}": value for name, value in gap_numbers(fresh).items()}
-    numbers |= {f"stale_{name}": value for name, value in gap_numbers(stale).items()}
-    return numbers | _sequence_numbers(by_sequence)
+_FIELDS = tuple(field.name for field in fields(GapSums))
+"""The last two are extremes, all others sums."""
+_PERPLEXITIES = ("perplexity_behavior", "perplexity_proximal", "perplexity_ratio")
 
 
-def gap_sums(
-    behavior: Tensor, proximal: Tensor, spans: TokenSpans, sets: Sequence[Tensor], num_sequences: int
-) -> tuple[list[GapSums], Tensor]:
-    """The sums of each of several disjoint sets of tokens, and at the end of all of them together.
+def gap_sums(batch: PackedBatch, proximal: Tensor, spans: TokenSpans, shift: float | None) -> DiagnosticSums:
+    """Of the spans' tokens of staleness 0 ("fresh"), of the older ones ("stale"), and of whole sequences.
 
     Args:
-        behavior, proximal: [N] logprobs, nats, finite inside the spans.
-        sets: each as [R] bool, the spans that are in it.
-    Returns: the sums, and [S, 3] float64 of each sequence: tokens, sum of log mu, sum of log rho.
+        proximal: [N] logprobs, nats, finite inside the spans, as the batch's own are.
+        shift: what is taken off mu before it is squared; None: a mean of these tokens, which keeps the most digits. Sums add up only where
+            all have the same.
     """
-    shift: Tensor | None = None
-    empty = torch.zeros(len(fields(GapSums)), dtype=torch.float64, device=behavior.device)
+    sets = {"fresh": spans.staleness == 0, "stale": spans.staleness > 0}
+    rows, by_sequence = _set_sums(batch.behavior_logprobs, proximal, spans, list(sets.values()), batch.num_sequences, shift)
+    found = DiagnosticSums({}, {}, {})
+    for name, row in zip(sets, rows, strict=True):
+        *added, high, low = zip(_FIELDS, row, strict=True)
+        found.added.update({f"{name}/{field}": value for field, value in added})
+        found.largest.update({f"{name}/high": high[1], f"{name}/minus_low": -low[1]})
+    found.added.update(_sequence_sums(by_sequence))
+    return found
+
+
+def _set_sums(
+    behavior: Tensor, proximal: Tensor, spans: TokenSpans, sets: Sequence[Tensor], num_sequences: int, shift_by: float | None
+) -> tuple[list[list[float]], Tensor]:
+    """The fields of GapSums for each of several disjoint sets of tokens, each as [R] bool: the spans that are in it.
+
+    Returns: also [S, 3] float64 of each sequence: tokens, sum of log mu, sum of log rho.
+    """
+    shift = None if shift_by is None else torch.tensor(shift_by, dtype=torch.float64, device=behavior.device)
+    empty = torch.zeros(len(_FIELDS), dtype=torch.float64, device=behavior.device)
     empty[-2], empty[-1] = -torch.inf, torch.inf
     by_sequence = empty.new_zeros(num_sequences, 3)
     per_set = []
@@ -97,8 +109,25 @@ def gap_sums(
             by_sequence.index_add_(0, spans.sequences[chunk], torch.stack(sums, 1))
             rows.append(_chunk_sums(log_mu, x, probability, shift))
         per_set.append(_add_up(torch.stack(rows)))
-    whole = _add_up(torch.stack(per_set))
-    return [GapSums(*row) for row in torch.stack([*per_set, whole]).tolist()], by_sequence
+    return torch.stack(per_set).tolist(), by_sequence
+
+
+def gap_family(sums: DiagnosticSums) -> dict[str, float]:
+    """The numbers of all tokens, of those of staleness 0, of the older ones, and of whole sequences; empty without `gap_sums`."""
+    if "fresh/n" not in sums.added:
+        return {}
+    fresh, stale = (_set_of(sums, name) for name in ("fresh", "stale"))
+    both = [a + b for a, b in zip(fresh[:-2], stale[:-2], strict=True)]
+    whole = GapSums(*[*both, max(fresh[-2], stale[-2]), min(fresh[-1], stale[-1])])
+    numbers = gap_numbers(whole)
+    numbers |= {f"mismatch_{name}": value for name, value in gap_numbers(GapSums(*fresh)).items()}
+    numbers |= {f"stale_{name}": value for name, value in gap_numbers(GapSums(*stale)).items()}
+    return numbers | _sequence_numbers(sums)
+
+
+def _set_of(sums: DiagnosticSums, name: str) -> list[float]:
+    added = [sums.added[f"{name}/{field}"] for field in _FIELDS[:-2]]
+    return [*added, sums.largest[f"{name}/high"], -sums.largest[f"{name}/minus_low"]]
 
 
 def _chunk_tokens(device: torch.device) -> int:
@@ -170,18 +199,19 @@ def _variance(square: float, total: float, n: float) -> float:
     return max(square / n - (total / n) ** 2, 0.0)
 
 
-def _sequence_numbers(sums: Tensor) -> dict[str, float]:
+def _sequence_sums(by_sequence: Tensor) -> dict[str, float]:
     """From the tokens, sum of log mu and sum of log rho of each sequence [S, 3]."""
-    tokens, sum_mu, sum_rho = sums[sums[:, 0] > 0].unbind(1)
-    if tokens.numel() == 0:
+    tokens, sum_mu, sum_rho = by_sequence[by_sequence[:, 0] > 0].unbind(1)
+    log_mu, log_rho, rho = sum_mu / tokens, sum_rho / tokens, bounded_exp(sum_rho)
+    perplexities = ((-log_mu).exp(), (-log_mu - log_rho).exp(), (-log_rho).exp())
+    values = torch.stack([of.sum() for of in (torch.ones_like(rho), rho, rho.square(), *perplexities)]).tolist()
+    return {f"sequence/{name}": value for name, value in zip(("n", "rho", "rho_square", *_PERPLEXITIES), values, strict=True)}
+
+
+def _sequence_numbers(sums: DiagnosticSums) -> dict[str, float]:
+    n = sums.added["sequence/n"]
+    if n == 0:
         return {}
-    log_mu, log_rho = sum_mu / tokens, sum_rho / tokens
-    rho = bounded_exp(sum_rho)
-    square = float(rho.square().mean())
-    return {
-        "chi2_sequence": square - 1,
-        "ess_sequence": float(rho.mean()) ** 2 / square,
-        "perplexity_behavior": float((-log_mu).exp().mean()),
-        "perplexity_proximal": float((-log_mu - log_rho).exp().mean()),
-        "perplexity_ratio": float((-log_rho).exp().mean()),
-    }
+    mean, square = sums.added["sequence/rho"] / n, sums.added["sequence/rho_square"] / n
+    perplexities = {name: sums.added[f"sequence/{name}"] / n for name in _PERPLEXITIES}
+    return {"chi2_sequence": square - 1, "ess_sequence": mean**2 / square, **perplexities}

@@ -6,6 +6,7 @@ The independent way is the same correction of the whole batch in one process.
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -26,6 +27,9 @@ from correction import (
     DataError,
     correct,
     defer,
+    diagnose,
+    diagnostic_sums,
+    diagnostics_of,
     for_step,
     needs_gradient_factor,
     needs_proximal_forward,
@@ -128,6 +132,47 @@ def test_shards_are_the_whole_batch_for_every_preset_and_any_split(chosen, seed,
             torch.testing.assert_close(found.token_scale, wanted.token_scale, rtol=1e-9, atol=0)
         found = gradient(list(zip(shards, corrected, strict=True)), target, batch, config)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 10**6), ranks=SPLITS, detailed=st.booleans())
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_diagnostics_of_shards_are_those_of_the_whole_batch(preset, seed, ranks, detailed):
+    """Sums of the shards, gathered as objects; one shard may be empty. Quantiles are no sums."""
+    config = CorrectionConfig(preset=preset)
+    batch, target = random_batch(seed, topk=3 if "topk" in preset else 0)
+    if seed % 3 == 0:
+        batch = replace(batch, behavior_logprobs=torch.where(torch.arange(batch.num_tokens) % 11 == 3, torch.nan, batch.behavior_logprobs))
+    entropy = -target
+
+    def arguments(sequences):
+        index = batch.token_index(sequences)
+        corrected = replace(whole.select(sequences), counts=None)
+        listed = None if batch.topk_logprobs is None else batch.topk_logprobs[index] + 0.1
+        decided = policy_loss(corrected, target[index], config, target_topk_logprobs=listed).decided
+        return (corrected.batch, corrected, target[index]), {"decided": decided, "entropy": entropy[index], "detailed": detailed}
+
+    whole = correct(batch, config)
+    given_, options = arguments(range(12))
+    expected = diagnose(*given_, **options)
+    parts = []
+    for rank in range(4):
+        given_, options = arguments([k for k in range(12) if ranks[k] == rank])
+        parts.append(pickle.loads(pickle.dumps(diagnostic_sums(*given_, **options))))
+    found = diagnostics_of(sum(parts))
+    assert set(found) == {name for name in expected if "quantile" not in name}
+    for name, value in found.items():
+        assert value == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
+
+
+def test_counts_of_criteria_add_up_over_shards():
+    config = CorrectionConfig(preset="mis-full")
+    batch, _target = random_batch(3)
+    totals = shard_sums(batch, config)
+    shards = [correct(batch.select(part), config, totals=totals) for part in (range(5), range(5, 12))]
+    numbers = diagnostics_of(sum(diagnostic_sums(shard.batch, shard) for shard in shards))
+    assert numbers == pytest.approx(diagnose(batch, correct(batch, config)), rel=1e-9, abs=1e-12)
+    assert numbers["rejected_by_ratio_token_rho"] > 0
 
 
 FUSABLE = [name for name in PRESETS if needs_proximal_forward(CorrectionConfig(preset=name), 2) and name != "m2po"]
