@@ -6,7 +6,7 @@ from .preset import NO_STD, SEQUENCE_MEAN, SEQUENCE_SUM, Preset, clip, score
 
 _TOKEN_CLIP = (
     "Objective-level hacking (30B mixture-of-experts): clipping single tokens makes the mismatch grow, the tighter the faster. Trust "
-    "Region: a clip on the ratio holds rare tokens too tight and probable ones too loose. "
+    "Region: a clip on the ratio holds rare tokens too tight and probable ones too loose."
 )
 
 DRIFT: dict[str, Preset] = {
@@ -15,7 +15,7 @@ DRIFT: dict[str, Preset] = {
         "max(-A r, -A clip(r, 0.8, 1.2)), token mean",
         "PPO (arXiv 1707.06347)",
         "Baseline with a proximal policy of the learner's own; mismatch is ignored.",
-        found=_TOKEN_CLIP + "The contrary: a token clip keeps many runs stable, as the first of the two says itself.",
+        found=_TOKEN_CLIP + " The contrary: a token clip keeps many runs stable, as the first of the two says itself.",
     ),
     "ppo-dual-clip": Preset(
         {"objective": clip(dual_clip=3.0)},
@@ -29,7 +29,7 @@ DRIFT: dict[str, Preset] = {
         "DeepSeekMath (arXiv 2402.03300), which prints no clip: 0.2 is PPO's",
         "The usual first choice, and the first of the Miles post's four configurations. The paper's KL to a reference policy is off; set "
         "kl.coefficient: 0.04 and kl.estimator: k3 for it.",
-        found=_TOKEN_CLIP + "Miles post (4B, dense): stable without any correction; no run was found that collapses.",
+        found=_TOKEN_CLIP + " Miles post (4B, dense): stable without any correction; no run was found that collapses.",
     ),
     "dr-grpo": Preset(
         {"objective": clip(), "denominator": {"kind": "constant"}, "advantage": NO_STD},
@@ -52,8 +52,8 @@ DRIFT: dict[str, Preset] = {
         "GSPO (arXiv 2507.18071)",
         "Mixture-of-experts models, where token ratios jump with the routing.",
         found="Objective-level hacking: with it the mismatch does not grow as it does with clipped tokens, unless token weights are "
-        "distorted again. Its table 1 has 9 to 15% clipped, a hundred times a token clip's share; clip_share here is of tokens, the same "
-        "as its share of sequences only where answers are equally long.",
+        "distorted again. Its table 1 has 8 to 15% clipped, against 0.1 to 0.3% under a token clip; clip_share here is of tokens, which "
+        "is the share of sequences only where answers are equally long.",
     ),
     "luspo": Preset(
         {"objective": clip(3e-4, 4e-4, level="geometric"), "denominator": SEQUENCE_SUM},

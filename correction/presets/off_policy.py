@@ -16,16 +16,16 @@ from .preset import (
 )
 
 TRUST_REGION = "Trust Region (arXiv 2602.04879)"
-_NO_REGION = "Trust Region, takeaway 1: without a trust region the mismatch grows until the run collapses, small learning rate or not. "
+_NO_REGION = "Trust Region, takeaway 1: without a trust region the mismatch grows until the run collapses, small learning rate or not."
 _RECOMPUTED = (
     "Trust Region, takeaway 2: with the recomputed policy as anchor the mismatch grows and the run collapses; take dppo-binary-tv. The "
-    "contrary: MiniRL's authors, AReaL and verl anchor there. "
+    "contrary: MiniRL's authors, AReaL and verl anchor there."
 )
 _STABLE = (
-    "Trust Region: stable, close to 100% in its sanity test, where methods without this gate, or with the recomputed policy as anchor, "
-    "collapse. Against gates on single tokens in general: Objective-level hacking, for mixture-of-experts models."
+    "Trust Region: stable, close to 100% in its sanity test, where no trust region, or one round the recomputed policy, ends in collapse. "
+    "Against gates on single tokens in general: Objective-level hacking, for mixture-of-experts models."
 )
-_AT_SCALE = "Trust Region: stable and best in its five large runs; without routing replay better than the baselines with it. "
+_AT_SCALE = "Trust Region: stable and best in its five large runs; without routing replay better than the baselines with it."
 
 OFF_POLICY: dict[str, Preset] = {
     "bypass": Preset(
@@ -48,14 +48,14 @@ OFF_POLICY: dict[str, Preset] = {
         "-sg[q] A log theta, token sum",
         f"{TRUST_REGION}, Eq. 23",
         "The plain off-policy estimator, for comparison.",
-        found=_NO_REGION + "It lasts longer than truncated (pg-tis), and is stable with minimal-mask's gate.",
+        found=_NO_REGION + " It lasts longer than truncated (pg-tis), and is stable with minimal-mask's gate.",
     ),
     "pg-tis": Preset(
         gated(None, upper=3.0, proximal=BYPASS),
         "-sg[min(q, 3)] A log theta, token sum",
         f"{TRUST_REGION}, sec. 5: 'PG-TIS (CISPO)', C = 3",
         "For comparison: bounded variance, and no trust region.",
-        found=_NO_REGION + "Sec. 5.4: truncating makes it collapse earlier.",
+        found=_NO_REGION + " Sec. 5.4: truncating makes it collapse earlier.",
     ),
     "pg-tis-scale": Preset(
         gated(None, upper=5.0, proximal=BYPASS),
@@ -114,7 +114,7 @@ OFF_POLICY: dict[str, Preset] = {
         "-M(r; 0.8, 1.28) sg[q] A log theta, token sum",
         f"{TRUST_REGION}, sec. 5 and App. D: 'MiniRL', C = inf",
         "For comparison, with minirl-tis: the two differ in truncation alone.",
-        found=_RECOMPUTED + "It lasts longer than minirl-tis.",
+        found=_RECOMPUTED + " It lasts longer than minirl-tis.",
     ),
     "minirl-tis": Preset(
         gated(clip_gate("r", 0.28), upper=3.0),
@@ -135,7 +135,7 @@ OFF_POLICY: dict[str, Preset] = {
         "-M sg[min(q, 5)] A log theta, |mu - theta| > 0.2, token sum",
         f"{TRUST_REGION}, sec. 7 (0.15 with LoRA)",
         "DPPO (dppo-binary-tv) on large models.",
-        found=_AT_SCALE + "Its bound C = 5 is at odds with its own sec. 5.4 against truncation.",
+        found=_AT_SCALE + " Its bound C = 5 is at odds with its own sec. 5.4 against truncation.",
     ),
     "dppo-binary-kl": Preset(
         gated(divergence_gate("binary_kl", 0.05), proximal=BYPASS),

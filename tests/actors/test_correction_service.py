@@ -487,6 +487,33 @@ def test_a_switch_begins_what_it_changes_anew() -> None:
     play(scenario)
 
 
+def test_what_the_step_clipped_and_how_sure_it_was_of_it_is_told() -> None:
+    """Entropies come from the learner with the logprobs: those of rejected and of clipped tokens, and the clipped tokens' ids."""
+
+    async def scenario() -> None:
+        scene = Scene()
+        prepared = await scene.batch(0)
+        batch, corrected = prepared.corrected.batch, prepared.corrected
+        clipped = torch.zeros_like(batch.loss_mask)
+        first = int(((batch.advantages > 0) & batch.loss_mask).nonzero()[0])
+        clipped[first] = True
+        keep = corrected.keep_mask.clone()
+        last = int(batch.loss_mask.nonzero()[-1])
+        keep[last] = False
+        entropies = torch.arange(batch.num_tokens) / 10
+        ones = torch.ones(batch.num_tokens)
+        decided = FinalDecision(keep, ones, no_counts(prepared.correction), ones, clipped)
+        observation = await scene.service.observe(1, 0, torch.full_like(ones, -1.0), decided, {}, entropies)
+        assert observation is not None
+        assert observation.clipped == {"positive": [(int(batch.token_ids[first]), 1)], "negative": []}
+        assert observation.diagnostics["clipped_positive_entropy_mean"] == pytest.approx(first / 10)
+        assert observation.diagnostics["clipped_positive_probability_mean"] == pytest.approx(math.exp(-1))
+        assert observation.diagnostics["rejected_entropy_mean"] == pytest.approx(last / 10)
+        await scene.service.stop()
+
+    play(scenario)
+
+
 def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
     """Every third batch: versions 1 and 2 are kept before batch 3, no others; its tokens of version 2 are scored there and now."""
 

@@ -16,7 +16,8 @@ def test_presets_are_valid_complete_and_survive_a_round_trip(preset):
     assert config.resolve().preset is None
     assert CorrectionConfig(**config.resolve().model_dump()) == config.resolve()
     data = PRESETS[preset]
-    assert all((data.formula, data.source, data.when))
+    texts = (data.formula, data.source, data.when, data.open_constant, data.found)
+    assert all(texts[:3]) and all(text == " ".join(text.split()) for text in texts)
 
 
 def test_keys_beside_a_preset_override_it():
