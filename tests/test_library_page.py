@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.correction_pass import VERL
+from benchmarks.peers import TRL
 from correction import PRESETS, CorrectionConfig, correct, needs_gradient_factor, policy_loss
 from tests.correction.fixtures import random_batch
 
@@ -25,14 +27,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
 TEXT = PAGE.read_text()
 CASES = ROOT / "tests" / "correction"
-INSTALLS = {
-    "trl": (("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0"),),
-    "verl": (
-        ("torch==2.13.0", "tensordict==0.10.0", "numpy", "ray==2.60.0", "omegaconf", "codetiming", "transformers<5.11", "datasets",
-         "pillow", "torchdata", "pydantic", "hydra-core"),
-        ("--no-deps", "verl==0.9.1"),
-    ),
-}  # fmt: skip
+INSTALLS = {"trl": TRL.installs, "verl": (*VERL.installs, ("datasets", "pillow", "torchdata"))}
 
 
 def section(title: str) -> str:
