@@ -111,11 +111,12 @@ def _collect(
         view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), piece.of_tokens(target)))
         mask[piece.tokens] = view.mask
         its_keep = keep[piece.tokens]
-        added = _rejection_sums(view, its_keep, weights[piece.tokens], piece.of_tokens(entropy))
+        kept_weights = masked(weights[piece.tokens], its_keep)
+        added = _rejection_sums(view, its_keep, kept_weights, piece.of_tokens(entropy))
         if decided is not None and target is not None:
             its, its_anchor = decided.of_slice(piece), piece.of_tokens(anchor)
             added |= _clip_sums(view, its, piece.of_tokens(entropy)) | _factor_sums(view, its, its_anchor)
-        largest = float(masked(weights[piece.tokens], its_keep).max()) if its_keep.numel() else 0.0
+        largest = float(kept_weights.max()) if its_keep.numel() else 0.0
         sums += DiagnosticSums(added, {"weight": largest}, {})
     spans = token_spans(batch, batch.loss_mask)
     broken = float(int(batch.loss_mask.count_nonzero()) - int(mask.count_nonzero()))
@@ -151,9 +152,9 @@ def clipped_tokens(batch: PackedBatch, decided: FinalDecision, *, most: int = 50
 
 
 def _rejection_sums(view: BatchView, keep: Tensor, weights: Tensor, entropy: Tensor | None) -> dict[str, float]:
-    """Sums over whole sequences. keep, weights, entropy: [N]."""
+    """Sums over whole sequences. keep, weights (0 where not kept), entropy: [N]."""
     loss_mask, advantages = view.batch.loss_mask, view.batch.advantages
-    kept_weights = masked(weights, keep).double()
+    kept_weights = weights.double()
     sequences = view.levels.at(Level.SEQUENCE)
     sums = {
         "tokens": int(loss_mask.count_nonzero()),
