@@ -107,6 +107,38 @@ def test_the_plain_loop_of_the_page_runs(tmp_path: Path) -> None:
     assert {"loss", "k3_kl", "kept_share"} <= set(whole)
 
 
+README = """
+import json, sys, torch
+torch.manual_seed(0)
+attention_mask = torch.arange(6) < torch.tensor([6, 4, 5, 3])[:, None]
+response_mask = attention_mask & (torch.arange(6) > 0)
+ids, prompt_ids, rewards = torch.randint(9, (4, 6)), torch.arange(4) // 2, torch.tensor([1.0, 0.0, 0.0, 1.0])
+old_logprobs = -torch.rand(4, 6) - 0.1
+rollout_logprobs = (old_logprobs + 0.1 * torch.randn(4, 6)).clamp(max=-1e-3)
+world, gradients = 1, []
+for micro_batches in ([[0, 1, 2, 3]], [[0], [1, 2, 3]]):
+    table = old_logprobs.clone().requires_grad_()
+    names = {**globals(), "model_logprobs": lambda rows: table[rows]}
+    exec(open(sys.argv[1]).read(), names)
+    gradients.append(table.grad.flatten().tolist())
+print(json.dumps([names["numbers"]["kept_share"], *gradients]))
+"""
+
+
+def test_the_ten_lines_of_the_distributions_readme_run(tmp_path: Path) -> None:
+    """In one micro-batch or two, with the same gradient."""
+    example = re.search(r"```python\n(.*?)```", (ROOT / "distribution" / "README.md").read_text(), re.DOTALL)
+    assert example
+    (tmp_path / "lines.py").write_text(example[1])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "distribution"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", "-c", README, str(tmp_path / "lines.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept, whole, split = json.loads(done.stdout.splitlines()[-1])
+    assert kept == 1.0 and max(map(abs, whole)) > 1e-2
+    assert split == pytest.approx(whole, rel=1e-6, abs=1e-9)
+
+
 def test_what_the_page_says_of_factors_after_the_backward_pass() -> None:
     """With correct() no preset needs one; with defer() mis-full does, and presets without normalised weights don't."""
     assert [name for name in PRESETS if needs_gradient_factor(CorrectionConfig(preset=name))] == []
