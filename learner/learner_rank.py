@@ -186,21 +186,20 @@ class LearnerRank:
         state = self._require()
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
-        done: list[tuple[Pass, float, Update]] = []
-        for _, share in shares:
-            done.append(
-                train_step(
-                    state.chunks,
-                    state.optimizer,
-                    share,
-                    objective,
-                    gradient_scale=lambda sums: policy_scale(sums, correction_config),
-                    loss_of=lambda sums: loss_metrics(sums, correction_config)["loss"],
-                    config=self.config,
-                    placement=self.placement,
-                    watch=watch,
-                )
+        done: list[tuple[Pass, float, Update]] = [
+            train_step(
+                state.chunks,
+                state.optimizer,
+                share,
+                objective,
+                gradient_scale=lambda sums: policy_scale(sums, correction_config),
+                loss_of=lambda sums: loss_metrics(sums, correction_config)["loss"],
+                config=self.config,
+                placement=self.placement,
+                watch=watch,
             )
+            for _, share in shares
+        ]
         first_epoch = len(shares) // self.config.epochs_per_batch
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]
