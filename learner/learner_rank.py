@@ -204,12 +204,11 @@ class LearnerRank:
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
-        metrics = loss_metrics(sums, correction_config)
-        losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
+        metrics, updates = loss_metrics(sums, correction_config), [update for _, _, update in done]
         watch.seconds["total"] = time.perf_counter() - started
         return StepResult(
             step=step,
-            loss=sum(losses) / len(losses),
+            loss=sum(loss for _, loss, _ in done) / len(done),
             metrics={name: value for name, value in metrics.items() if name != "loss"},
             target_logprobs=logprobs,
             decided=decided,
