@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 LARGEST_NUMBER = 10**12
 """A terabyte, or a step a second for 30,000 years: what is larger is a slip, and would fail late, as an overflow."""
@@ -14,6 +14,19 @@ class Settings(BaseModel):
     """A section of a configuration. Its fields' docstrings are what `evenkeel config --explain` says."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False)
+
+    FORMER_NAMES: ClassVar[dict[str, str]] = {}
+    """Former names of keys, which recipes and files of earlier versions have: by these the present one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_former_names(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (former := cls.FORMER_NAMES.keys() & given.keys()):
+            for name in former:
+                if cls.FORMER_NAMES[name] in given:
+                    raise ValueError(f"{cls.FORMER_NAMES[name]} and {name} are one setting: leave {name}, its former name, out")
+            return {cls.FORMER_NAMES.get(key, key): value for key, value in given.items()}
+        return given
 
     @field_validator("*")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,6 +21,8 @@ _NOT_BUILT = {
 
 class LearnerConfig(Settings):
     """How a corrected batch becomes new weights."""
+
+    FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
 
     data_parallel: int = Field(default=1, ge=1, le=10**5)
     """Copies of the model that share a batch; each rank takes whole sequences of about equal cost."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -47,6 +47,8 @@ class EngineDeadlines(Settings):
 
 class EngineConfig(Settings):
     """One SGLang engine. Device and backend are settings; the code is the same for both."""
+
+    FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto is cuda where torch sees one."""

@@ -55,7 +55,11 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
 def read_record(folder: Path) -> InitRecord | None:
     """How a model folder was made; None if it wasn't made here."""
     path = folder / _RECORD
-    return InitRecord.model_validate_json(path.read_text()) if path.exists() else None
+    try:
+        return InitRecord.model_validate_json(path.read_text()) if path.exists() else None
+    except ValueError as error:  # pydantic's, of JSON or of keys that this version doesn't have
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: not what this version writes of a model that it makes ({reason}). Make the model anew") from error
 
 
 def _check_existing(folder: Path, record: InitRecord, if_missing: bool, say: Callable[[str], None]) -> None:

@@ -11,10 +11,13 @@ import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
 from actors.commands.config_explain import inner_models
+from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.true_on_policy import resolved
 from correction.errors import ConfigError
+from learner.config import LearnerConfig
+from rollout.engine_config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [*sorted(ROOT.glob("recipes/*.yaml")), ROOT / "tests/e2e/small.yaml"]
@@ -174,3 +177,18 @@ def test_a_balancing_loss_beside_a_late_factor_is_refused() -> None:
     assert small(*normalised).learner.moe_aux_loss_coefficient == 0.01
     with pytest.raises(ConfigError, match=r"moe_aux_loss_coefficient = 0\.01 with this correction: normaliser.*scale"):
         small(*normalised, "correction.proximal=interpolate")
+
+
+def test_former_names_of_keys_are_read() -> None:
+    """Of recipes and model folders that earlier versions have written; both names together are a mistake."""
+    assert LearnerConfig.model_validate({"fixed_order": True}).batch_invariant
+    assert EngineConfig.model_validate_json('{"fixed_order": true, "device": "cpu"}').batch_invariant
+    assert "fixed_order" not in LearnerConfig.model_validate({"fixed_order": True}).model_dump()
+    with pytest.raises(ValidationError, match="batch_invariant and fixed_order"):
+        LearnerConfig.model_validate({"fixed_order": True, "batch_invariant": False})
+
+
+def test_a_record_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "evenkeel_init.json").write_text('{"init": {"sequences": 3}}')
+    with pytest.raises(ConfigError, match="evenkeel_init.json: not what this version writes .* Make the model anew"):
+        read_record(tmp_path)
