@@ -190,5 +190,5 @@ def test_former_names_of_keys_are_read() -> None:
 
 def test_a_record_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "evenkeel_init.json").write_text('{"init": {"sequences": 3}}')
-    with pytest.raises(ConfigError, match="evenkeel_init.json: not what this version writes .* Make the model anew"):
+    with pytest.raises(ConfigError, match=r"evenkeel_init.json: not what this version writes .* Make the model anew"):
         read_record(tmp_path)
