@@ -27,7 +27,7 @@ _ENGINES = (
 """Files whose tests own engines: of several processes only one imports SGLang, and starts the shared engine."""
 
 _RUNS = (
-    "tests/e2e/test_two_workers.py",
+    "tests/e2e/test_several_workers.py",
     "tests/e2e/test_asynchronous_run.py",
     "tests/e2e",
     "tests/failures",

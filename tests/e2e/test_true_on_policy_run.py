@@ -1,6 +1,6 @@
 """`true_on_policy: true` through the command line: runs of other learners and of the nano recipe, and across kill -9 and resume.
 
-The fast suite's such run is that of tests/e2e/test_two_workers.py.
+The fast suite's such run is that of tests/e2e/test_several_workers.py.
 """
 
 from __future__ import annotations
