@@ -142,7 +142,8 @@ def _prepare(
         weights *= normalizer(value["weight"], value["units"])
     if value["kept_tokens"] == 0 and value["tokens"] > 0:
         warnings.warn("correction: every token of the batch was rejected; its policy loss is 0", stacklevel=3)
-    _warn_of_narrow_bounds(batch, early.proximal, early.counts)
+    if reduce is None:  # a shard's counts say nothing of the batch
+        _warn_of_narrow_bounds(batch, early.proximal, early.counts)
     corrected = CorrectedBatch(
         batch=batch,
         importance_weights=_modulate_early(weights, batch, early.proximal, config),
