@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups = [group_of(item.nodeid) for item in items]
     places = {name: place for place, name in enumerate(dict.fromkeys(groups))}
     items.sort(key=lambda item: (_rank(name := group_of(item.nodeid)), places[name]))  # stable: tests of a group keep their order
+
+
+def pytest_sessionfinish() -> None:
+    """End the learner's ranks, if a test has started any."""
+    if (cases := sys.modules.get("tests.learner.learner_cases")) is not None:
+        cases.end_ranks()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -157,7 +157,7 @@ _KEPT: list[Any] = []
 def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> list[Any]:
     """work(rank, ranks, port, *args) in as many processes that meet on loopback; their results by rank.
 
-    The processes are kept for the next call. After a failure they are ended.
+    The processes are kept for the next call. After a failure, and at the session's end, they are ended.
     """
     _KEPT.extend(_context().Pool(1) for _ in range(ranks - len(_KEPT)))
     port = _free_port()
@@ -165,10 +165,17 @@ def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: f
     try:
         return [torch.load(io.BytesIO(answer.get(timeout_s)), weights_only=False) for answer in answers]
     except BaseException as error:
-        while _KEPT:
-            _KEPT.pop().terminate()
+        end_ranks()
         failed = [other for answer in answers if answer.ready() and (other := _error_of(answer)) is not None]
         raise AssertionError("\n".join(map(str, failed)) or f"no answer in {timeout_s} s") from error
+
+
+def end_ranks() -> None:
+    """Of the calls so far. Without it those of a process of pytest-xdist, which leaves in haste, would outlive it."""
+    while _KEPT:
+        pool = _KEPT.pop()
+        pool.terminate()
+        pool.join()
 
 
 def run_ranks_until_killed(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> None:
