@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from correction.errors import ConfigError, DataError
 from correction.loss import loss_metrics, policy_scale
 from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
 from learner.config import LearnerConfig
+from learner.file_sums import leave_sum
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
@@ -279,18 +280,19 @@ class LearnerRank:
         self.placement.barrier()
 
     def begin_save(self, folder: str | os.PathLike[str], hf_folder: str | os.PathLike[str] | None = None) -> None:
-        """The same from a copy, written while the ranks go on; all ranks call. An earlier save is waited for.
+        """The same from a copy, written while the ranks go on; all ranks call. An earlier save is waited for, however it ends.
 
         Args:
             hf_folder: also write a Hugging Face folder, on rank 0, whose memory holds a copy of all weights meanwhile.
-        Raises: DataError likewise, also for an earlier save that failed.
+        Raises: DataError if the folder is a complete checkpoint already.
         """
-        self.is_saved(wait=True)
+        with contextlib.suppress(DataError):  # told by is_saved; raised here, on one rank, it would leave the others waiting
+            self.is_saved(wait=True)
         state = self._require()
         write_hf: Callable[[], None] | None = None
         if hf_folder is not None and self.placement.rank == 0:
             copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors().items()}
-            write_hf = partial(export.write_hf_folder, copies.items(), state.side_files, hf_folder)
+            write_hf = partial(_write_hf_with_sums, copies, state.side_files, Path(hf_folder))
         elif hf_folder is not None:
             deque(self._weights(), maxlen=0)
         self._saving = checkpoint.save(folder, state.chunks, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
@@ -304,6 +306,11 @@ class LearnerRank:
             except (OSError, SafetensorError) as error:
                 raise DataError(f"learner rank {self.placement.rank}: a checkpoint could not be written: {error}") from error
         return self._saving is None
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes that this rank would write now, and its share of a Hugging Face folder."""
+        state = self._require()
+        return checkpoint.size_of(state.chunks, state.optimizer, state.hf_config, self.placement)
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint of the same model, saved by any layout of ranks; `load` comes first (of any folder of that model).
@@ -363,7 +370,7 @@ class LearnerRank:
             keep_routes=keep_routes,
         )
 
-    @contextmanager
+    @contextlib.contextmanager
     def _swapped(self, weights: list[Tensor]) -> Iterator[None]:
         """The model with other weights for a while; its own come back untouched, whatever happens."""
         parameters = _parameters(self._policies)
@@ -385,3 +392,9 @@ def _mean(values: list[float | None]) -> float | None:
     """Of those that there are."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None
+
+
+def _write_hf_with_sums(weights: dict[str, Tensor], side_files: dict[str, bytes], folder: Path) -> None:
+    export.write_hf_folder(weights.items(), side_files, folder)
+    for file in folder.glob("*.safetensors"):
+        leave_sum(file)
