@@ -19,6 +19,13 @@ _ROW = "row"
 """Key of what stands in JSON for a row of numbers: [column, first, number of them]."""
 
 
+_T = typing.TypeVar("_T")
+
+
+class _Array(typing.Generic[_T]):
+    """Stands for `array` in annotations: until Python 3.12 array[int] is one for type checkers only."""
+
+
 class Columns:
     """Rows of numbers one after the other, by type; 64-bit ones of tuples, those of an `array` as it has them."""
 
@@ -78,11 +85,11 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         return tuple(of_plain(k, item, columns, names) for k, item in zip(kinds, plain, strict=True))
     if origin is dict:
         return {key: of_plain(inner[1], item, columns, names) for key, item in plain.items()}
-    if origin is array:
+    if origin is _Array:
         row = _row(plain, columns)
         return array(plain[_ROW][0].removeprefix("array_"), row.tobytes())
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind, localns=dict(names))
+        hints = typing.get_type_hints(kind, localns={**names, "array": _Array})
         return typing.cast(Any, kind)(**{name: of_plain(hints[name], item, columns, names) for name, item in plain.items()})
     if kind is float:
         return float(plain)

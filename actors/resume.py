@@ -74,7 +74,7 @@ class TrainingState:
         }
         plain = {name: getattr(self, name) for name in ("step", "weight_version", "elapsed_s", "totals", "monitor", "data")}
         plain |= {"queue": as_plain(queue, columns), "ledger": as_plain(self.ledger, columns), "replacement": correction}
-        (folder / STATE).write_text(json.dumps(plain))
+        (folder / STATE).write_text(json.dumps(plain, default=float))  # float: numpy's numbers
         save_file(columns.arrays(), folder / COLUMNS)
 
     @classmethod
