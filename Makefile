@@ -24,7 +24,7 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 	$(BIN)/evenkeel init-model $(RECIPE) --if-missing
 	$(BIN)/evenkeel train $(RECIPE)
 
-test: .venv/installed  ## set up .venv, run the test suite (under 20 minutes on 2 cores)
+test: .venv/installed  ## set up .venv, run the test suite (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2
 
 test-slow: .venv/installed  ## the tests that the fast suite leaves out

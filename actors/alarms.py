@@ -10,8 +10,8 @@ from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from correction.replacement import breaks_at_an_alarm
 
-_MADE_WORSE_BY_BOUNDS = ("rejected_share", "broken_tokens")
-"""Symptoms that narrower bounds would only add to."""
+_MADE_WORSE_BY_BOUNDS = ("rejected_share", "broken_tokens", "rho_mean_deviation")
+"""Symptoms that narrower bounds would only add to, or don't help."""
 
 
 @dataclass(frozen=True, slots=True)

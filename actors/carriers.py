@@ -118,9 +118,13 @@ class ForwardRequest:
     version: int
     """Of those weights."""
     batch: Any
-    """Reference to a PackedBatch."""
-    wants_proximal: bool
-    wants_reference: bool
+    """Reference to a PackedBatch; None if nothing is scored."""
+    wants_proximal: bool = False
+    wants_reference: bool = False
+    scored_since: int | None = None
+    """Wants each token scored at the weights that sampled it, too; kept copies of older versions can go then."""
+    kept_since: int | None = None
+    """Wants the ranks to keep a copy of their weights; those of older versions can go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,10 @@ class PreparedBatch:
     """Seconds of the learner for proximal (and reference) logprobs."""
     correct_s: float
     """Seconds of the correction itself."""
+    split: dict[str, float] = field(default_factory=dict)
+    """Exact parts of the gap of stale tokens (correction.quantities.SPLIT); empty for a batch that isn't split."""
+    split_s: float = 0.0
+    """Seconds of the learner for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +161,8 @@ class Observation:
     """Of the monitor, after this batch."""
     seconds: float
     """Time that all this took, seconds."""
+    clipped: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """By "positive" and "negative" advantage: (token id, how often) of the tokens that the objective clipped most often in this batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,10 @@ class EarlyWarningConfig(Settings):
     """For tighten: bounds on ratios are raised to this power (0.5: 2 becomes 1.41), clips and divergences are multiplied by it."""
     detailed: bool = True
     """Quantiles and numbers by probability too, which tell where a symptom sits. They sort the batch's tokens, beside training."""
+    split_every: int = Field(default=0, ge=0)
+    """Batches after which the gap of stale tokens is split exactly into mismatch and staleness, on a sample scored at the weights that
+    sampled it; 0: never. Every rank copies its weights of the max_staleness versions before to host memory, and loads each again on its
+    device beside the present ones. Time: a forward pass over 16 trajectories for each version, for which the learner waits."""
     thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
     """From when on a change is a watch or an alarm."""
 

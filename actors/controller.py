@@ -330,6 +330,7 @@ class Controller:
             correction=self._alarms.correction,
             has_reference=config.correction.kl.coefficient > 0,
             groups_per_step=config.groups_per_step,
+            max_staleness=config.max_staleness,
             dynamic_sampling=config.dynamic_sampling,
             rollout=config.rollout,
             learner=config.learner,

@@ -23,6 +23,7 @@ from torch import Tensor
 from actors.carriers import INVALID, UNIFORM, ForwardRequest, Observation, PreparedBatch, ScatterSample
 from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.forwards import ForwardRequests
+from actors.gap_split import GapSplit
 from actors.scatter import ScatterReservoir
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -30,7 +31,7 @@ from correction.advantages import group_advantages
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
-from correction.diagnostics import diagnose
+from correction.diagnostics import clipped_tokens, diagnose
 from correction.divergence import Estimator, estimate
 from correction.monitor import Monitor
 from correction.schedule import needs_proximal_forward
@@ -57,6 +58,7 @@ class ServiceConfig:
     has_reference: bool
     """The learner has a reference policy, whose logprobs belong to a batch."""
     groups_per_step: int
+    max_staleness: int
     dynamic_sampling: bool
     rollout: RolloutConfig
     learner: LearnerConfig
@@ -98,6 +100,13 @@ class CorrectionService:
         self._references: dict[int, Tensor] = {}
         """By version, of batches whose KL to the start model is told: its logprobs, which are no part of the batch that is trained."""
         self._scatter = ScatterReservoir()
+        self._gap_split = GapSplit(
+            self._forwards,
+            every=config.monitor.split_every,
+            max_staleness=config.max_staleness,
+            deadline_s=config.forward_s,
+            replays_own_routes=config.learner.routing_replay == "recompute",
+        )
 
     async def next_batch(self, version: int) -> PreparedBatch | ForwardRequest:
         """The batch of `version`, at which the learner stands, idle; the one after it is begun before this returns.
@@ -128,9 +137,11 @@ class CorrectionService:
         finally:
             request.cancel()
 
-    async def forwarded(self, number: int, proximal: Proximal | None, reference: Tensor | None, seconds: float) -> None:
+    async def forwarded(
+        self, number: int, proximal: Proximal | None, reference: Tensor | None, at_sampling: tuple[Tensor, Tensor] | None, seconds: float
+    ) -> None:
         """What the learner has found for a ForwardRequest, in so many seconds."""
-        self._forwards.answer(number, proximal, reference, seconds)
+        self._forwards.answer(number, proximal, reference, at_sampling, seconds)
 
     async def stop(self) -> None:
         """No further batch is drawn."""
@@ -139,38 +150,57 @@ class CorrectionService:
             self._ahead = None
 
     async def observe(
-        self, step: int, version: int, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
+        self,
+        step: int,
+        version: int,
+        target_logprobs: Tensor,
+        decided: FinalDecision,
+        learned: Mapping[str, float],
+        entropies: Tensor | None = None,
     ) -> Observation | None:
         """Diagnostics of the batch of `version` and what the monitor says about them; None if it isn't held (any more).
 
         Args:
             step: number of the batch's step.
-            target_logprobs: [N] float32, the learner's at the weights from which the update started; the proximal ones of a fused step.
-            decided: what the step trained with, and why.
+            target_logprobs: [N] float32, the learner's in the first forward pass of training that a token was in: with one optimizer step
+                per batch at the weights from which the update started, and then the proximal ones of a fused step.
+            decided: what the step trained with, and why; and for which tokens that pass came before the batch's first update.
             learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
+            entropies: [N] float32, nats, of those same passes.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
         reference = self._references.pop(version, None)
         if trained is None:
             return None
         async with self._observing:
-            observation = await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned)
+            observation = await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned, entropies)
         if reference is not None:
             observation.diagnostics["reference_kl"] = mean_kl(target_logprobs, reference, trained.corrected.batch.loss_mask)
         return observation
 
     def _observe(
-        self, step: int, trained: PreparedBatch, target_logprobs: Tensor, decided: FinalDecision, learned: Mapping[str, float]
+        self,
+        step: int,
+        trained: PreparedBatch,
+        target_logprobs: Tensor,
+        decided: FinalDecision,
+        learned: Mapping[str, float],
+        entropies: Tensor | None,
     ) -> Observation:
         """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
         began = time.monotonic()
         corrected, version = trained.corrected, trained.version
         batch = corrected.batch
-        proximal = target_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
-        self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, batch.loss_mask)
-        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, detailed=self._config.monitor.detailed)
+        proximal, mask = batch.proximal_logprobs, batch.loss_mask
+        if proximal is None:
+            proximal, mask = target_logprobs, mask if decided.before_update is None else mask & decided.before_update
+        self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, mask)
+        detailed = self._config.monitor.detailed
+        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=entropies, detailed=detailed)
+        numbers |= trained.split
         events = self._monitor.update(step, {**learned, **numbers})
-        return Observation(dict(numbers), tuple(events), self._monitor.state, time.monotonic() - began)
+        state, clipped = self._monitor.state, clipped_tokens(batch, decided)
+        return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped)
 
     async def monitor_state(self) -> dict[str, Any]:
         """What the monitor knows after the batches observed so far, for a checkpoint."""
@@ -196,6 +226,7 @@ class CorrectionService:
     async def _prepare(self, version: int) -> PreparedBatch:
         # One batch is prepared at a time, so this holds for all of it.
         self._correction = self._next_correction
+        keeping = asyncio.create_task(self._gap_split.keep(version)) if self._gap_split.keeps(version) else None
         groups: list[Group] = []
         forwards: list[tuple[list[Group], asyncio.Task[tuple[dict[str, Tensor], float]]]] = []
         while len(groups) < self._config.groups_per_step:
@@ -211,13 +242,13 @@ class CorrectionService:
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
-        if not self._config.has_reference and batch.reference_logprobs is not None:
-            self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
-            batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
+        split, split_s = await self._gap_split.split(batch, version) if self._gap_split.splits(version) else ({}, 0.0)
+        split_s += await keeping if keeping is not None else 0.0
         began = time.monotonic()
         is_deferred = not self._needs_forward and self._config.learner.total_optimizer_steps_per_batch == 1
         corrected = (defer if is_deferred else correct)(batch, self._correction)
-        return PreparedBatch(version, self._correction, corrected, tuple(groups), proximal_s, time.monotonic() - began)
+        correct_s = time.monotonic() - began
+        return PreparedBatch(version, self._correction, corrected, tuple(groups), proximal_s, correct_s, split, split_s)
 
     @property
     def _needs_forward(self) -> bool:

@@ -12,10 +12,8 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, pvariance
+from statistics import NormalDist, fmean, pvariance
 from typing import Protocol
-
-from scipy.stats import norm
 
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.supervision import abandon, wait_for
@@ -65,7 +63,7 @@ def wilson_interval(share: float, n: float, *, confidence: float = 0.95) -> tupl
         confidence: of the interval, two-sided, in (0, 1).
     Source: Wilson (1927), J. Am. Stat. Assoc. 22; Brown, Cai, DasGupta (2001) recommend it for n > 40 as well as below.
     """
-    z2 = float(norm.ppf((1 + confidence) / 2)) ** 2
+    z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     # At the ends the interval reaches them, which rounding need not know.

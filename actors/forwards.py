@@ -27,6 +27,10 @@ if TYPE_CHECKING:  # torch and Megatron: not in the driver
     from learner.learner_rank import Proximal
 
 
+AT_SAMPLING, NOW = "at_sampling", "now"
+"""What is found of tokens that are scored at the weights that sampled them, and at the present ones."""
+
+
 async def next_batch(
     ask: Callable[[], Awaitable[PreparedBatch | ForwardRequest]], service: Any, learner: LearnerGroup, *, deadline_s: float
 ) -> PreparedBatch:
@@ -38,9 +42,14 @@ async def next_batch(
     """
     while isinstance(found := await ask(), ForwardRequest):
         began = time.monotonic()
+        if found.kept_since is not None:
+            await learner.keep_weights(found.version, oldest=found.kept_since)
         proximal = await learner.proximal(found.batch, version=found.version) if found.wants_proximal else None
         reference = await learner.reference_logprobs(found.batch, version=found.version) if found.wants_reference else None
-        answer = service.forwarded.remote(found.number, proximal, reference, time.monotonic() - began)
+        at_sampling = None
+        if found.scored_since is not None:
+            at_sampling = await learner.at_sampling(found.batch, version=found.version, oldest=found.scored_since)
+        answer = service.forwarded.remote(found.number, proximal, reference, at_sampling, time.monotonic() - began)
         await wait_for(answer, f"logprobs at version {found.version} -> correction service", deadline_s=deadline_s)
     return found
 
@@ -55,15 +64,25 @@ class ForwardRequests:
         self._changed = asyncio.Event()
 
     async def ask(
-        self, batch: PackedBatch, *, version: int, wants_proximal: bool, wants_reference: bool, deadline_s: float
+        self,
+        batch: PackedBatch | None,
+        *,
+        version: int,
+        deadline_s: float,
+        wants_proximal: bool = False,
+        wants_reference: bool = False,
+        scored_since: int | None = None,
+        kept_since: int | None = None,
     ) -> tuple[dict[str, Tensor], float]:
-        """Wait for what the learner says of a batch's tokens at `version`: by its field of PackedBatch, and the learner's seconds for it.
+        """Wait for what the learner says of a batch's tokens at `version`, and its seconds for that; wishes are those of ForwardRequest.
 
+        Returns: by the field of PackedBatch; with scored_since AT_SAMPLING and NOW, [N] float32.
         Raises: DeadlineExceeded if the learner doesn't come to that version.
         """
         self._number += 1
         number = self._number
-        request = ForwardRequest(number, version, await asyncio.to_thread(ray.put, batch), wants_proximal, wants_reference)
+        reference = None if batch is None else await asyncio.to_thread(ray.put, batch)
+        request = ForwardRequest(number, version, reference, wants_proximal, wants_reference, scored_since, kept_since)
         answer = self._answers[request.number] = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
         self._changed.set()
@@ -82,7 +101,9 @@ class ForwardRequests:
             self._changed.clear()
             await self._changed.wait()
 
-    def answer(self, number: int, proximal: Proximal | None, reference: Tensor | None, seconds: float) -> None:
+    def answer(
+        self, number: int, proximal: Proximal | None, reference: Tensor | None, at_sampling: tuple[Tensor, Tensor] | None, seconds: float
+    ) -> None:
         """What the learner has found for the request of this number; it may have been given up."""
         answer = self._answers.get(number)
         if answer is None or answer.done():
@@ -94,4 +115,6 @@ class ForwardRequests:
                 found["routed_experts"] = proximal.routed_experts
         if reference is not None:
             found["reference_logprobs"] = reference
+        if at_sampling is not None:
+            found[AT_SAMPLING], found[NOW] = at_sampling
         answer.set_result((found, seconds))

@@ -65,10 +65,12 @@ class LearnerRankActor:
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
         from learner import layers
+        from learner.kept_weights import KeptWeights
         from learner.learner_rank import LearnerRank
 
         self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
         self._learner.load(model)
+        self._kept = KeptWeights(self._learner)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
         gc.freeze()  # a full garbage collection need not walk through all that the imports made
@@ -100,6 +102,17 @@ class LearnerRankActor:
         self._in_order(number, "reference logprobs", version)
         result = self._learner.reference_logprobs(batch)
         return None, result if self._rank == 0 else None
+
+    def keep_weights(self, number: int, version: int, oldest: int) -> None:
+        """Copy the weights of `version` for `at_sampling`."""
+        self._in_order(number, "copy of the weights to keep", version)
+        self._kept.keep(version, oldest=oldest)
+
+    def at_sampling(self, number: int, batch: PackedBatch, version: int, oldest: int) -> tuple[None, tuple[Tensor, Tensor] | None]:
+        """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones."""
+        self._in_order(number, "logprobs at the weights that sampled", version)
+        found = self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
+        return None, found if self._rank == 0 else None
 
     def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot | None:
         """One pass over the weights of `version`: every rank takes part in gathering, rank 0 alone copies, sends and answers.
@@ -146,7 +159,7 @@ class LearnerRankActor:
         return self._staging.bucket(piece)
 
     def _computes_with(self) -> Processor | None:
-        if self._processor is None and self._config.fixed_order:
+        if self._processor is None and self._config.batch_invariant:
             self._processor = self._learner.processor()
         return self._processor
 
@@ -293,6 +306,15 @@ class LearnerGroup:
         """The same under the reference's weights, from references to references; `version` is that of the learner."""
         return await self._found("reference_logprobs", batch, version, what=f"reference logprobs v{version}")
 
+    async def keep_weights(self, version: int, *, oldest: int) -> None:
+        """Every rank keeps a copy of its weights, which are those of `version`, and frees copies older than `oldest`."""
+        await self._all(self._submit("keep_weights", version, oldest), f"copy of the weights v{version} to keep")
+
+    async def at_sampling(self, batch: Any, *, version: int, oldest: int) -> Any:
+        """From a reference to a reference, as `proximal`: log pi of the trained tokens at the weights that sampled them (not a number where
+        those aren't kept), and at the present ones."""
+        return await self._found("at_sampling", batch, version, oldest, what=f"logprobs at the weights that sampled, v{version}")
+
     async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
         """The weights of `version`, to where the plan says, in one pass."""
         version = self._version
@@ -345,9 +367,9 @@ class LearnerGroup:
         self._calls += 1
         return [getattr(rank, method).options(num_returns=results).remote(self._calls, *arguments) for rank in self._ranks]
 
-    async def _found(self, method: str, batch: Any, version: int, *, what: str) -> Any:
+    async def _found(self, method: str, *arguments: Any, what: str) -> Any:
         """Reference to what rank 0 has found, when all ranks are done."""
-        pairs = self._submit(method, batch, version, results=2)
+        pairs = self._submit(method, *arguments, results=2)
         await self._all([done for done, _ in pairs], what)
         return pairs[0][1]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from actors.metric_kinds import Kind, Metric, Reduction, Unit
-from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity
+from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, SEQUENCES, TRAINED, UNITS, Quantity
 
 
-def _gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
-    return Metric(name, Kind.GAUGE, unit, reduction, help, label)
+def _gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "") -> Metric:
+    return Metric(name, Kind.GAUGE, unit, reduction, help, label, of=of)
 
 
 def _counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
@@ -60,6 +60,11 @@ _TIME = [
     _gauge(
         "time/proximal_s", _U.SECONDS, _R.LAST, "proximal forward",
         "The learner's forward pass for proximal logprobs; absent when it isn't needed.",
+    ),
+    _gauge(
+        "time/split_s", _U.SECONDS, _R.LAST, "split of the gap",
+        "Splitting the gap of stale tokens into mismatch and staleness, for which the learner waits; on other steps (monitor.split_every) "
+        "the copy of its weights that this needs; absent on steps with neither.",
     ),
     _gauge("time/train_s", _U.SECONDS, _R.MAX, "train", "Forward, backward and optimizer of the batch, on the slowest rank."),
     _gauge(
@@ -154,7 +159,7 @@ _STALENESS = [
     Metric("staleness/tokens/", Kind.HISTOGRAM, _U.VERSIONS, _R.SUM, "Trained tokens by staleness.", "staleness"),
     _gauge(
         "staleness/mixed_version_share", _U.SHARE, _R.MEAN, "mixed versions",
-        "Share of trajectories during which new weights arrived, so that their tokens carry more than one version.",
+        "Trajectories during which new weights arrived, so that their tokens carry more than one version.", SEQUENCES,
     ),
 ]
 
@@ -194,13 +199,14 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
     "rejected_by_veto": "rejection/vetoed_share",
     "truncated_share": "rejection/truncated_share",
     "reference_kl": "learner/reference_kl",
-    **dict.fromkeys(("drift_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
+    **dict.fromkeys(("drift_k3_kl", "drift_from_behavior_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
 }
 """Diagnostics with a place of their own in the catalogue, by their name in correction.quantities (the KL to the start model is the
 service's own); None: another source has that number."""
 LOSS_PLACES: dict[str, str | None] = {
     "clip_share": "learner/clip_share",
     "drift_k3_kl": "learner/drift_k3",
+    "drift_from_behavior_k3_kl": "learner/drift_from_behavior_k3",
     "penalty_kl": "learner/reference_kl",
     **dict.fromkeys(("loss", "entropy")),
 }
@@ -209,7 +215,7 @@ LOSS_PLACES: dict[str, str | None] = {
 
 def _from_source(group: str, quantities: Mapping[str, Quantity], places: Mapping[str, str | None]) -> list[Metric]:
     """What has no place of its own, under its own name in the group."""
-    return [_gauge(group + name, Unit(q.unit), _R.LAST, q.label, q.help) for name, q in quantities.items() if name not in places]
+    return [_gauge(group + name, Unit(q.unit), _R.LAST, q.label, q.help, q.of) for name, q in quantities.items() if name not in places]
 
 
 _CORRECTION = [
@@ -218,14 +224,14 @@ _CORRECTION = [
     _gauge("rho/max", _U.ONE, _R.MAX, "largest rho", "Largest pi_prox / mu of a trained token, before any bound."),
     _gauge(
         "rho/ess", _U.SHARE, _R.LAST, "effective sample size",
-        "Effective sample size, (sum w)^2 / (n sum w^2) of the token weights, as a share: 1 is on-policy; "
-        "0.1: a few tokens carry the batch.",
+        "Effective sample size of the raw rho of the trained tokens, before any bound: (sum rho)^2 / (n sum rho^2). 1 is on-policy; "
+        "0.1: a few tokens would carry the batch if nothing bounded them.", TRAINED,
     ),
-    _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Share of trained tokens that rejection took out of the loss."),
-    _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Share of trained tokens that the veto took out of the loss."),
+    _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Tokens that rejection or veto took out of the loss.", TRAINED),
+    _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Tokens of the sequences that the veto drops.", TRAINED),
     _gauge(
         "rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut",
-        "Share of the units that carry an importance weight (tokens, or sequences) whose weight was cut to its bound.",
+        "What carries an importance weight (tokens, turns or sequences, by importance.level), and had it cut to its bound.", UNITS,
     ),
     *_from_source("correction/", DIAGNOSTICS | DIAGNOSTIC_FAMILIES, DIAGNOSTIC_PLACES),
 ]
@@ -266,7 +272,8 @@ _LEARNER = [
     ),
     _gauge(
         "learner/clip_share", _U.SHARE, _R.MEAN, "clipped",
-        "Share of trained tokens that got no gradient because they had left the trust region.",
+        "Tokens that rejection left, and that got no gradient because they had left the trust region. Where that stops whole sequences, "
+        "each counts by its tokens.", TRAINED,
     ),
     _gauge(
         "learner/routing_agreement_share", _U.SHARE, _R.MEAN, "equal top k",
@@ -274,7 +281,13 @@ _LEARNER = [
     ),
     _gauge(
         "learner/drift_k3", _U.NATS, _R.MEAN, "drift k3",
-        "k3 KL from pi_prox to pi_theta: how far the optimizer moved the policy within the batch.",
+        "k3 KL from pi_prox to pi_theta: how far the optimizer moved the policy within the batch. Absent where pi_prox isn't "
+        "the learner's.",
+    ),
+    _gauge(
+        "learner/drift_from_behavior_k3", _U.NATS, _R.MEAN, "drift from behaviour, k3",
+        "k3 KL from mu to pi_theta, over all optimizer steps of the batch: drift, mismatch and staleness together. In bypass and with "
+        "interpolated proximal logprobs, where the drift alone isn't known.",
     ),
     _gauge(
         "learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference",

@@ -37,6 +37,7 @@ class Unit(StrEnum):
     SECONDS = "s"
     SHARE = "share"
     NATS = "nats"
+    NATS_SQUARED = "nats^2"
     TOKENS = "tokens"
     TOKENS_PER_SECOND = "tokens/s"
     VERSIONS = "versions"
@@ -49,6 +50,7 @@ _PROMETHEUS_SUFFIX = {
     Unit.SECONDS: "_seconds",
     Unit.SHARE: "_ratio",
     Unit.NATS: "_nats",
+    Unit.NATS_SQUARED: "_nats_squared",
     Unit.TOKENS: "_tokens",
     Unit.TOKENS_PER_SECOND: "_tokens_per_second",
     Unit.VERSIONS: "_versions",
@@ -73,6 +75,13 @@ class Metric:
     """A few words for a table or an axis."""
     part: str = "part"
     """Of a family: what its open part names; the Prometheus label."""
+    of: str = ""
+    """Of a share: what of, such as "trained tokens"."""
+
+    @property
+    def shown_unit(self) -> str:
+        """For a table: "share of trained tokens"; 1 for a plain number."""
+        return f"{self.unit} of {self.of}" if self.of else self.unit or "1"
 
     @property
     def is_family(self) -> bool:

@@ -164,7 +164,7 @@ def markdown() -> str:
         total = "_total" if metric.kind is Kind.COUNTER else ""
         name = f"`{shown}`<br>`{metric.prometheus_name}{total}`"
         meaning = metric.help.replace("|", "\\|")
-        lines.append(f"| {name} | {metric.kind} | {metric.unit or '1'} | {metric.reduction} | {meaning} |")
+        lines.append(f"| {name} | {metric.kind} | {metric.shown_unit} | {metric.reduction} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

@@ -147,7 +147,7 @@ class RolloutWorker:
 
     async def _receipt(self, receipt: SyncReceipt, began: float, with_checksums: bool) -> SyncReceipt:
         checksums = await self._sampler.engine.weight_checksums() if with_checksums else {}
-        processor = await self._sampler.engine.processor() if with_checksums and self._settings.rollout.engine.fixed_order else None
+        processor = await self._sampler.engine.processor() if with_checksums and self._settings.rollout.engine.batch_invariant else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)

@@ -47,7 +47,8 @@ def fastest(seconds: Mapping[str, list[float]]) -> tuple[dict[str, float], float
 
 def measure_decode(folder: Path, arguments: argparse.Namespace) -> list[str]:
     """Print a row for each length; return what misses its target."""
-    kinds: dict[str, dict[str, Any]] = {"batch-invariant": {"fixed_order": True}, "batched": {}, "stock": {"attention_backend": "stock"}}
+    kinds: dict[str, dict[str, Any]]
+    kinds = {"batch-invariant": {"batch_invariant": True}, "batched": {}, "stock": {"attention_backend": "stock"}}
     if arguments.skip_stock:
         del kinds["stock"]
     requests, lengths = arguments.requests, arguments.lengths
@@ -73,7 +74,7 @@ def measure_learner(folder: Path, lengths: list[int], turns: int, dtype: Any) ->
     config = CorrectionConfig(preset="grpo")
     learners = {}
     for name in ("batch-invariant", "usual"):
-        learners[name] = LearnerRank(LearnerConfig(device="cpu", dtype=dtype, fixed_order=name == "batch-invariant"))
+        learners[name] = LearnerRank(LearnerConfig(device="cpu", dtype=dtype, batch_invariant=name == "batch-invariant"))
         learners[name].load(folder)
     missed = []
     print("learner       length  prompts   step time of usual  spread", flush=True)

@@ -9,32 +9,40 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from correction.advantages import group_advantages
-    from correction.batch import CorrectedBatch, PackedBatch, from_padded, to_padded
-    from correction.choices import AdvantageEstimator, ProximalSource
-    from correction.config import CorrectionConfig
-    from correction.correct import correct, defer, for_step
-    from correction.diagnostics import diagnose
-    from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
-    from correction.loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
-    from correction.methods import PRESETS, Preset, presets_table
-    from correction.monitor import Event, Monitor, MonitorConfig
-    from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
-    from correction.schedule import needs_proximal_forward, needs_topk
+    from .advantages import group_advantages
+    from .batch import CorrectedBatch, PackedBatch
+    from .choices import AdvantageEstimator, ProximalSource
+    from .config import CorrectionConfig
+    from .correct import correct, defer, for_step, shard_sums
+    from .diagnostics import diagnose, diagnostic_sums, diagnostics_of
+    from .errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
+    from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
+    from .methods import PRESETS, Preset, presets_table
+    from .monitor import Event, Monitor, MonitorConfig
+    from .padded_batch import from_padded
+    from .padding import pack_like, to_padded
+    from .quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
+    from .schedule import check_without_gradient_factor, needs_gradient_factor, needs_proximal_forward, needs_topk
+    from .shards import TOTALS, all_reduce_sum
+    from .tokens import token_coefficients
 
 _HOMES = {
     "advantages": ("group_advantages",),
-    "batch": ("CorrectedBatch", "PackedBatch", "from_padded", "to_padded",),
+    "batch": ("CorrectedBatch", "PackedBatch",),
     "choices": ("AdvantageEstimator", "ProximalSource",),
     "config": ("CorrectionConfig",),
-    "correct": ("correct", "defer", "for_step",),
-    "diagnostics": ("diagnose",),
+    "correct": ("correct", "defer", "for_step", "shard_sums",),
+    "diagnostics": ("diagnose", "diagnostic_sums", "diagnostics_of",),
     "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
     "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
     "methods": ("PRESETS", "Preset", "presets_table",),
     "monitor": ("Event", "Monitor", "MonitorConfig",),
+    "padded_batch": ("from_padded",),
+    "padding": ("pack_like", "to_padded",),
     "quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
-    "schedule": ("needs_proximal_forward", "needs_topk",),
+    "schedule": ("check_without_gradient_factor", "needs_gradient_factor", "needs_proximal_forward", "needs_topk",),
+    "shards": ("TOTALS", "all_reduce_sum",),
+    "tokens": ("token_coefficients",),
 }
 """Module of each public name."""
 
@@ -42,8 +50,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"correction.{module}"), name)
-    raise AttributeError(f"module 'correction' has no attribute '{name}'")
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 class _Package(ModuleType):
@@ -62,6 +70,7 @@ __all__ = [
     "LOSS_METRICS",
     "PARTIALS",
     "PRESETS",
+    "TOTALS",
     "AdvantageEstimator",
     "ConfigError",
     "CorrectedBatch",
@@ -80,17 +89,25 @@ __all__ = [
     "Preset",
     "ProximalSource",
     "SyncError",
+    "all_reduce_sum",
+    "check_without_gradient_factor",
     "correct",
     "defer",
     "diagnose",
+    "diagnostic_sums",
+    "diagnostics_of",
     "for_step",
     "from_padded",
     "group_advantages",
     "loss_metrics",
+    "needs_gradient_factor",
     "needs_proximal_forward",
     "needs_topk",
+    "pack_like",
     "policy_loss",
     "policy_scale",
     "presets_table",
+    "shard_sums",
     "to_padded",
+    "token_coefficients",
 ]

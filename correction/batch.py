@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from correction.errors import DataError
+from .errors import DataError
+from .padding import pack_like, to_padded
+from .parts import AdvantageConfig
 
 _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
 CPU_TOKENS = 2**19
@@ -55,6 +58,8 @@ class PackedBatch:
     """[N, K] int64: the sampler's K most likely tokens."""
     topk_logprobs: Tensor | None = None
     """[N, K] float32: their logprobs under the behaviour policy."""
+    advantages_by: AdvantageConfig | Literal["own"] | None = None
+    """How the advantages were made: by these settings, or "own": otherwise, and that is meant. None: nobody has said."""
     routed_experts: Tensor | None = None
     """[N, layers, k] uint8 or int16: experts that a token was sent to when the model read it, to be replayed; no meaning at a sequence's
     last token, which nothing reads."""
@@ -88,9 +93,10 @@ class PackedBatch:
             raise DataError(f"PackedBatch.group_ids has shape {tuple(self.group_ids.shape)} for {s} sequences")
         if self.loss_mask.dtype != torch.bool:
             raise DataError(f"PackedBatch.loss_mask must be bool, got {self.loss_mask.dtype}")
-        for name in ("behavior_logprobs", "advantages"):
-            if getattr(self, name).dtype not in (torch.float32, torch.float64):
-                raise DataError(f"PackedBatch.{name} must be float32 or float64, got {getattr(self, name).dtype}")
+        for name in ("behavior_logprobs", "advantages", "proximal_logprobs", "reference_logprobs", "topk_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value.dtype not in (torch.float32, torch.float64):
+                raise DataError(f"PackedBatch.{name} must be float32 or float64, got {value.dtype}")
         return self
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
@@ -122,7 +128,7 @@ class DecisionCounts:
     """How often each criterion and each bound took hold: sums, which add up over the stages and over any split of a batch."""
 
     labels: tuple[str, ...]
-    """Of the C criteria, in the config's order; "veto" at the end if there is one."""
+    """Of the C criteria, in the config's order, each another one; "veto" at the end if there is one."""
     values: Tensor
     """[2 C + len(UNIT_COUNTS)] float64: tokens that each criterion looked at, tokens that it drops, and UNIT_COUNTS."""
 
@@ -150,6 +156,17 @@ class FinalDecision:
     """[N] float32, detached, with all that was known before the step; `policy_loss` leaves a late normaliser out."""
     counts: DecisionCounts
     """Of the late parts alone; the corrected batch has those of the early ones."""
+    coefficients: Tensor | None = None
+    """[N] float32: the objective's factor on A grad log pi of a token, without its weight; 0 where A is 0. None: not known."""
+    is_clipped: Tensor | None = None
+    """[N] bool: the objective's clip or gate took the token's gradient, whether it is kept or not. None: not known."""
+    before_update: Tensor | None = None
+    """[N] bool: the token's forward pass came before the first of the batch's optimizer steps; None: that of all tokens did."""
+
+    def of_slice(self, piece: BatchSlice) -> FinalDecision:
+        """The share of a part of the batch; counts stay those of the whole."""
+        rows = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **{name: row[piece.tokens] for name, row in rows.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +209,37 @@ class CorrectedBatch:
             token_scale=self.token_scale.to(device),
         )
 
+    def to_padded(self, attention_mask: Tensor) -> dict[str, Tensor]:
+        """What was decided, as padded tensors [B, T] that travel with a trainer's own: importance_weights, keep_mask, token_scale.
+
+        Args:
+            attention_mask: [B, T], the one that the batch was made with.
+        """
+        return {name: to_padded(getattr(self, name), attention_mask) for name in ("importance_weights", "keep_mask", "token_scale")}
+
+    @classmethod
+    def from_padded(
+        cls,
+        batch: PackedBatch,
+        attention_mask: Tensor,
+        *,
+        importance_weights: Tensor,
+        keep_mask: Tensor,
+        token_scale: Tensor,
+        is_deferred: bool = False,
+    ) -> CorrectedBatch:
+        """The way back, for some of the rows, in any order: scales stay those of the global batch.
+
+        Args:
+            batch: of these rows, packed with attention_mask [B, T].
+            importance_weights, keep_mask, token_scale: [B, T], rows of `to_padded`.
+        Raises: DataError if a shape differs.
+        """
+        weights, keep, scale = (pack_like(values, attention_mask) for values in (importance_weights, keep_mask.bool(), token_scale))
+        if weights.shape[0] != batch.num_tokens:
+            raise DataError(f"CorrectedBatch.from_padded: attention_mask has {weights.shape[0]} tokens, and batch {batch.num_tokens}")
+        return cls(batch, weights, keep, scale, is_deferred=is_deferred)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSlice:
@@ -230,63 +278,3 @@ def batch_slices(batch: PackedBatch, *, is_divisible: bool = True) -> Iterator[B
     tokens = batch.offsets[torch.tensor(edges, device=batch.offsets.device)].tolist()
     for k in range(len(edges) - 1):
         yield BatchSlice(slice(edges[k], edges[k + 1]), slice(tokens[k], tokens[k + 1]))
-
-
-def from_padded(
-    token_ids: Tensor,
-    attention_mask: Tensor,
-    loss_mask: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    group_ids: Tensor,
-    *,
-    proximal_logprobs: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    weight_versions: Tensor | None = None,
-    turn_ids: Tensor | None = None,
-    learner_version: int = 0,
-    temperature: float = 1.0,
-) -> PackedBatch:
-    """The packed batch of padded tensors; where the padding stands does not matter, nor what is in it.
-
-    Args:
-        token_ids, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions, turn_ids: [B, T], the value of a token at
-            its own place (frameworks that shift logprobs by one must shift them back).
-        attention_mask: [B, T], true at real tokens; loss_mask: [B, T], true at trained ones, none outside attention_mask.
-        advantages: [B] or [B, T]; group_ids: [B].
-        weight_versions: None means that learner_version sampled everything.
-    Raises: DataError if shapes differ or the loss mask reaches into the padding.
-    """
-    real = attention_mask.bool()
-    if bool((loss_mask.bool() & ~real).any()):
-        raise DataError("from_padded: loss_mask is true at padding. Both masks must have one shape [B, T] and one alignment.")
-    rows = [token_ids, loss_mask, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions, turn_ids]
-    if any(row is not None and row.shape != real.shape for row in rows):
-        raise DataError(f"from_padded: every token tensor must be [B, T] = {tuple(real.shape)}")
-    by_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(real.shape)
-    versions = torch.full_like(token_ids, learner_version) if weight_versions is None else weight_versions
-    return PackedBatch(
-        token_ids=token_ids[real].long(),
-        offsets=torch.cat([real.new_zeros(1, dtype=torch.int64), real.sum(1).cumsum(0)]),
-        loss_mask=loss_mask.bool()[real],
-        behavior_logprobs=behavior_logprobs[real],
-        advantages=by_token[real].to(behavior_logprobs.dtype),
-        weight_versions=versions[real].int(),
-        group_ids=group_ids.long(),
-        learner_version=learner_version,
-        temperature=temperature,
-        proximal_logprobs=None if proximal_logprobs is None else proximal_logprobs[real],
-        reference_logprobs=None if reference_logprobs is None else reference_logprobs[real],
-        turn_ids=None if turn_ids is None else turn_ids[real].int(),
-    ).validate()
-
-
-def to_padded(values: Tensor, attention_mask: Tensor, *, padding: float = 0.0) -> Tensor:
-    """Per-token values [N] back at their places [B, T]; differentiable.
-
-    Args:
-        attention_mask: the one that `from_padded` was given.
-    """
-    real = attention_mask.bool()
-    empty = torch.full(real.shape, padding, dtype=values.dtype, device=values.device)
-    return empty.masked_scatter(real, values)

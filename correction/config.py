@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
-from correction.choices import Population, Ratio, WeightMode
-from correction.errors import ConfigError
-from correction.methods import preset_settings
-from correction.parts import CorrectionSettings
-from correction.schedule import effective_ratio, fold_obstacle
+from .choices import Population, Ratio, WeightMode
+from .errors import ConfigError
+from .methods import preset_settings
+from .parts import CorrectionSettings
+from .schedule import effective_ratio, fold_obstacle
 
 REPORT_ONLY = 1e-6
 """A KL coefficient up to which the penalty is there to be reported, not to be felt."""

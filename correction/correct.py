@@ -8,43 +8,85 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
-from correction.choices import DenominatorKind, ProximalSource
-from correction.config import CorrectionConfig
-from correction.decision import BatchView, decide, needs_all_tokens, no_counts
-from correction.denominators import sequence_scale
-from correction.errors import ConfigError, DataError
-from correction.importance import normalizer, weight_sums
-from correction.ratios import Logprobs
-from correction.rejection import MOST, narrow_bounds
-from correction.schedule import Schedule, Stage, fold_obstacle, uses_proximal
-from correction.segments import running_counts
+from .batch import CorrectedBatch, DecisionCounts, PackedBatch, batch_slices
+from .choices import DenominatorKind, ProximalSource
+from .config import CorrectionConfig
+from .decision import BatchView, decide, needs_all_tokens, no_counts
+from .denominators import batch_counts, sequence_scale
+from .errors import ConfigError, DataError
+from .importance import normalizer, weight_sums
+from .parts import AdvantageConfig
+from .ratios import Logprobs
+from .rejection import MOST, narrow_bounds
+from .schedule import Schedule, Stage, fold_obstacle, uses_proximal
+from .segments import running_counts
+from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
+
+_COUNTED = TOTALS.index("counted_tokens")
+"""First entry of shard sums that is of the denominator."""
 
 
-def correct(batch: PackedBatch, config: CorrectionConfig) -> CorrectedBatch:
+def correct(
+    batch: PackedBatch,
+    config: CorrectionConfig,
+    *,
+    totals: Tensor | None = None,
+    reduce: Reduce | None = None,
+    num_prompts: int | None = None,
+) -> CorrectedBatch:
     """Settle all early parts. Parts on the target policy are left to `policy_loss`.
 
-    Raises: DataError if the proximal policy is to be recomputed and batch.proximal_logprobs is missing.
+    A batch that is one of several shards needs to know the whole: give it `totals` or `reduce`. Then the shards together are what one
+    process would make of the whole batch, however it is split.
+    Args:
+        totals: `shard_sums` of this batch, added up over all shards.
+        reduce: called with a float64 tensor, gives its sum over all shards (`all_reduce_sum`).
+        num_prompts: prompts of the whole batch, which group_ids number from 0; read in shards, by denominator prompt_mean alone.
+    Raises: DataError if the proximal policy is to be recomputed and batch.proximal_logprobs is missing; ConfigError if the batch's
+        advantages are not those of the config, or the config can't be settled in shards.
     """
-    return _prepare(batch, config, is_deferred=False)
+    return _prepare(batch, config, is_deferred=False, reduce=_reduce_of(totals, reduce, config, num_prompts), num_prompts=num_prompts)
 
 
-def defer(batch: PackedBatch, config: CorrectionConfig) -> CorrectedBatch:
+def defer(
+    batch: PackedBatch,
+    config: CorrectionConfig,
+    *,
+    totals: Tensor | None = None,
+    reduce: Reduce | None = None,
+    num_prompts: int | None = None,
+) -> CorrectedBatch:
     """Leave the parts on rho to the training forward, for one optimizer step per batch without a proximal forward.
 
+    Args: as for `correct`; totals are `shard_sums(..., is_deferred=True)`.
     Raises: ConfigError if a global quantity can't be folded in afterwards; `needs_proximal_forward` says so beforehand.
     """
-    if config.proximal is not ProximalSource.RECOMPUTE:
-        return correct(batch, config)  # nothing waits for a proximal policy
+    if config.proximal is not ProximalSource.RECOMPUTE:  # nothing waits for a proximal policy
+        return correct(batch, config, totals=totals, reduce=reduce, num_prompts=num_prompts)
     obstacle = fold_obstacle(config, is_deferred=True)
     if obstacle is not None:
         raise ConfigError(f"defer: {obstacle}. Compute proximal_logprobs first and call correct().")
-    return _prepare(replace(batch, proximal_logprobs=None), config, is_deferred=True)
+    own = replace(batch, proximal_logprobs=None)
+    return _prepare(own, config, is_deferred=True, reduce=_reduce_of(totals, reduce, config, num_prompts), num_prompts=num_prompts)
+
+
+def shard_sums(
+    batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool = False, num_prompts: int | None = None
+) -> Tensor:
+    """[len(TOTALS)] float64, more under denominator prompt_mean: what the whole batch has to know of this shard.
+
+    Add these tensors up over all shards, by any means, and give `correct` (or `defer`, with is_deferred) the result as `totals`.
+    Raises: ConfigError if sums are not enough for the config; what `correct` raises.
+    """
+    check_sharded(config, num_prompts, has_reduce=False)
+    is_deferred = is_deferred and config.proximal is ProximalSource.RECOMPUTE
+    own = replace(batch, proximal_logprobs=None) if is_deferred else batch
+    return _decide_early(own, config, Schedule.of(config, is_deferred=is_deferred), None, num_prompts).sums
 
 
 def early_proximal(batch: PackedBatch, config: CorrectionConfig, schedule: Schedule) -> Tensor | None:
@@ -64,37 +106,52 @@ def early_proximal(batch: PackedBatch, config: CorrectionConfig, schedule: Sched
     return batch.proximal_logprobs
 
 
-def _prepare(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool) -> CorrectedBatch:
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """What the early parts decided on a shard, before it knows the whole batch."""
+
+    proximal: Tensor | None
+    weights: Tensor
+    """[N] before batch normalisation."""
+    keep: Tensor
+    counts: DecisionCounts
+    sums: Tensor
+    """[len(TOTALS) + prompts] float64."""
+
+
+def _reduce_of(totals: Tensor | None, reduce: Reduce | None, config: CorrectionConfig, num_prompts: int | None) -> Reduce | None:
+    """The caller's way to the whole batch; None: the batch is the whole."""
+    if totals is None and reduce is None:
+        return None
+    if totals is not None and reduce is not None:
+        raise ConfigError("correct: both totals and reduce are given. Give the sums of all shards, or the way to get them.")
+    check_sharded(config, num_prompts, has_reduce=reduce is not None)
+    return reduce if totals is None else lambda sums: totals.to(sums)
+
+
+def _prepare(
+    batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool, reduce: Reduce | None, num_prompts: int | None
+) -> CorrectedBatch:
+    _check_advantages(batch, config)
     schedule = Schedule.of(config, is_deferred=is_deferred)
-    proximal = early_proximal(batch, config, schedule)
-    is_normalized = schedule.normalization is Stage.EARLY
-    weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
-    sums = torch.zeros(2, dtype=torch.float64, device=weights.device)
-    counts = no_counts(config, weights.device)
-    for piece in batch_slices(batch, is_divisible=not needs_all_tokens(config)):
-        own = piece.of_batch(batch)
-        view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), None))
-        decision = decide(view, config, schedule, Stage.EARLY)
-        counts += decision.counts
-        weights[piece.tokens], keep[piece.tokens] = decision.weights, decision.keep
-        if is_normalized and decision.by_unit is not None:
-            sums += weight_sums(
-                decision.by_unit.weights, view.mask, decision.keep, decision.by_unit.segments, config.normalize.population
-            )
-    if is_normalized:
-        weights *= normalizer(*sums.tolist())
-    if int(keep.count_nonzero()) == 0 and bool(batch.loss_mask.any()):
+    early = _decide_early(batch, config, schedule, reduce, num_prompts)
+    totals = early.sums if reduce is None else _checked(reduce(early.sums), early.sums)
+    value = dict(zip(TOTALS, totals[: len(TOTALS)].tolist(), strict=True))
+    weights = early.weights
+    if schedule.normalization is Stage.EARLY:
+        weights *= normalizer(value["weight"], value["units"])
+    if value["kept_tokens"] == 0 and value["tokens"] > 0:
         warnings.warn("correction: every token of the batch was rejected; its policy loss is 0", stacklevel=3)
-    _warn_of_narrow_bounds(batch, proximal, counts)
+    _warn_of_narrow_bounds(batch, early.proximal, early.counts)
     corrected = CorrectedBatch(
         batch=batch,
-        importance_weights=_modulate_early(weights, batch, proximal, config),
-        keep_mask=keep,
+        importance_weights=_modulate_early(weights, batch, early.proximal, config),
+        keep_mask=early.keep,
         token_scale=torch.empty_like(weights),
         is_deferred=is_deferred,
-        counts=counts,
+        counts=early.counts,
     )
-    return replace(corrected, token_scale=_batch_scale(corrected, config, schedule))
+    return replace(corrected, token_scale=_batch_scale(corrected, config, schedule, totals[_COUNTED:], num_prompts))
 
 
 def _warn_of_narrow_bounds(batch: PackedBatch, proximal: Tensor | None, counts: DecisionCounts) -> None:
@@ -105,26 +162,111 @@ def _warn_of_narrow_bounds(batch: PackedBatch, proximal: Tensor | None, counts: 
             warnings.warn(narrow_bounds(label, dropped / looked_at, log_ratio[log_ratio.isfinite()]), stacklevel=4)
 
 
-def for_step(corrected: CorrectedBatch, sequences: Sequence[int], config: CorrectionConfig) -> CorrectedBatch:
+def _checked(totals: Tensor, sums: Tensor) -> Tensor:
+    if totals.shape != sums.shape:
+        raise DataError(f"correct: totals have shape {tuple(totals.shape)}, but shard_sums of this config {tuple(sums.shape)}")
+    return totals
+
+
+def _decide_early(
+    batch: PackedBatch, config: CorrectionConfig, schedule: Schedule, reduce: Reduce | None, num_prompts: int | None
+) -> _Early:
+    proximal = early_proximal(batch, config, schedule)
+    limits = moment_limits(batch, proximal, config, reduce) if reduce is not None and needs_all_tokens(config) else None
+    weights, keep = torch.empty_like(batch.behavior_logprobs), torch.empty_like(batch.loss_mask)
+    sums = torch.zeros(_COUNTED, dtype=torch.float64, device=weights.device)
+    counts = no_counts(config, weights.device)
+    for piece in batch_slices(batch, is_divisible=not needs_all_tokens(config)):
+        own = piece.of_batch(batch)
+        view = BatchView.of(own, Logprobs(own.behavior_logprobs, piece.of_tokens(proximal), None), moment_limits=limits)
+        decision = decide(view, config, schedule, Stage.EARLY)
+        counts += decision.counts
+        weights[piece.tokens], keep[piece.tokens] = decision.weights, decision.keep
+        if schedule.normalization is Stage.EARLY and decision.by_unit is not None:
+            sums[:2] += weight_sums(
+                decision.by_unit.weights, view.mask, decision.keep, decision.by_unit.segments, config.normalize.population
+            )
+    sums[2], sums[3] = batch.loss_mask.count_nonzero(), keep.count_nonzero()
+    counted = _counts(batch, keep, config, schedule, num_prompts)
+    return _Early(proximal, weights, keep, counts, torch.cat([sums, counted]))
+
+
+def for_step(
+    corrected: CorrectedBatch,
+    sequences: Sequence[int],
+    config: CorrectionConfig,
+    *,
+    reduce: Reduce | None = None,
+    num_prompts: int | None = None,
+) -> CorrectedBatch:
     """The share of one of several optimizer steps per batch, its denominator counted on that share.
 
-    Weights and their normaliser stay those of the whole batch.
+    Weights, and a normaliser that was known before the step, stay those of the whole batch; one that is only known in the training forward
+    (policy_scale) is that of this share.
+    Args:
+        sequences: of this shard.
+        reduce, num_prompts: as for `correct`: the denominator is counted on the shares of all shards together.
     """
+    if reduce is not None:
+        check_sharded(config, num_prompts, has_reduce=True)
     share = corrected.select(sequences)
-    return replace(share, token_scale=_batch_scale(share, config, Schedule.of(config, is_deferred=share.is_deferred)))
+    schedule = Schedule.of(config, is_deferred=share.is_deferred)
+    counts = _counts(share.batch, share.keep_mask, config, schedule, num_prompts)
+    totals = counts if reduce is None else _checked(reduce(counts), counts)
+    return replace(share, token_scale=_batch_scale(share, config, schedule, totals, num_prompts))
 
 
-def _batch_scale(corrected: CorrectedBatch, config: CorrectionConfig, schedule: Schedule) -> Tensor:
-    """[N] one over the denominator, counted on this batch as the global one."""
+def _counted(batch: PackedBatch, keep: Tensor, schedule: Schedule) -> Tensor:
+    """[N] bool: tokens that the denominator counts, as far as that is known before the training forward."""
+    return keep if schedule.kept_count is Stage.EARLY else batch.loss_mask
+
+
+def _is_one_number(config: CorrectionConfig, schedule: Schedule) -> bool:
+    """True if all tokens have the same scale; where a sequence has no token, nothing is scaled."""
+    return config.denominator.kind is DenominatorKind.TOKEN_MEAN and schedule.kept_count is not Stage.EARLY
+
+
+def _counts(batch: PackedBatch, keep: Tensor, config: CorrectionConfig, schedule: Schedule, num_prompts: int | None) -> Tensor:
+    """[2 + prompts] float64: `batch_counts` of this shard; without the sequences where one number is enough."""
+    counted = _counted(batch, keep, schedule)
+    if _is_one_number(config, schedule):
+        return torch.stack([counted.count_nonzero(), counted.new_zeros((), dtype=torch.int64)]).double()
+    prompts, count = prompt_index(batch, config, num_prompts)
+    return batch_counts(running_counts(counted, batch.offsets).double(), prompts, count)
+
+
+def _batch_scale(
+    corrected: CorrectedBatch, config: CorrectionConfig, schedule: Schedule, whole: Tensor, num_prompts: int | None
+) -> Tensor:
+    """[N] one over the denominator; whole are the `batch_counts` of the global batch."""
     batch = corrected.batch
-    count_kept = schedule.kept_count is Stage.EARLY
-    counted = corrected.keep_mask if count_kept else batch.loss_mask
+    if _is_one_number(config, schedule):
+        return torch.full_like(corrected.importance_weights, 1 / max(float(whole[0]), 1.0))
     part = config.denominator
-    if part.kind is DenominatorKind.TOKEN_MEAN and not count_kept:  # one number; where a sequence has no token, nothing is scaled
-        return torch.full_like(corrected.importance_weights, 1 / max(int(counted.count_nonzero()), 1))
-    tokens = running_counts(counted, batch.offsets).double()
-    scale = sequence_scale(tokens, batch.group_ids, kind=part.kind, constant=part.constant)
+    tokens = running_counts(_counted(batch, corrected.keep_mask, schedule), batch.offsets).double()
+    prompts, _ = prompt_index(batch, config, num_prompts)
+    scale = sequence_scale(tokens, prompts, whole, kind=part.kind, constant=part.constant)
     return torch.repeat_interleave(scale.to(batch.behavior_logprobs.dtype), batch.lengths, output_size=batch.num_tokens)
+
+
+def _check_advantages(batch: PackedBatch, config: CorrectionConfig) -> None:
+    """A method is its advantages too: those of a batch must be the config's, or somebody must have said that they are not.
+
+    Raises: ConfigError if they are known to be others.
+    """
+    part, made_by = config.advantage, batch.advantages_by
+    if made_by is None and part != AdvantageConfig():
+        warnings.warn(
+            f"correction: preset {config.preset or 'of your own'} has advantages of its own ({part.estimator}, ddof {part.ddof}), and the "
+            "batch does not say how its advantages were made. Give from_padded rewards and advantages_by=config.advantage, or say "
+            'advantages_by="own" if others are meant.',
+            stacklevel=4,
+        )
+    elif isinstance(made_by, AdvantageConfig) and made_by != part:
+        raise ConfigError(
+            f"PackedBatch.advantages_by = {made_by.estimator} (ddof {made_by.ddof}, epsilon {made_by.epsilon}), but the config has "
+            f"{part.estimator} (ddof {part.ddof}, epsilon {part.epsilon}). Make them with config.advantage, or set correction.advantage."
+        )
 
 
 def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None, config: CorrectionConfig) -> Tensor:
@@ -134,7 +276,8 @@ def _modulate_early(weights: Tensor, batch: PackedBatch, proximal: Tensor | None
     """
     part = config.modulation
     if part.noise_std > 0:
-        generator = torch.Generator().manual_seed(part.noise_seed)
+        seed = hash((part.noise_seed, batch.learner_version)) % 2**63  # of integers: the same in every process, new at every step
+        generator = torch.Generator().manual_seed(seed)
         noise = 1 + part.noise_std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
         weights = weights * noise.to(weights.device)
     if part.probability_below is not None and proximal is not None:

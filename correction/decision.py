@@ -6,19 +6,20 @@ together decide everything exactly once. What was decided is counted here as wel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from correction.batch import UNIT_COUNTS, DecisionCounts, PackedBatch
-from correction.choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
-from correction.errors import DataError
-from correction.importance import bounded_weights, staleness_bound
-from correction.parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
-from correction.ratios import Logprobs, aggregate_log_ratio, bounded_exp
-from correction.rejection import (
+from .batch import UNIT_COUNTS, DecisionCounts, PackedBatch
+from .choices import TOPK_STATISTICS, AdvantageSign, Level, Ratio, Statistic
+from .errors import DataError
+from .importance import bounded_weights, staleness_bound
+from .parts import CorrectionSettings, CriterionConfig, ImportanceConfig, VetoConfig
+from .ratios import Logprobs, aggregate_log_ratio, bounded_exp
+from .rejection import (
     allowing_for,
     has_sign,
     log_bound,
@@ -29,9 +30,9 @@ from correction.rejection import (
     veto_keep,
     within,
 )
-from correction.schedule import Schedule, Stage, effective_ratio
-from correction.segments import Levels, Segments, masked, where_finite
-from correction.staleness import token_staleness
+from .schedule import Schedule, Stage, effective_ratio
+from .segments import Levels, Segments, masked, where_finite
+from .staleness import token_staleness
 
 Bound = Tensor | float | None
 """One bound for all units, one for each, or none."""
@@ -47,13 +48,21 @@ class BatchView:
     """[N] bool: tokens of the loss mask whose advantage and known logprobs are finite."""
     target_topk_logprobs: Tensor | None = None
     """[N, K] log pi_theta of batch.topk_ids, for top-K divergences."""
+    moment_limits: Mapping[float, Tensor] | None = None
+    """Budget of second_moment -> largest |log ratio| that stays, where the batch is a shard of a larger one (shards.py)."""
 
     @classmethod
-    def of(cls, batch: PackedBatch, logprobs: Logprobs, target_topk_logprobs: Tensor | None = None) -> BatchView:
+    def of(
+        cls,
+        batch: PackedBatch,
+        logprobs: Logprobs,
+        target_topk_logprobs: Tensor | None = None,
+        moment_limits: Mapping[float, Tensor] | None = None,
+    ) -> BatchView:
         """With tokens that are not finite taken out of its mask."""
         looked_at = (batch.advantages, logprobs.behavior, logprobs.proximal, logprobs.target)
         mask = where_finite(batch.loss_mask, *(values for values in looked_at if values is not None))
-        return cls(batch, logprobs, mask, target_topk_logprobs)
+        return cls(batch, logprobs, mask, target_topk_logprobs, moment_limits)
 
     @cached_property
     def levels(self) -> Levels:
@@ -139,7 +148,10 @@ def decide(view: BatchView, config: CorrectionSettings, schedule: Schedule, stag
 
 def no_counts(config: CorrectionSettings, device: torch.device | str = "cpu") -> DecisionCounts:
     """Nothing counted so far."""
-    labels = (*(criterion.label for criterion in config.rejection), *(("veto",) if config.veto is not None else ()))
+    names = [criterion.label for criterion in config.rejection]
+    earlier = [names[:number].count(name) for number, name in enumerate(names)]
+    labels = tuple(name if n == 0 else f"{name}_{n + 1}" for name, n in zip(names, earlier, strict=True))  # of one kind there may be two
+    labels += ("veto",) if config.veto is not None else ()
     return DecisionCounts(labels, torch.zeros(2 * len(labels) + len(UNIT_COUNTS), dtype=torch.float64, device=device))
 
 
@@ -221,6 +233,8 @@ def _apply_criterion(view: BatchView, criterion: CriterionConfig, config: Correc
     values = divergence_of_tokens(view, criterion.statistic, effective_ratio(criterion.ratio, config))
     if criterion.statistic is Statistic.SECOND_MOMENT:
         assert criterion.upper is not None  # CriterionConfig refuses it otherwise
+        if view.moment_limits is not None:
+            return CriterionResult(values.abs() <= view.moment_limits[criterion.upper], segments)
         return CriterionResult(second_moment_keep(values, view.mask, budget=criterion.upper), segments)
     lower, upper = _bounds(view, criterion, segments)
     if criterion.statistic is Statistic.RATIO:

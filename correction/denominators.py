@@ -9,29 +9,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from correction.choices import DenominatorKind
-from correction.segments import Segments
+from .choices import DenominatorKind
+from .segments import Segments
 
 
-def sequence_scale(tokens: Tensor, group_ids: Tensor, *, kind: DenominatorKind, constant: float = 1.0) -> Tensor:
+def batch_counts(tokens: Tensor, prompts: Tensor, num_prompts: int) -> Tensor:
+    """[2 + P] float64: tokens that count, sequences with any, and tokens of each of P prompts. Adds up over shards.
+
+    Args:
+        tokens: [S] float64, tokens that count; prompts: [S] int64, 0 to P - 1, not read if P is 0.
+    """
+    counts = tokens.new_zeros(2 + num_prompts)
+    counts[0], counts[1] = tokens.sum(), (tokens > 0).sum()
+    if num_prompts > 0:
+        counts[2:].index_add_(0, prompts, tokens)
+    return counts
+
+
+def sequence_scale(tokens: Tensor, prompts: Tensor, whole: Tensor, *, kind: DenominatorKind, constant: float = 1.0) -> Tensor:
     """[S] float64: one over the denominator of each sequence's tokens; 0 where the sequence counts nothing.
 
     Args:
-        tokens: [S] float64, tokens that count; group_ids: [S], read by prompt_mean only.
+        tokens: [S] float64, tokens that count; prompts: [S] int64, read by prompt_mean only.
+        whole: `batch_counts` of the whole batch, of which these sequences may be a shard.
         constant: tokens, > 0, read by constant only.
     """
     has_tokens = tokens > 0
     if kind is DenominatorKind.TOKEN_MEAN:
-        per_sequence = torch.full_like(tokens, 1.0) / tokens.sum().clamp(min=1)
+        per_sequence = torch.ones_like(tokens) / whole[0].clamp(min=1)
     elif kind is DenominatorKind.PROMPT_MEAN:
-        _, group = torch.unique(group_ids, return_inverse=True)
-        group_tokens = tokens.new_zeros(group_ids.numel()).index_add_(0, group, tokens)
-        per_sequence = 1 / (group_tokens[group].clamp(min=1) * (group_tokens > 0).sum().clamp(min=1))
+        by_prompt = whole[2:]
+        per_sequence = 1 / (by_prompt[prompts].clamp(min=1) * (by_prompt > 0).sum().clamp(min=1))
     else:
         length = torch.full_like(tokens, constant if kind is DenominatorKind.CONSTANT else 1.0)
         if kind is DenominatorKind.SEQUENCE_MEAN:
             length = tokens.clamp(min=1)
-        per_sequence = 1 / (length * has_tokens.sum().clamp(min=1))
+        per_sequence = 1 / (length * whole[1].clamp(min=1))
     return torch.where(has_tokens, per_sequence, 0)
 
 

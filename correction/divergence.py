@@ -13,7 +13,7 @@ import enum
 import torch
 from torch import Tensor
 
-from correction.ratios import LOG_RATIO_LIMIT
+from .ratios import LOG_RATIO_LIMIT
 
 COMPLEMENT_FLOOR = 2.0**-25
 """Least probability of "any other token": a float32 logprob that rounds to 0 says no more than 1 - p < 6e-8."""

@@ -50,8 +50,8 @@ FINDINGS = (
         "tokens or sequences",
         "S: sequence masks are the most stable and reach the highest reward. O: sequence clipping (GSPO) has no growth of mismatch where "
         "token clipping has; prefer it for mixtures of experts.",
-        "T: trust regions on tokens (DPPO) are stable in five settings, mixtures of experts among them. M: sequence weights are unbiased but "
-        "of extreme variance, for small mismatch or large batches; tokens for most uses. Here: a product of ratios keeps half of the "
+        "T: trust regions on tokens (DPPO) are stable in five settings, mixtures of experts among them. M: sequence weights are unbiased "
+        "but of extreme variance, for small mismatch or large batches; tokens for most uses. Here: a product of ratios keeps half of the "
         "answers only while their length times k3 is under about a half.",
         ("gspo", "mis-sequence", "mis-sequence-upper", "tis-sequence", "mis-geometric", "dppo-binary-tv"),
     ),

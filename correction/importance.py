@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from correction.choices import Population, WeightMode
-from correction.segments import Segments, masked
+from .choices import Population, WeightMode
+from .segments import Segments, masked
 
 SMALLEST_MEAN = 1e-8
 """A mean weight of less than this is not divided by (verl): the batch has no usable token, and noise would be blown up."""

@@ -8,7 +8,7 @@ before the optimizer step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,7 +74,8 @@ class PolicyLoss:
     """[len(PARTIALS)] float64, detached: see PARTIALS."""
     decided: FinalDecision
     """What is in the loss, with which weight, and why."""
-
+    token_losses: Tensor
+    """[N] with gradient: each token's part of the loss, whose sum it is; KL penalty and entropy bonus are in it."""
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
@@ -116,7 +117,7 @@ def policy_loss(
     view = _training_view(corrected, target_logprobs.detach(), config, schedule, listed)
     target = _at_least_float32(target_logprobs)
     late = decide(view, config, schedule, Stage.LATE)
-    tokens = token_losses(view, target, config)
+    tokens, coefficients = _losses_and_coefficients(view, target, config)
     keep = corrected.keep_mask & late.keep
     if tokens.units is not None:
         keep = drop_broken_units(view, keep, [tokens.units])
@@ -129,21 +130,22 @@ def policy_loss(
     if schedule.kept_count is Stage.LATE:
         scale = scale * kept_local_factor(batch.loss_mask, keep, sequences, kind=config.denominator.kind)
 
-    policy = (torch.where(keep, weights * tokens.loss, 0) * scale).sum()
+    policy = torch.where(keep, weights * tokens.loss, 0) * scale
     kl_tokens = _kl_tokens(view, target, config.kl, config)
-    kl = config.kl.coefficient * (kl_tokens * corrected.token_scale).sum()
+    kl = config.kl.coefficient * kl_tokens * corrected.token_scale
     bonus = _entropy_bonus(view, entropy, corrected.token_scale, config)
+    by_token = policy + kl - bonus
     sums = {
-        "policy_loss": policy.detach(),
-        "kl_loss": kl.detach(),
-        "entropy_loss": -bonus.detach(),
+        "policy_loss": policy.detach().sum(),
+        "kl_loss": kl.detach().sum(),
+        "entropy_loss": -bonus.detach().sum(),
         "kl": kl_tokens.detach().sum(dtype=torch.float64),
-        **_token_sums(view, keep, tokens, weights, entropy),
+        **_token_sums(view, keep, tokens, weights, entropy, Ratio.R if config.proximal is ProximalSource.RECOMPUTE else Ratio.Q),
         **_global_sums(view, late, keep, config, schedule),
     }
     partials = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=policy.device) for name in PARTIALS])
-    decided = FinalDecision(keep_mask=keep, importance_weights=weights, counts=late.counts)
-    return PolicyLoss(loss=policy + kl - bonus, partials=partials, decided=decided)
+    decided = FinalDecision(keep, weights, late.counts, coefficients, tokens.is_clipped)
+    return PolicyLoss(by_token.sum(), partials, decided, by_token)
 
 
 def policy_scale(partials: Tensor, config: CorrectionConfig) -> float:
@@ -175,15 +177,16 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
     trained = value["tokens"] + value["broken_tokens"]
     if trained > 0:
         metrics["kept_share"] = value["kept_tokens"] / trained
+        metrics["clip_share"] = value["clipped_tokens"] / trained
     if value["tokens"] > 0:
-        for name, key in (("ratio_mean", "ratio"), ("drift_k1_kl", "drift_k1"), ("drift_k3_kl", "drift_k3")):
-            metrics[name] = value[key] / value["tokens"]
+        metrics["ratio_mean"] = value["ratio"] / value["tokens"]
+        drift = "drift" if config.proximal is ProximalSource.RECOMPUTE else "drift_from_behavior"
+        metrics |= {f"{drift}_{name}_kl": value[f"drift_{name}"] / value["tokens"] for name in ("k1", "k3")}
         if value["entropy"] != 0:
             metrics["entropy"] = value["entropy"] / value["tokens"]
         if config.kl.coefficient > 0:
             metrics["penalty_kl"] = value["kl"] / value["tokens"]
     if value["kept_tokens"] > 0:
-        metrics["clip_share"] = value["clipped_tokens"] / value["kept_tokens"]
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
             metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]
         metrics["importance_weight_mean"] = value["weight"] / value["kept_tokens"]
@@ -203,6 +206,18 @@ def _training_view(
         proximal = interpolated_logprobs(batch.behavior_logprobs, target, token_staleness(batch))
     logprobs = Logprobs(batch.behavior_logprobs, target if proximal is None else proximal, target)
     return BatchView.of(batch, logprobs, target_topk_logprobs)
+
+
+def _losses_and_coefficients(view: BatchView, target: Tensor, config: CorrectionConfig) -> tuple[TokenLoss, Tensor]:
+    """The objective on every token, and [N] its factor on A grad log pi, detached: from the gradient itself, whatever the objective."""
+    point = target if target.requires_grad else target.detach().requires_grad_()
+    with torch.enable_grad():
+        tokens = token_losses(view, point, config)
+        (slope,) = torch.autograd.grad(tokens.loss.sum(), point, retain_graph=True)
+    if point is not target:
+        tokens = replace(tokens, loss=tokens.loss.detach())
+    counted = view.mask & (view.batch.advantages != 0)
+    return tokens, torch.where(counted, -slope / view.batch.advantages, 0)
 
 
 def token_losses(view: BatchView, target: Tensor, config: CorrectionConfig) -> TokenLoss:
@@ -302,15 +317,19 @@ def _kl_tokens(view: BatchView, target: Tensor, part: KlConfig, config: Correcti
 
 
 def _entropy_bonus(view: BatchView, entropy: Tensor | None, scale: Tensor, config: CorrectionConfig) -> Tensor:
+    """[N] with gradient; one 0 when off."""
     if config.entropy_coefficient == 0:
         return torch.zeros((), device=scale.device)
     if entropy is None:
         raise DataError("entropy_coefficient > 0 needs the entropy of each token: give policy_loss `entropy`, or set it to 0.")
-    return config.entropy_coefficient * (torch.where(view.mask, entropy, 0) * scale).sum()
+    return config.entropy_coefficient * torch.where(view.mask, entropy, 0) * scale
 
 
-def _token_sums(view: BatchView, keep: Tensor, tokens: TokenLoss, weights: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-    drift = view.logprobs.log_ratio(Ratio.R, view.mask)
+def _token_sums(
+    view: BatchView, keep: Tensor, tokens: TokenLoss, weights: Tensor, entropy: Tensor | None, moved: Ratio
+) -> dict[str, Tensor]:
+    """Args: moved: target over the policy from which the update's way is measured."""
+    drift = view.log_ratio(moved)
     kept_weights = torch.where(keep, weights, 0).double()
     sums = {
         "tokens": view.mask.sum(),

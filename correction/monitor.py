@@ -28,11 +28,11 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from correction.errors import ConfigError
-from correction.quantities import BUCKET_EDGES
-from correction.reference_levels import LEVELS
-from correction.settings import Settings
-from correction.symptoms import SYMPTOMS, Symptom
+from .errors import ConfigError
+from .quantities import BUCKET_EDGES
+from .reference_levels import LEVELS
+from .settings import Settings
+from .symptoms import SYMPTOMS, Symptom
 
 _MAD_TO_STD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""

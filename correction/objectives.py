@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from correction.choices import Level
-from correction.ratios import LOG_RATIO_LIMIT, aggregate_log_ratio, bounded_exp
-from correction.segments import Segments
+from .choices import Level
+from .ratios import LOG_RATIO_LIMIT, aggregate_log_ratio, bounded_exp
+from .segments import Segments
 
 
 def leveled_log_ratio(target: Tensor, anchor: Tensor, mask: Tensor, segments: Segments, *, level: Level) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from correction.choices import (
+from .choices import (
     TOPK_STATISTICS,
     AdvantageEstimator,
     AdvantageSign,
@@ -20,8 +20,8 @@ from correction.choices import (
     Statistic,
     WeightMode,
 )
-from correction.errors import ConfigError
-from correction.settings import Settings
+from .errors import ConfigError
+from .settings import Settings
 
 
 def _check_order(place: str, lower: float | None, upper: float | None) -> None:
@@ -319,7 +319,7 @@ class ModulationConfig(Settings):
     noise_std: float = Field(default=0.0, ge=0)
     """Standard deviation of independent Gaussian factors of mean 1; the paper's unbiased control has 0.2."""
     noise_seed: int = 0
-    """Seed of the noise; it follows the order of tokens in the batch."""
+    """Seed of the noise, together with the learner's version: each step has noise of its own, in the order of tokens in the batch."""
 
 
 class CorrectionSettings(Settings):

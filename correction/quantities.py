@@ -19,13 +19,23 @@ class Quantity:
     """What one number is."""
 
     unit: str
-    """nats, share (0 to 1), tokens, versions, or empty for a plain number."""
+    """nats, nats^2, share (0 to 1), tokens, versions, or empty for a plain number."""
     label: str
     """A few words for a table or an axis."""
     help: str
     """One sentence."""
+    of: str = ""
+    """Of a share: what of, such as "trained tokens" (those of the loss mask, rejected or not)."""
+
+    @property
+    def shown_unit(self) -> str:
+        """For a table: "share of trained tokens"; 1 for a plain number."""
+        return f"{self.unit} of {self.of}" if self.of else self.unit or "1"
 
 
+TRAINED, KEPT, SEQUENCES, UNITS = "trained tokens", "kept tokens", "sequences", "weighted units"
+"""What shares are of: tokens of the loss mask; those of them that rejection and veto left; sequences with a trained token; what an
+importance weight covers (a token, turn or sequence)."""
 _Q = Quantity
 GAP = {
     "k1_kl": _Q("nats", "k1 KL", "KL(behaviour || proximal), estimator -log rho."),
@@ -34,32 +44,99 @@ GAP = {
     "chi2_token": _Q("", "token chi-square", "Mean of rho^2, minus 1."),
     "log_ratio_mean": _Q("nats", "mean log ratio", "Mean of log rho."),
     "log_ratio_std": _Q("nats", "log-ratio spread", "Standard deviation of log rho."),
+    "log_ratio_abs_mean": _Q("nats", "mean |log ratio|", "Mean |log rho|: the 'log probability difference' of the KPop post."),
     "log_ratio_abs_max": _Q("nats", "max |log ratio|", "Largest |log rho|."),
+    "rho_mean": _Q(
+        "", "mean rho", "Mean rho. Its expectation is 1, whatever the two policies, if the tokens were drawn from mu as it was reported."
+    ),
+    "rho_mean_error": _Q("", "error of mean rho", "Standard error of mean rho: rho's standard deviation over the root of the tokens."),
+    "rho_mean_deviation": _Q(
+        "",
+        "deviation of mean rho",
+        "|mean rho - 1| in standard errors, which count as at least 0.002 and at least those of 2500 tokens; absent where the effective "
+        "sample size is under 50 tokens.",
+    ),
     "rho_std": _Q("", "spread of rho", "Standard deviation of rho: 'mismatch' in the paper on objective-level hacking."),
     "rho_max": _Q("", "largest rho", "Largest rho."),
     "rho_min": _Q("", "smallest rho", "Smallest rho."),
+    "inverse_rho_mean": _Q("", "mean 1 / rho", "Mean 1 / rho, whose expectation is at least 1 (objective-level hacking, Eq. 46)."),
+    "total_variation": _Q(
+        "", "total variation", "Mean |rho - 1| / 2, an estimate of the mean total variation from mu to pi_prox (Trust Region, Eq. 10)."
+    ),
     "probability_gap_mean": _Q("", "probability gap", "Mean |pi_prox - mu| of the sampled token."),
+    "probability_proximal_mean": _Q("", "mean pi_prox", "Mean pi_prox of the sampled token."),
     "pearson": _Q("", "correlation", "Correlation of pi_prox and mu over sampled tokens."),
-    "ess_token": _Q("share", "effective sample size", "Effective sample size of the raw rho, as a share of the tokens."),
+    "ess_token": _Q("share", "effective sample size", "Effective sample size of the raw rho, before any bound.", "the tokens"),
     "tokens": _Q("tokens", "tokens", "Tokens that these numbers are from."),
 }
-"""Numbers of one set of tokens: all; `mismatch_`, staleness 0; `stale_`, older."""
+"""Numbers of one set of tokens: all; `mismatch_`, staleness 0; `stale_`, older. In bypass with several optimizer steps per batch, of those
+tokens whose forward pass came before the first update."""
 
 
 def _of(tokens: str, prefix: str, label: str) -> dict[str, Quantity]:
-    return {f"{prefix}{name}": _Q(one.unit, f"{label}: {one.label}", f"{one.help[:-1]}; {tokens}.") for name, one in GAP.items()}
+    return {f"{prefix}{name}": _Q(one.unit, f"{label}: {one.label}", f"{one.help[:-1]}; {tokens}.", one.of) for name, one in GAP.items()}
 
 
 _SIGNS = (("", ""), ("positive_", " of positive advantage"), ("negative_", " of negative advantage"))
+_SIDES = (("positive", "A > 0"), ("negative", "A < 0"))
+_BUCKETS = tuple(enumerate(zip((0, *BUCKET_EDGES), (*BUCKET_EDGES, 1), strict=True)))
+
+
+def _buckets(prefix: str, policy: str, label: str, warning: str) -> dict[str, Quantity]:
+    texts = {
+        "rho_mean": ("", "mean rho", "Mean rho of tokens with {place}; " + warning + "."),
+        "rho_std": ("", "spread of rho", "Standard deviation of rho of tokens with {place}."),
+        "tokens": ("tokens", "tokens", "Tokens with {place}."),
+    }
+    return {
+        f"{prefix}_{name}_{index}": _Q(unit, f"{what}, bucket {index}{label}", text.format(place=f"{policy} from {low:g} to {high:g}"))
+        for name, (unit, what, text) in texts.items()
+        for index, (low, high) in _BUCKETS
+    }
+
+
+_CLIPPED = {
+    name: quantity
+    for sign, side in _SIDES
+    for name, quantity in {
+        f"clipped_{sign}_share": _Q(
+            "share", f"clipped of {side}", "Kept tokens whose gradient the objective's clip or gate took away.", f"{TRAINED} of {side}"
+        ),
+        f"clipped_{sign}_probability_mean": _Q("", f"mu of clipped, {side}", f"Mean mu of these tokens, {side}."),
+        f"clipped_{sign}_entropy_mean": _Q(
+            "nats", f"entropy of clipped, {side}", f"Mean entropy of the target policy at these tokens, {side}."
+        ),
+    }.items()
+}
+"""Each token at its first forward pass of the step."""
+
+_STALE_SAMPLE = "of a sample of stale tokens, every monitor.split_every batches"
+SPLIT = {
+    "split_tokens": _Q("tokens", "tokens of the split", f"Tokens {_STALE_SAMPLE}, from which the split is."),
+    "split_total_variance": _Q(
+        "nats^2", "variance of log pi / mu", f"Variance of log(pi / mu) {_STALE_SAMPLE}; pi is the learner where the batch's update starts."
+    ),
+    "split_mismatch_variance": _Q(
+        "nats^2",
+        "variance by mismatch",
+        "Its part of mismatch: the variance of log(pi_v / mu), pi_v the learner at the weights that sampled the token.",
+    ),
+    "split_staleness_variance": _Q("nats^2", "variance by staleness", "Its part of staleness: the variance of log(pi / pi_v)."),
+    "split_covariance": _Q("nats^2", "covariance", "Covariance of the two parts: total = mismatch + staleness + 2 x covariance."),
+    "split_mismatch_k3_kl": _Q(
+        "nats", "mismatch of stale tokens", "KL(mu || pi_v), estimator k3: mismatch at equal weights, of stale tokens."
+    ),
+    "split_staleness_k3_kl": _Q("nats", "staleness alone", "KL(pi_v || pi), estimator k3: what newer weights changed, engines apart."),
+}
+"""Exact parts of the gap of stale tokens, of variance_split.split_numbers: a run has them where monitor.split_every is not 0."""
+
 DIAGNOSTICS = {
     **GAP,
     **_of("tokens of staleness 0", "mismatch_", "mismatch"),
     **_of("tokens of staleness 1 and more", "stale_", "stale"),
     "chi2_sequence": _Q("", "sequence chi-square", "Mean of the squared product of rho over a sequence, minus 1."),
     "ess_sequence": _Q(
-        "share",
-        "sequences' sample size",
-        "Effective sample size of the products of rho, as a share of the sequences, each counted once.",
+        "share", "sequences' sample size", "Effective sample size of the products of rho, each sequence counted once.", SEQUENCES
     ),
     "perplexity_behavior": _Q("", "perplexity under mu", "Mean over sequences of exp(-mean log mu)."),
     "perplexity_proximal": _Q("", "perplexity under pi_prox", "Mean over sequences of exp(-mean log pi_prox)."),
@@ -68,52 +145,95 @@ DIAGNOSTICS = {
     "target_k2_kl": _Q("nats", "k2 KL to target", "KL(behaviour || target), estimator k2."),
     "target_k3_kl": _Q("nats", "k3 KL to target", "KL(behaviour || target), estimator k3."),
     "target_rho_max": _Q("", "largest target ratio", "Largest target / behaviour."),
+    "target_total_variation": _Q("", "total variation to target", "Mean |target / behaviour - 1| / 2 (Trust Region, Eq. 10)."),
+    "improvement_bound_quadratic": _Q(
+        "",
+        "quadratic improvement bound",
+        "2 xi T (T - 1) D^2 of Trust Region, Eq. 7: what a policy's gain may fall short of its surrogate; xi is the largest |A|, T the "
+        "tokens of the longest answer, D the mean total variation to the target, where the theorem has the largest of any state.",
+    ),
+    "improvement_bound_linear": _Q(
+        "",
+        "linear improvement bound",
+        "4 xi times the mean over sequences of the sum of total variations to the target: Trust Region, B.3, tighter for long answers.",
+    ),
+    "improvement_bound": _Q("", "improvement bound", "The smaller of the two, in units of the advantage."),
     "drift_k3_kl": _Q("nats", "drift k3", "KL(proximal || target), estimator k3; needs recomputed proximal logprobs."),
-    "bad_update_share": _Q("share", "bad updates", "Tokens with negative advantage and mu - pi >= 0.5."),
+    "drift_from_behavior_k3_kl": _Q(
+        "nats",
+        "drift from behaviour, k3",
+        "KL(behaviour || target), estimator k3, where several optimizer steps per batch run without proximal logprobs: the batch's own "
+        "updates, with mismatch and staleness.",
+    ),
+    "bad_update_share": _Q("share", "bad updates", "Tokens with negative advantage and mu - pi >= 0.5.", TRAINED),
     "broken_tokens": _Q("tokens", "broken tokens", "Tokens of the loss mask with a value that is not finite."),
-    "kept_share": _Q("share", "kept", "Tokens that rejection and veto left."),
-    "rejected_share": _Q("share", "rejected", "Tokens dropped by rejection, veto or not being finite."),
-    "rejected_positive_share": _Q("share", "rejected of A > 0", "The same, among tokens of positive advantage."),
-    "rejected_negative_share": _Q("share", "rejected of A < 0", "The same, among tokens of negative advantage."),
-    "rejected_sequence_share": _Q("share", "rejected sequences", "Sequences of which no token is left."),
-    "rejected_probability_mean": _Q("", "rejected probability", "Mean pi_prox of the dropped tokens."),
+    "kept_share": _Q("share", "kept", "Tokens that rejection and veto left.", TRAINED),
+    "rejected_share": _Q("share", "rejected", "Tokens dropped by rejection, veto or not being finite.", TRAINED),
+    **{
+        f"rejected_{sign}_share": _Q("share", f"rejected of {side}", f"The same, among tokens of {side}.", f"{TRAINED} of {side}")
+        for sign, side in _SIDES
+    },
+    "rejected_sequence_share": _Q("share", "rejected sequences", "Sequences of which no token is left.", SEQUENCES),
+    "rejected_probability_mean": _Q("", "rejected probability", "Mean pi_prox of the dropped tokens; in bypass that of the target."),
     "rejected_entropy_mean": _Q("nats", "rejected entropy", "Mean entropy of the target at the dropped tokens."),
+    **_CLIPPED,
+    "clipped_sequence_share": _Q("share", "clipped sequences", "Sequences whose kept tokens are all clipped.", SEQUENCES),
+    "effective_factor_mean": _Q(
+        "",
+        "mean factor phi",
+        "Mean phi of trained tokens with A other than 0: what the preset makes of r A grad log pi, clip x weight x keep; r is target / "
+        "proximal, in bypass target / behaviour.",
+    ),
+    "effective_factor_std": _Q("", "spread of phi", "Standard deviation of this phi: 0 where all tokens count alike."),
+    "effective_objective": _Q(
+        "", "J of the preset", "Sum of A (phi - 1) with the preset's own phi (objective-level hacking, Eq. 15 and 23)."
+    ),
+    "effective_bias": _Q(
+        "",
+        "bias of the preset",
+        "Sum of A (c - q), c the factor that a token was trained with and q = target / behaviour the one without bias: what clips, bounds "
+        "and rejection add to the objective.",
+    ),
     **{
-        f"truncated_{sign}share": _Q("share", f"weights cut{of}", f"Units{of} whose importance weight was cut to a bound, of all units.")
+        f"truncated_{sign}share": _Q("share", f"weights cut{of}", f"Units{of} whose importance weight was cut to a bound.", UNITS)
         for sign, of in _SIGNS
     },
     **{
-        f"masked_{sign}share": _Q("share", f"weights masked{of}", f"Units{of} whose importance weight was set to 0, of all units.")
+        f"masked_{sign}share": _Q("share", f"weights masked{of}", f"Units{of} whose importance weight was set to 0.", UNITS)
         for sign, of in _SIGNS
     },
-    "importance_weight_mean": _Q("", "mean weight", "Mean importance weight of the kept tokens, normalised."),
+    "importance_weight_mean": _Q("", "mean weight", "Mean importance weight of the kept tokens, normalised, injected distortion included."),
     "importance_weight_max": _Q("", "largest weight", "Largest importance weight of the kept tokens."),
-    "importance_weight_ess": _Q("share", "weights' sample size", "Effective sample size of these weights, as a share of the kept tokens."),
+    "importance_weight_ess": _Q("share", "weights' sample size", "Effective sample size of these weights.", KEPT),
     "staleness_mean": _Q("versions", "mean staleness", "Mean staleness of the trained tokens."),
     "staleness_max": _Q("versions", "largest staleness", "Largest staleness."),
     "staleness_in_flight_mean": _Q("versions", "staleness in flight", "Updates while the rest of the sequence was sampled."),
     "staleness_in_queue_mean": _Q("versions", "staleness in the queue", "Updates between the last token and this step."),
-    "mixed_version_share": _Q("share", "mixed versions", "Sequences with tokens of more than one version."),
+    "mixed_version_share": _Q("share", "mixed versions", "Sequences with tokens of more than one version.", SEQUENCES),
     "spurious_objective": _Q(
-        "", "spurious objective", "J: sum of A (phi - 1) with phi = 2 under pi_prox 0.1 (objective-level hacking, Eq. 23)."
+        "",
+        "spurious objective",
+        "J: sum of A (phi - 1) with phi = 2 under pi_prox 0.1 (objective-level hacking, Eq. 23); in bypass under the target's 0.1.",
     ),
     **{
         f"log_ratio_quantile_{percent:02d}": _Q("nats", f"log ratio, {percent} %", f"Quantile of log rho at {percent} %.")
         for percent in PERCENTS
     },
-    **{
-        f"bucket_rho_{name}_{index}": _Q("", f"{name} rho, bucket {index}", f"{text} of tokens with pi_prox from {low:g} to {high:g}.")
-        for name, text in (("mean", "Mean rho"), ("std", "Standard deviation of rho"))
-        for index, (low, high) in enumerate(zip((0, *BUCKET_EDGES), (*BUCKET_EDGES, 1), strict=True))
-    },
+    **_buckets("bucket", "pi_prox", "", "noise alone, without any drift, puts small pi_prox below 1 and large ones above"),
+    **_buckets("bucket_behavior", "mu", " by mu", "noise alone, without any drift, tilts it the other way round than by pi_prox"),
+    **SPLIT,
 }
-"""The numbers of `diagnose`; it also gives the families in DIAGNOSTIC_FAMILIES."""
+"""The numbers of `diagnose`, and SPLIT; it also gives the families in DIAGNOSTIC_FAMILIES."""
 
 DIAGNOSTIC_FAMILIES = {
-    "rejected_by_": _Q("share", "rejected by", "Tokens outside one criterion, by its label, or `veto`."),
-    "staleness_share_": _Q("share", "tokens of staleness", "Trained tokens of this staleness."),
-    "staleness_in_flight_share_": _Q("share", "tokens with updates in flight", "Trained tokens with so many updates in flight."),
-    "staleness_in_queue_share_": _Q("share", "tokens with updates in the queue", "Trained tokens with so many updates in the queue."),
+    "rejected_by_": _Q(
+        "share", "rejected by", "Tokens outside one criterion, by its label (the second one of a label ends in _2), or `veto`.", TRAINED
+    ),
+    "staleness_share_": _Q("share", "tokens of staleness", "Trained tokens of this staleness.", TRAINED),
+    "staleness_in_flight_share_": _Q("share", "tokens with updates in flight", "Trained tokens with so many updates in flight.", TRAINED),
+    "staleness_in_queue_share_": _Q(
+        "share", "tokens with updates in the queue", "Trained tokens with so many updates in the queue.", TRAINED
+    ),
 }
 """Numbers whose last part is a criterion's label or a number of versions."""
 
@@ -122,16 +242,25 @@ LOSS_METRICS = {
     "policy_loss": _Q("", "policy loss", "The policy's part of the loss."),
     "kl_loss": _Q("", "KL loss", "The KL penalty's part of the loss; absent without one."),
     "broken_tokens": _Q("tokens", "broken tokens", "Tokens of the loss mask with a value that is not finite."),
-    "kept_share": _Q("share", "kept", "Trained tokens that rejection and veto left."),
+    "kept_share": _Q("share", "kept", "Tokens that rejection and veto left.", TRAINED),
     "ratio_mean": _Q("", "mean ratio", "Mean of the ratio that the objective watches."),
-    "drift_k1_kl": _Q("nats", "drift k1", "KL(proximal || target), estimator k1."),
-    "drift_k3_kl": _Q("nats", "drift k3", "KL(proximal || target), estimator k3."),
+    "drift_k1_kl": _Q("nats", "drift k1", "KL(proximal || target), estimator k1, where the learner's own policy is the proximal one."),
+    "drift_k3_kl": _Q("nats", "drift k3", "The same, estimator k3."),
+    "drift_from_behavior_k1_kl": _Q(
+        "nats", "drift from behaviour, k1", "KL(behaviour || target), estimator k1, in bypass and with interpolated proximal logprobs."
+    ),
+    "drift_from_behavior_k3_kl": _Q("nats", "drift from behaviour, k3", "The same, estimator k3."),
     "entropy": _Q("nats", "entropy", "Mean entropy of the target at the trained tokens."),
     "penalty_kl": _Q("nats", "KL to the anchor", "Mean of the KL penalty's own estimate, before its coefficient."),
-    "clip_share": _Q("share", "clipped", "Kept tokens whose gradient the trust region took away."),
-    "bounded_share": _Q("share", "coefficients cut", "Kept tokens whose coefficient was cut to a bound; absent without bounds."),
+    "clip_share": _Q(
+        "share",
+        "clipped",
+        "Kept tokens whose gradient the trust region took away; where it takes whole sequences, each counts by its tokens.",
+        TRAINED,
+    ),
+    "bounded_share": _Q("share", "coefficients cut", "Kept tokens whose coefficient was cut to a bound; absent without bounds.", KEPT),
     "importance_weight_mean": _Q("", "mean weight", "Mean importance weight of the kept tokens, before a late normaliser."),
-    "importance_weight_ess": _Q("share", "weights' sample size", "Effective sample size of these weights, as a share of the kept tokens."),
+    "importance_weight_ess": _Q("share", "weights' sample size", "Effective sample size of these weights.", KEPT),
 }
 """The numbers of `loss_metrics`."""
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from correction.choices import Level, Ratio
-from correction.segments import Segments, masked
+from .choices import Level, Ratio
+from .segments import Segments, masked
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are cut to +-20 after they have been summed and before exp, as verl and Miles do: e^20 = 4.9e8 stays finite squared."""

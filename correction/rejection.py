@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from correction.choices import AdvantageSign, RejectionLevel, Statistic
-from correction.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
-from correction.segments import Segments, masked
+from .choices import AdvantageSign, RejectionLevel, Statistic
+from .divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
+from .segments import Segments, masked
 
 MOST = 0.9
 """Share of the tokens above which it is warned of that one criterion rejects them."""

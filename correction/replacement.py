@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from correction.choices import Level, RejectionLevel, Statistic, WeightMode
-from correction.config import CorrectionConfig
-from correction.errors import ConfigError
-from correction.methods import preset_settings
-from correction.parts import CriterionConfig, Objective
-from correction.schedule import needs_topk
-from correction.settings import Settings
+from .choices import Level, RejectionLevel, Statistic, WeightMode
+from .config import CorrectionConfig
+from .errors import ConfigError
+from .methods import preset_settings
+from .parts import CriterionConfig, Objective
+from .schedule import needs_topk
+from .settings import Settings
 
 P = TypeVar("P", bound=Settings)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from correction.choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
-from correction.parts import CorrectionSettings
+from .choices import TOPK_STATISTICS, Count, DenominatorKind, Population, ProximalSource, Ratio, Statistic, WeightMode
+from .errors import ConfigError
+from .parts import CorrectionSettings
 
 
 class Stage(enum.Enum):
@@ -86,6 +87,34 @@ def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliar
     if has_factor and (adds_terms or has_auxiliary_loss):
         return "normaliser or kept count would also scale the KL, entropy or auxiliary term"
     return None
+
+
+def needs_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = False) -> bool:
+    """True if the gradient of a batch must be multiplied by `policy_scale` after the last backward pass, before it is clipped and applied.
+
+    So it is where the mean weight or the kept count is known only after the forward of the whole batch. A trainer without a place between
+    backward and optimizer can't train so: see `check_without_gradient_factor`.
+    Args:
+        is_deferred: the batch comes from `defer`, not from `correct`.
+    """
+    schedule = Schedule.of(config, is_deferred=is_deferred and config.proximal is ProximalSource.RECOMPUTE)
+    return Stage.LATE in (schedule.normalization, schedule.kept_count)
+
+
+def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = False) -> None:
+    """For trainers that have no place between backward pass and optimizer step, as TRL's.
+
+    Raises: ConfigError if the config needs `policy_scale` there; without it the loss would be of the wrong size, silently.
+    """
+    if not needs_gradient_factor(config, is_deferred=is_deferred):
+        return
+    remedies = ["normalize.population: off", "denominator.count: original"]
+    if is_deferred and not needs_gradient_factor(config):
+        remedies = ["proximal logprobs and correct() instead of defer()"]
+    raise ConfigError(
+        "this correction multiplies the gradient by policy_scale after the backward pass, since its mean weight or kept count is known "
+        f"only then, and this trainer has no place for that. Take {', or '.join(remedies)}."
+    )
 
 
 def uses_proximal(config: CorrectionSettings) -> bool:

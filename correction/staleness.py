@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from correction.segments import masked
+from .batch import PackedBatch
+from .segments import masked
 
 
 def token_staleness(batch: PackedBatch) -> Tensor:

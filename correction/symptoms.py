@@ -82,6 +82,20 @@ SYMPTOMS = (
         offset=1e-9,
     ),
     Symptom(
+        "drift_from_behavior_k3_kl",
+        "the later optimizer steps of a batch train on tokens that the earlier ones have moved further away",
+        "lower the learning rate, or take fewer optimizer steps per batch",
+        offset=1e-9,
+        implied_by="k3_kl",
+    ),
+    Symptom(
+        "rho_mean_deviation",
+        "mean rho is not 1: the tokens were not drawn from the policy whose logprobs came with them",
+        "check the sampling temperature and top-p, logprobs that are shifted by one token, or that are of another policy or of edited text",
+        offset=5.0,
+        limit=5.0,
+    ),
+    Symptom(
         "bad_update_share",
         "tokens of negative advantage that the sampler found likely have lost 0.5 or more of their probability (mu - pi >= 0.5)",
         "set correction.preset: dppo-binary-tv, or lower the learning rate",

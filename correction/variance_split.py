@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from .ratios import LOG_RATIO_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +47,24 @@ def split_variance(behavior: Tensor, at_sampling: Tensor, target: Tensor) -> Var
     mismatch, staleness, total = (x - x.mean() for x in (mismatch, staleness, total))
     means = (float((left * right).mean()) for left, right in ((total, total), (mismatch,) * 2, (staleness,) * 2, (mismatch, staleness)))
     return VarianceSplit(len(behavior), *means)
+
+
+def split_numbers(behavior: Tensor, at_sampling: Tensor, target: Tensor) -> dict[str, float]:
+    """The split by its names in quantities.SPLIT, with the KL of either part; empty without tokens. Args: as split_variance's."""
+    if not len(behavior):
+        return {}
+    split = split_variance(behavior, at_sampling, target)
+    return {
+        "split_tokens": float(split.tokens),
+        "split_total_variance": split.total,
+        "split_mismatch_variance": split.mismatch,
+        "split_staleness_variance": split.staleness,
+        "split_covariance": split.covariance,
+        "split_mismatch_k3_kl": _k3(behavior, at_sampling),
+        "split_staleness_k3_kl": _k3(at_sampling, target),
+    }
+
+
+def _k3(earlier: Tensor, later: Tensor) -> float:
+    x = (later.double() - earlier.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return float((torch.expm1(x) - x).mean())

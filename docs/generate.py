@@ -30,8 +30,8 @@ def presets() -> str:
 def diagnostics() -> str:
     copies = {prefix + name for name in GAP for prefix in ("mismatch_", "stale_")}
     lines = [_row("name", "unit", "meaning"), _row("---", "---", "---")]
-    lines += [_row(f"`{name}`", one.unit or "1", one.help) for name, one in DIAGNOSTICS.items() if name not in copies]
-    lines += [_row(f"`{name}<...>`", one.unit or "1", one.help) for name, one in DIAGNOSTIC_FAMILIES.items()]
+    lines += [_row(f"`{name}`", one.shown_unit, one.help) for name, one in DIAGNOSTICS.items() if name not in copies]
+    lines += [_row(f"`{name}<...>`", one.shown_unit, one.help) for name, one in DIAGNOSTIC_FAMILIES.items()]
     first, *_, last = GAP
     lines += ["", f"`{first}` to `{last}` also come as `mismatch_...` (tokens of staleness 0 alone) and `stale_...` (all older ones)."]
     return "\n".join(lines)

@@ -47,7 +47,7 @@ class LearnerConfig(Settings):
     """Norms and linear layers: Megatron's own (local), or TransformerEngine's, which auto takes for bfloat16 on a GPU where it can."""
     float32_head: bool = False
     """Multiply with the vocabulary's matrix in float32 though weights are bfloat16; holds a float32 copy of that matrix during a pass."""
-    fixed_order: bool = False
+    batch_invariant: bool = False
     """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the engines'."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each rank. One is the safe choice where ranks and engines share cores."""
@@ -147,13 +147,13 @@ class LearnerConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_fixed_order(self) -> Self:
-        if self.fixed_order and self.sequence_parallel:
-            raise ValueError("fixed_order = true with sequence_parallel = true isn't built; set sequence_parallel: false")
-        if self.fixed_order and self.float32_head:
-            raise ValueError("fixed_order = true with float32_head = true: the engines don't compute so; set float32_head: false")
-        if self.fixed_order and self.dtype == "float16":
-            raise ValueError("fixed_order = true with dtype = float16: compared were float32 and bfloat16 only; set dtype: bfloat16")
+    def _check_batch_invariant(self) -> Self:
+        if self.batch_invariant and self.sequence_parallel:
+            raise ValueError("batch_invariant = true with sequence_parallel = true isn't built; set sequence_parallel: false")
+        if self.batch_invariant and self.float32_head:
+            raise ValueError("batch_invariant = true with float32_head = true: the engines don't compute so; set float32_head: false")
+        if self.batch_invariant and self.dtype == "float16":
+            raise ValueError("batch_invariant = true with dtype = float16: compared were float32 and bfloat16 only; set dtype: bfloat16")
         return self
 
     @model_validator(mode="after")
@@ -165,8 +165,8 @@ class LearnerConfig(Settings):
     @property
     def needs_local_layers(self) -> str | None:
         """Which setting TransformerEngine's layers can't honour, with the reason; None: they can all."""
-        if self.fixed_order:
-            return "fixed_order = true (true_on_policy): its products and norms are not batch-invariant"
+        if self.batch_invariant:
+            return "batch_invariant = true (true_on_policy): its products and norms are not batch-invariant"
         if self.dtype == "float32":
             return "dtype = float32: it multiplies float32 matrices in TF32, with 10 bits of mantissa. Set dtype: bfloat16"
         return None

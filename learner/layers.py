@@ -46,7 +46,7 @@ def choose(config: LearnerConfig, device: torch.device) -> Layers:
     obstacle = _obstacle(config, device)
     if config.layers == "transformer_engine" and obstacle is not None:
         raise ConfigError(f"learner.layers = transformer_engine: {obstacle}. Or set learner.layers: auto")
-    if config.fixed_order:
+    if config.batch_invariant:
         return "batch_invariant"
     return "local" if config.layers == "local" or obstacle is not None else "transformer_engine"
 

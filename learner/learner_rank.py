@@ -132,8 +132,16 @@ class LearnerRank:
         """
         if self._reference is None:
             raise ConfigError("reference_logprobs: no reference model; call load_reference(folder) first")
-        with self._swapped(self._reference):
-            return self._forward(replace(batch, routed_experts=None)).logprobs
+        return self.logprobs_with(self._reference, replace(batch, routed_experts=None))
+
+    def logprobs_with(self, weights: list[Tensor], batch: PackedBatch) -> Tensor:
+        """`logprobs` under other weights of the model, as `weights_copy` gives them; its own come back untouched."""
+        with self._swapped(weights):
+            return self._forward(batch).logprobs
+
+    def weights_copy(self) -> list[Tensor]:
+        """This rank's own part of the weights, on the CPU."""
+        return [parameter.detach().to("cpu", copy=True) for parameter in _parameters(self._policies)]
 
     def capture(self, batch: PackedBatch) -> tuple[Tensor, Capture]:
         """`logprobs`, and what each operator made of each token, for a comparison with an engine; on one rank."""
@@ -142,7 +150,7 @@ class LearnerRank:
 
         @torch.no_grad()
         def head(hidden: Tensor) -> Tensor:
-            logits = head_logits if settings.fixed_order else partial(scaled_logits, temperature=1.0)
+            logits = head_logits if settings.batch_invariant else partial(scaled_logits, temperature=1.0)
             return torch.cat([logits(part, weight) for part in torch.split(hidden, settings.logprob_chunk_tokens)])
 
         self.config = settings.model_copy(update={"shared_prompts": False})
@@ -195,7 +203,8 @@ class LearnerRank:
                 )
             )
         first_epoch = len(shares) // self.config.epochs_per_batch
-        logprobs, entropy, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
+        logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
+        trained = entropies[corrected.batch.loss_mask]
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics = loss_metrics(sums, correction_config)
         losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
@@ -206,7 +215,8 @@ class LearnerRank:
             metrics={name: value for name, value in metrics.items() if name != "loss"},
             target_logprobs=logprobs,
             decided=decided,
-            entropy=entropy,
+            entropy=float(trained.double().mean()) if len(trained) else None,
+            entropies=entropies,
             grad_norms=tuple(update.norm for update in updates if not update.is_overflow),
             group_norms=mean_norms(updates),
             learning_rate=state.optimizer.learning_rate,

@@ -74,7 +74,7 @@ def token_values(
         vocab_size=policy.real_vocab_size,
         group=placement.tensor_group,
         chunk_tokens=config.logprob_chunk_tokens,
-        batch_invariant=config.fixed_order,
+        batch_invariant=config.batch_invariant,
     )
     blank = logprobs.new_zeros(batch.num_tokens)
     values = TokenValues(blank.index_copy(0, inputs.predicted, logprobs[:, 0]), blank.index_copy(0, inputs.predicted, entropies))

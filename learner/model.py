@@ -127,7 +127,7 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         add_qkv_bias=family.has_qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=silu if config.fixed_order else F.silu,
+        activation_func=silu if config.batch_invariant else F.silu,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=placement.tensor_parallel,
@@ -177,7 +177,7 @@ def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
     obstacles = {
         f"learner.tensor_parallel = {config.tensor_parallel} without sequence_parallel": config.tensor_parallel > 1
         and not config.sequence_parallel,
-        "learner.fixed_order = true (true_on_policy)": config.fixed_order,
+        "learner.batch_invariant = true (true_on_policy)": config.batch_invariant,
         f"learner.expert_parallel = {config.expert_parallel}": hf_config.num_experts % config.expert_parallel > 0,
     }
     for setting, stands_against in obstacles.items():

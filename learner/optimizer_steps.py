@@ -56,21 +56,23 @@ def optimizer_steps(
 
 def first_values(
     corrected: CorrectedBatch, shares: list[tuple[list[int], CorrectedBatch]], passes: list[Pass]
-) -> tuple[Tensor, float | None, FinalDecision]:
-    """Logprobs [N], mean entropy of the trained tokens and what was decided about them, each from the first pass that it was in."""
+) -> tuple[Tensor, Tensor, FinalDecision]:
+    """Logprobs [N], entropies [N] and what was decided about the trained tokens, each from the first pass that it was in."""
     batch = corrected.batch
-    logprobs, entropies, weights = (torch.zeros(batch.num_tokens, dtype=torch.float32) for _ in range(3))  # they travel apart
-    keep = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    logprobs, entropies, weights, coefficients = (torch.zeros(batch.num_tokens, dtype=torch.float32) for _ in range(4))  # they travel apart
+    keep, clipped, before_update = (torch.zeros(batch.num_tokens, dtype=torch.bool) for _ in range(3))
     counts = []
-    for (sequences, _), done in zip(shares, passes, strict=False):
-        assert done.decided is not None and done.sums is not None  # the correction's objective decides
+    for number, ((sequences, _), done) in enumerate(zip(shares, passes, strict=False)):
+        assert done.decided is not None and done.sums is not None  # the correction's objective decides, on every token
+        assert done.decided.coefficients is not None and done.decided.is_clipped is not None
         index = batch.token_index(sequences)
         logprobs[index], entropies[index] = done.logprobs, done.entropies
         keep[index], weights[index] = done.decided.keep_mask, done.decided.importance_weights * late_normalizer(done.sums)
+        coefficients[index], clipped[index] = done.decided.coefficients, done.decided.is_clipped
+        before_update[index] = number == 0
         counts.append(done.decided.counts)
-    trained = entropies[batch.loss_mask]
-    entropy = float(trained.double().mean()) if len(trained) else None
-    return logprobs, entropy, FinalDecision(keep, weights, reduce(operator.add, counts))
+    whole = FinalDecision(keep, weights, reduce(operator.add, counts), coefficients, clipped)
+    return logprobs, entropies, whole if len(shares) == 1 else replace(whole, before_update=before_update)
 
 
 def uncorrected(batch: PackedBatch) -> CorrectedBatch:

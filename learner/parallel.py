@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -191,6 +192,7 @@ def leave() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # models refer to groups in circles, and each group that is left has threads of gloo that poll until the process ends
 
 
 def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_size: int, master_addr: str, master_port: int) -> None:

@@ -45,6 +45,8 @@ class StepResult:
     """What the batch was trained with, in those same forward passes: [N] on the CPU, batch normalisation included."""
     entropy: float | None
     """Mean over trained tokens in nats, in those same forward passes; None if no token is trained."""
+    entropies: Tensor
+    """[N] float32, CPU: that of each trained token, 0 elsewhere."""
     grad_norms: tuple[float, ...]
     """Norm of the whole gradient before clipping, for each optimizer step whose gradient did not overflow."""
     group_norms: dict[str, float]
@@ -161,7 +163,7 @@ def run_microbatches(
 
     def forward_step(data: Iterator[tuple[Microbatch, Routes]], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         (microbatch, inputs), its_routes = next(data)
-        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes, batch_invariant=config.fixed_order)
+        hidden = forward_hidden(model, inputs.token_ids, inputs.layout, its_routes, batch_invariant=config.batch_invariant)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             values = token_values(model, hidden, inputs, microbatch.batch, placement, config)
@@ -227,7 +229,7 @@ def _gather(
     outputs: Sequence[MicrobatchOutput], parts: Sequence[Sequence[int]], corrected: CorrectedBatch, placement: Placement
 ) -> Pass:
     """Each rank of the last stage fills in its own tokens; adding up completes the batch, exactly, because all others are 0."""
-    values = torch.zeros(4, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
+    values = torch.zeros(6, corrected.batch.num_tokens, dtype=torch.float32, device=placement.device)
     sums = counts = labels = None
     if placement.is_last_stage:
         for part, output in zip(parts, outputs, strict=True):
@@ -237,16 +239,19 @@ def _gather(
                 if output.decided is not None:
                     values[2, index] = output.decided.importance_weights.float()
                     values[3, index] = output.decided.keep_mask.float()
+                    assert output.decided.coefficients is not None and output.decided.is_clipped is not None  # of policy_loss
+                    values[4, index] = output.decided.coefficients.float()
+                    values[5, index] = output.decided.is_clipped.float()
         placement.sum_over_data(values)
         sums = _total([output.sums for output in outputs], placement)
         decided = [output.decided for output in outputs if output.decided is not None]
         counts = _total([one.counts.values for one in decided], placement)
         labels = decided[0].counts.labels if decided else None
     values, sums, counts, labels = placement.from_stage(placement.pipeline_parallel - 1, (values.cpu(), sums, counts, labels))
-    logprobs, entropies, weights, keep = (row.clone() for row in values)  # a part of a tensor would travel with the whole of it
+    logprobs, entropies, weights, keep, coefficients, clipped = (row.clone() for row in values)  # a part would travel with the whole
     final = None
     if counts is not None and labels is not None:
-        final = FinalDecision(keep_mask=keep.bool(), importance_weights=weights, counts=DecisionCounts(labels, counts))
+        final = FinalDecision(keep.bool(), weights, DecisionCounts(labels, counts), coefficients, clipped.bool())
     return Pass(sums=sums, logprobs=logprobs, entropies=entropies, microbatches=len(parts), decided=final)
 
 

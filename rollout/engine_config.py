@@ -64,10 +64,10 @@ class EngineConfig(Settings):
     """Longest prompt and response together; unset: the model's own."""
     attention_backend: str | None = None
     """SGLang's name of an attention backend. Unset: SGLang's choice on cuda, evenkeel's own on a CPU ("stock" is SGLang's)."""
-    fixed_order: bool = False
+    batch_invariant: bool = False
     """Batch-invariant operators, for true on-policy training; set by the run's true_on_policy together with the learner's."""
     projection_parts: int = Field(default=1, ge=1, le=10**4)
-    """With fixed_order: parts in which attention and MLP are projected back and then added, as the learner's tensor-parallel ranks do."""
+    """With batch_invariant: parts in which attention and MLP are projected back, then added, as the learner's tensor-parallel ranks do."""
     return_routed_experts: bool = False
     """Tell with each answer which experts its tokens were sent to; set by the run's learner.routing_replay: rollout."""
     prefix_cache: bool = True
@@ -114,7 +114,7 @@ class EngineConfig(Settings):
     @property
     def has_compiled_attention(self) -> bool:
         """Whether the engine attends by rollout/sglang_plugin/attention.c."""
-        return self.resolved_device == "cpu" and self.attention_backend is None and not self.fixed_order
+        return self.resolved_device == "cpu" and self.attention_backend is None and not self.batch_invariant
 
     def sglang_arguments(self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True) -> dict[str, Any]:
         """Keyword arguments for sglang.Engine.

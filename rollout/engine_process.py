@@ -1,12 +1,14 @@
 """The life of SGLang's processes: start, death, end; and waiting for them with a deadline.
 
-SGLang's engine runs in three processes: its owner (this one), the scheduler with the model, and the detokenizer. What shapes this file:
+An engine runs in two processes: its owner (this one), and the scheduler with the model. What shapes this file:
 
 * The children ask the kernel to be killed with their parent, and the kernel means the parent *thread*: the engine is therefore built in a
   thread that lives as long as the engine does, which also leaves the event loop free during the start.
 * A failing child sends SIGQUIT to its parent, which would end the whole owner. The owner ignores that signal, watches the children itself,
   and turns a death into an EngineError for everybody who waits.
 * SGLang's own shutdown kills every child of the owner, Ray's and the test runner's too. Ours ends the engine's processes only.
+* Prompts and answers are token ids, so SGLang's third process, the detokenizer, would import for seconds, hold half a gigabyte and never
+  be sent anything. It isn't started.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class EngineProcess:
         self.capabilities: EngineCapabilities
         """Set with the engine."""
         self.pids: dict[str, int] = {}
-        """Role ("scheduler", "detokenizer") -> process id; a tensor-parallel engine has several schedulers."""
+        """Role ("scheduler") -> process id; a tensor-parallel engine has several."""
         self._config = config
         self._engine_id = uuid.uuid4().hex
         self._started_at = time.time()
@@ -201,14 +203,14 @@ class EngineProcess:
         settings = PluginSettings(
             engine_id=self._engine_id,
             attention="stock" if self._config.attention_backend == "stock" else "batched",
-            batch_invariant=self._config.fixed_order,
+            batch_invariant=self._config.batch_invariant,
             projection_parts=self._config.projection_parts,
             group_timeout_s=self._config.weight_group_timeout_s,
         )
         environment = {VARIABLE: settings.model_dump_json()}
         if self._config.log_level == "error":
             environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}    # dozens of lines about kernels that a CPU has no use for
-        if self._config.fixed_order:                                # scores by log_softmax, as sampled tokens have theirs
+        if self._config.batch_invariant:                                # scores by log_softmax, as sampled tokens have theirs
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
@@ -217,8 +219,8 @@ class EngineProcess:
 
     def _watch(self, engine: Any) -> None:
         """Have the loop told at once when a child ends: a process descriptor becomes readable then."""
+        role = "scheduler"
         for pid in engine.get_all_child_pids():
-            role = "detokenizer" if "detokenizer" in _command(psutil.Process(pid)) else "scheduler"
             self.pids[role if role not in self.pids else f"{role} {pid}"] = pid
             descriptor = os.pidfd_open(pid)
             self._pidfds.append(descriptor)
@@ -280,11 +282,19 @@ def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     sglang_plugin.platform()                                        # SGLang would ask for it only after some imports that need it
     warnings.filterwarnings("ignore", module=r"sglang\.")           # in this process: about kernels, as in the children
     policy = asyncio.get_event_loop_policy()
-    import sglang
+    from sglang.srt.entrypoints.engine import Engine
 
     capabilities = EngineCapabilities.of_this_machine(arguments["device"])
     capabilities.require()
-    engine = sglang.Engine(**arguments)
+
+    class IdsOnly(Engine):  # type: ignore[misc]
+        """SGLang's, without its detokenizer: with skip_tokenizer_init the scheduler sends what it sampled past it, to the owner."""
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+    engine = IdsOnly(**arguments)
     asyncio.set_event_loop_policy(policy)                           # SGLang's import makes uvloop the policy of the whole process
     atexit.unregister(engine.shutdown)
     engine.tokenizer_manager._subprocess_watchdog.stop()

@@ -122,6 +122,7 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
         temperature=temperature,
         topk_ids=topk_ids,
         topk_logprobs=topk_logprobs,
+        advantages_by="own",  # the caller's, which makes them by the run's settings
         routed_experts=_routed_experts([trajectory for _, trajectory in kept]),
     ).validate()
 

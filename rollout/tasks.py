@@ -137,7 +137,14 @@ class Task:
         It has the task's own columns; one that was generated has `prompt`, `answer` and what its scorer needs.
         Raises: DataError naming what JSON can't hold, or if the task can't make the question.
         """
-        question, config = self._source.train_question(position), self._config
+        return self._row(self._source.train_question(position), f"training question {position}")
+
+    def held_out_rows(self) -> list[dict[str, Any]]:
+        """The same of the held-out questions. Raises: DataError likewise."""
+        return [self._row(question, f"held-out question {number}") for number, question in enumerate(self._source.held_out)]
+
+    def _row(self, question: Question, place: str) -> dict[str, Any]:
+        config = self._config
         try:
             if isinstance(config, ReasoningGymTask):
                 return {"prompt": question.text, "answer": question.answer, COLUMN: as_json(question.metadata)}
@@ -151,7 +158,7 @@ class Task:
                     raise TypeError(f"{name} is {type(value).__name__} ({value!r:.60})")
             return row
         except TypeError as error:
-            raise DataError(f"{self.name}, training question {position}: {error}, which a line of JSON can't hold") from error
+            raise DataError(f"{self.name}, {place}: {error}, which a line of JSON can't hold") from error
 
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """All held-out questions as prompts, "held_out/0/0" onwards."""

@@ -15,37 +15,46 @@ from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 ROOT = Path(__file__).parents[1]
 PROMETHEUS = ROOT / ".tools" / "prometheus"
 
-_SHARED_ENGINE = (
+_ENGINES = (
+    "tests/e2e/test_diff_engines.py",
     "tests/e2e/test_true_on_policy.py",
     "tests/e2e/test_weight_updates.py",
     "tests/rollout/test_engine.py",
+    "tests/rollout/test_engine_failures.py",
     "tests/rollout/test_sampler.py",
     "tests/rollout/test_seeded_sampler.py",
 )
-"""Files whose tests use the shared engine: of several processes only one starts it."""
+"""Files whose tests own engines: of several processes only one imports SGLang, and starts the shared engine."""
 
-_LONGEST_FIRST = (
+_RUNS = (
+    "tests/e2e/test_two_workers.py",
     "tests/e2e/test_asynchronous_run.py",
-    "shared engine",
     "tests/e2e",
-    "tests/learner",
-    "tests/rollout/test_engine_failures.py",
     "tests/failures",
-    "tests/rollout",
-    "tests/benchmarks",
-    "tests/lab",
 )
-"""Order in which several processes take groups of tests: what is short fills the end."""
+"""Whole runs, which wait as much as they compute: one process begins with them."""
+
+_COMPUTING = (
+    "tests/rollout/test_rewards.py",
+    "tests/rollout",
+    "tests/learner",
+    "engines",
+)
+"""What computes, the longest last: the other process begins there. What is short lies between, and they end together."""
 
 
 def group_of(node_id: str) -> str:
-    """A file stays in one process, and so does all that uses the shared engine: engines, ranks and whole runs are then made once."""
+    """A file stays in one process, and so does all that owns engines: engines, ranks and whole runs are then made once."""
     file = node_id.split("::")[0]
-    return "shared engine" if file in _SHARED_ENGINE else file
+    return "engines" if file in _ENGINES else file
 
 
 def _rank(group: str) -> int:
-    return next((rank for rank, start in enumerate(_LONGEST_FIRST) if group.startswith(start)), len(_LONGEST_FIRST))
+    """Place in the row of which one process takes from the front, and the other from the back; 0: in the middle."""
+    for rank, start in enumerate(_RUNS):
+        if group.startswith(start):
+            return rank - len(_RUNS)
+    return next((rank for rank, start in enumerate(_COMPUTING, 1) if group.startswith(start)), 0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,14 +70,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 
+        def _assign_work_unit(self, node: Any) -> None:
+            if self.nodes.index(node) % 2:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
     return InGroups(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Raises: pytest.UsageError where a test outside `_SHARED_ENGINE` would start that engine a second time."""
+    """Raises: pytest.UsageError where a test outside `_ENGINES` would start the shared engine a second time."""
     for item in items:
-        if "shared_engine" in getattr(item, "fixturenames", ()) and group_of(item.nodeid) != "shared engine":
-            raise pytest.UsageError(f"{item.nodeid} uses the shared engine: add its file to _SHARED_ENGINE in tests/conftest.py")
+        if "shared_engine" in getattr(item, "fixturenames", ()) and group_of(item.nodeid) != "engines":
+            raise pytest.UsageError(f"{item.nodeid} uses the shared engine: add its file to _ENGINES in tests/conftest.py")
     groups = [group_of(item.nodeid) for item in items]
     places = {name: place for place, name in enumerate(dict.fromkeys(groups))}
     items.sort(key=lambda item: (_rank(name := group_of(item.nodeid)), places[name]))  # stable: tests of a group keep their order

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.test_layers import imported_from
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("correction", "rollout", "learner", "actors", "lab", "benchmarks", "docs", "tests")
 
@@ -46,8 +48,8 @@ def missing(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             wanted = [(alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            wanted = [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and (source_module := imported_from(node, path)):
+            wanted = [(source_module, alias.name) for alias in node.names]
         else:
             continue
         for module, name in wanted:
@@ -71,4 +73,6 @@ def test_what_is_missing_is_seen(tmp_path: Path) -> None:
         "import correction.checksum\nfrom correction.errors import ConfigError, Nothing\nfrom correction import errors\n"
         "def f():\n    from rollout.nowhere import x\n    import torch.nowhere\n"
     )
+    (tmp_path / "outside.py").write_text("from . import own\n")
+    assert list(missing(tmp_path / "outside.py")) == []
     assert list(missing(file)) == ["line 1: correction.checksum", "line 2: correction.errors.Nothing", "line 5: rollout.nowhere.x"]

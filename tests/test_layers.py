@@ -92,15 +92,23 @@ def module_name(path: Path, root: Path = ROOT) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
+def imported_from(node: ast.ImportFrom, path: Path, root: Path = ROOT) -> str:
+    """Full name of the module that a `from ... import` names; empty if a relative one leaves the root."""
+    if node.level == 0 or not path.is_relative_to(root):
+        return node.module or "" if node.level == 0 else ""
+    package = path.relative_to(root).parent.parts
+    return ".".join((*package[: len(package) - node.level + 1], *filter(None, [node.module])))
+
+
 def imported_modules(path: Path, modules: set[str]) -> set[str]:
-    """Those of `modules` that a file imports, by their full names; those for types alone too."""
+    """Those of `modules` that a file imports, by their full names; those for types alone and relative ones too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            inner = {f"{node.module}.{alias.name}" for alias in node.names} & modules
-            found |= inner or {node.module}
+        elif isinstance(node, ast.ImportFrom) and (module := imported_from(node, path)):
+            inner = {f"{module}.{alias.name}" for alias in node.names} & modules
+            found |= inner or {module}
     return found & modules
 
 
@@ -112,6 +120,15 @@ def test_mathematics_imports_nothing_of_the_engines() -> None:
     assert engines and len(engines) < len(modules)
     wrong = {module_name(path): found for path in files if module_name(path) not in engines if (found := imported_modules(path, engines))}
     assert wrong == {}
+
+
+def test_mathematics_does_not_know_its_own_name() -> None:
+    """Relative imports: the same folder is `correction` here and `evenkeel_correction` in the distribution of its own."""
+    files = [path for path in source_files("correction") if "engines" not in path.relative_to(ROOT).parts]
+    wrong = [f"{path.relative_to(ROOT)}:{line}" for path in files for line, name in imports(path) if name == "correction"]
+    assert wrong == []
+    module = ROOT / "correction" / "correct.py"
+    assert {"correction.batch", "correction.shards"} <= imported_modules(module, {module_name(path) for path in files})
 
 
 @pytest.mark.parametrize(

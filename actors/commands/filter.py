@@ -89,6 +89,7 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     if questions is not None and len(positions) < questions:
         say(f"only {len(positions)} of {questions} questions: {task.name} has no more with other texts")
     rows = {position: task.train_row(position) for position in positions}  # what can't be written is refused before anything is asked
+    held_out = task.held_out_rows()
     record = _Record(output.with_suffix(".asked.jsonl"), _settings(config, bounds), output)
     known = record.read()
     left = [position for position in positions if position not in known]
@@ -104,6 +105,7 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     asked = [known[position] for position in positions]
     kept = [rows[one.position] for one in asked if one.is_within(bounds)]
     _write(output, kept)
+    _write(_held_out_path(output), held_out)
     _tell(asked, len(kept), output, config, bounds, say)
     return asked
 
@@ -190,6 +192,11 @@ def _settings(config: RunConfig, bounds: Bounds) -> dict[str, Any]:
     return settings
 
 
+def _held_out_path(output: Path) -> Path:
+    """The task's own held-out questions: of the kept ones none has to be held out, and a run is measured on what others are measured on."""
+    return output.with_suffix(".held_out.jsonl")
+
+
 def _write(output: Path, rows: list[dict[str, Any]]) -> None:
     beside = output.with_name(f".{os.getpid()}.{output.name}")
     beside.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
@@ -215,9 +222,9 @@ def _tell(asked: list[Asked], kept: int, output: Path, config: RunConfig, bounds
 def _training_words(config: RunConfig, output: Path) -> Iterator[str]:
     """What has to be said over the recipe to train on the rows; where the kind of task changes, all that it said of the task anew."""
     task, reward = config.rollout.task, config.rollout.reward
-    words: dict[str, Any] = {"rollout.task.path": str(output)}
+    words: dict[str, Any] = {"rollout.task.path": str(output), "rollout.task.held_out_path": str(_held_out_path(output))}
     if not isinstance(task, FileTask):
-        common = FileTask.model_fields.keys() - {"kind", "path"}
+        common = FileTask.model_fields.keys() - {"kind", "path", "held_out_path"}
         said = task.model_dump(mode="json", exclude_defaults=True, include=set(common))
         words |= {"rollout.task.kind": "file"} | {f"rollout.task.{key}": value for key, value in said.items()}
     if isinstance(task, ReasoningGymTask) and isinstance(reward, ReasoningGymReward):

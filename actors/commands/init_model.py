@@ -12,7 +12,6 @@ from rich.progress import Progress
 
 from actors.config import InitConfig, RunConfig
 from correction.errors import ConfigError
-from learner.learner_rank import LearnerRank
 from learner.nano import build_nano_model
 from learner.warmup import EncodedDemonstration, warm_up
 from rollout.chat import ChatEncoder, load_tokenizer
@@ -68,6 +67,8 @@ def _check_existing(folder: Path, record: InitRecord, if_missing: bool, say: Cal
 
 def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str], None]) -> None:
     """A folder with a random model and its tokenizer, the warm-up, and the folder with what came of it."""
+    from learner.learner_rank import LearnerRank  # with Megatron, which a run's driver has no use for
+
     blank = folder.with_suffix(".blank")
     shutil.rmtree(blank, ignore_errors=True)
     unencoded = build_task(config.rollout.task).demonstrations(init.tokenizer_texts)

@@ -128,9 +128,12 @@ def _handover_s(steps: Sequence[StepMetrics], shape: RunShape) -> float:
 def _first_guess(folder: RunFolder, steps: Sequence[StepMetrics], shape: RunShape) -> DecodeSpeed:
     """At as many requests as an engine can have. At fewer by an evaluation before or after training, if that asked half as much or less."""
     tokens = statistics.fmean(step["throughput/rollout_tokens_per_s"] * step["time/step_s"] for step in steps)
+    occupied_s = _occupied_s(steps, shape)
+    if min(tokens, occupied_s) <= 0:
+        raise ConfigError(f"{folder.path}: its engines sampled nothing in the last {len(steps)} steps, so their speed can't be measured")
     places = (shape.max_staleness + 1) * shape.groups_per_step * shape.samples_per_group
     most = max(1, min(shape.max_running_requests, shape.slots * shape.samples_per_group, places // shape.workers))
-    points = [(most, tokens / _occupied_s(steps, shape))]
+    points = [(most, tokens / occupied_s)]
     alone = [e for e in folder.read_evaluations() if e.step in (0, steps[-1].step) and e.get("held_out/seconds", 0.0) > 0]
     asked = [(round(e["held_out/problems"] / shape.workers), e) for e in alone]
     if few := [(number, e) for number, e in asked if 0 < number <= most // 2]:

@@ -84,7 +84,7 @@ def simulate(
     pause_s: _Pause = None,
     cores: _Cores = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each simulated run, after those that fill its queue.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the lengths that are drawn.")] = 0,
     picture: Annotated[Path, typer.Option(help="The picture to write.")] = Path("simulation.png"),
 ) -> None:
     """Say how many workers and which staleness pay, without starting any.
@@ -103,7 +103,7 @@ def simulate(
     from actors.config import RunConfig
 
     config = load_config(RunConfig, recipe, overrides or [])
-    asked = _lengths(lengths, config, seed) if lengths else None
+    asked = _lengths(lengths, config) if lengths else None
     speeds = {
         "decode": _decode(decode) if decode else None,
         "learner_token_s": _seconds("--learner-speed", learner_speed),
@@ -113,7 +113,7 @@ def simulate(
     _simulate_all(
         config,
         costs,
-        its_lengths,
+        its_lengths.afresh(seed),
         worker_counts or [config.rollout.workers],
         bounds or [config.max_staleness],
         prompt_tokens=its_prompt if prompt_tokens is None else prompt_tokens,
@@ -187,14 +187,14 @@ def _numbers(option: str, text: str, *, least: int) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _lengths(text: str, config: RunConfig, seed: int) -> AnswerLengths:
+def _lengths(text: str, config: RunConfig) -> AnswerLengths:
     from actors.simulation.costs import AnswerLengths
 
     try:
         p50, p99 = map(float, text.split(","))
     except ValueError:
         raise ConfigError(f"--lengths {text}: give two numbers of tokens, median and 99th percentile, such as 6000,32000") from None
-    return AnswerLengths.lognormal(p50, p99, max_tokens=config.rollout.sampling.max_tokens, seed=seed)
+    return AnswerLengths.lognormal(p50, p99, max_tokens=config.rollout.sampling.max_tokens)
 
 
 def _decode(text: str) -> DecodeSpeed:

@@ -16,16 +16,17 @@ ENOUGH = 0.95
 _CAUSES = (FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH)
 _COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
 _COLUMNS = (
-    *("workers", "max\nstale", "step\ns", "tokens/s", "x the\nfirst", "learner\ntrains"),
-    *("waits for\nfull engines", "answers\nunder way", "other", "engines\nsample", "requests\nan engine"),
-    *("mean\nstaleness", "% of tokens by\nstaleness 0, 1, ..."),
+    *("\n\nworkers", "max\nstale-\nness", "\nstep\ns", "\n\ntokens/s", "\nx the\nfirst", "\nlearner\ntrains"),
+    *("waits for\nfull\nengines", "answers\nunder\nway", "\n\nother", "\nengines\nsample", "requests\nan\nengine"),
+    *("mean\nstale-\nness", "% of tokens\nby staleness\n0, 1, ..."),
 )
-_TABLE_WIDTH = 140
+_TABLE_WIDTH = 400
+"""Never cut; the table takes what it needs."""
 
 
 def show_outcomes(console: Console, outcomes: Sequence[Outcome]) -> None:
     """A row for each shape, and which of them pays."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for one in outcomes:
@@ -64,9 +65,9 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     ]
     share = chosen.tokens_per_s / max(one.tokens_per_s for one in outcomes)
     return (
-        f"{chosen.workers} worker{'s' * (chosen.workers != 1)} with max_staleness {chosen.max_staleness} make {share:.0%} of the most "
-        f"tokens/s: the learner trains {chosen.learner_share:.0%} of the time, engines sample {chosen.engine_share:.0%}. Fewer workers, or "
-        f"less staleness with as many, make less than {ENOUGH:.0%}."
+        f"{chosen.workers} worker{'s' * (chosen.workers != 1)} with max_staleness {chosen.max_staleness}: {share:.0%} of the most "
+        f"tokens/s; the learner trains {chosen.learner_share:.0%} of the time, engines sample {chosen.engine_share:.0%}. Fewer workers, or "
+        f"less staleness with as many: less than {ENOUGH:.0%}."
         + (f" No larger {' and no larger '.join(edges)} was tried: more may pay." if edges else "")
     )
 

@@ -18,7 +18,6 @@ from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
 from actors.devices import check_devices, check_types
 from actors.record.observer import Observer
-from actors.record.report import write_report
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
 from actors.supervision import counted
@@ -216,6 +215,8 @@ def _report(folder: RunFolder) -> Path | None:
     """The report, also of a run that failed after its first numbers; its own failure must not hide the run's."""
     if not (folder.metrics_path.exists() or folder.evaluations_path.exists()):
         return None
+    from actors.record.report import write_report  # with matplotlib, for which a start doesn't wait
+
     try:
         return write_report(folder)
     except Exception as error:

@@ -338,6 +338,7 @@ class Observer:
     def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
         metrics.update(diagnostic_metrics(found.diagnostics))
         metrics.update({"time/diagnose_s": found.seconds, "monitor/level": found.state.rank})
+        self._folder.append_clipped_tokens(metrics.step, found.clipped)
         for event in found.events:
             self.warned(event)
 

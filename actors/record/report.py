@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from actors.record.terminal import duration
 from correction.monitor import Event
 
 _MOST_EVENTS = 200
+_MOST_CLIPPED = 50
 _MOST_SAMPLE_CHARACTERS = 20_000
 
 
@@ -41,6 +42,7 @@ def write_report(folder: RunFolder) -> Path:
         summary=summary_rows(steps, evaluations, config),
         workers=worker_rows(steps),
         plots=_plots(steps, evaluations, warnings, folder),
+        clipped=clipped_rows(folder),
         warnings=warnings[-_MOST_EVENTS:],
         warnings_left_out=max(0, len(warnings) - _MOST_EVENTS),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
@@ -115,6 +117,28 @@ def worker_rows(steps: Sequence[StepMetrics]) -> list[tuple[str, str, str, str, 
             f"{statistics.fmean(waits):.0%}" if waits else "",
         ))
     return rows
+
+
+def clipped_rows(folder: RunFolder) -> list[tuple[str, str]]:
+    """(which tokens, the most frequent ones) of what the objective clipped over the run, by the sign of the advantage."""
+    words = _vocabulary(folder)
+    rows = []
+    for sign, counts in folder.read_clipped_tokens().items():
+        if counts:
+            most = (f"{words(token)} {count:,}" for token, count in counts.most_common(_MOST_CLIPPED))
+            rows.append((f"{sign} advantage", ", ".join(most)))
+    return rows
+
+
+def _vocabulary(folder: RunFolder) -> Callable[[int], str]:
+    """What a token id reads as; the id itself where the run has no tokenizer of the usual form."""
+    path = folder.model_path / "tokenizer.json"
+    if not path.is_file():
+        return str
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda token: repr(tokenizer.decode([token], skip_special_tokens=False))
 
 
 def _status(steps: Sequence[StepMetrics], config: dict[str, Any]) -> str:

@@ -151,7 +151,8 @@ _CURVES = (
         "What the correction took away",
         ("rejection/rejected_share", "rejection/vetoed_share", "rejection/truncated_share", "learner/clip_share"),
         "share",
-        "Rejected and cut tokens, vetoed sequences, and tokens that the trust region stopped. Well below a tenth is usual.",
+        "Of the trained tokens: rejected, in a vetoed sequence, stopped by the trust region. Of the importance weights: cut to their "
+        "bound. Well below a tenth is usual.",
         "share",
     ),
     _Curves(

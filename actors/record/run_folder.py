@@ -3,8 +3,9 @@
     config.yaml                     the resolved configuration
     metrics.jsonl                   one line a step                      evaluations.jsonl    one line a held-out evaluation
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
+    clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
     ledger.jsonl                    one line a prompt that has left the queue (actors/ledger.py)
-    rewound.jsonl                   lines of the first three that a resume took back (nothing of them is deleted)
+    rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
     events.log                      what happened: time, level, text
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
@@ -27,7 +28,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -175,9 +177,14 @@ class RunFolder:
         return self.path / "monitor.jsonl"
 
     @property
+    def _clipped_path(self) -> Path:
+        return self.path / "clipped_tokens.jsonl"
+
+    @property
     def _lines_by_step(self) -> tuple[JsonLines, ...]:
         """Files whose lines belong to a step."""
-        return tuple(JsonLines(path) for path in (self.metrics_path, self.evaluations_path, self.monitor_path))
+        paths = self.metrics_path, self.evaluations_path, self.monitor_path, self._clipped_path
+        return tuple(JsonLines(path) for path in paths)
 
     @property
     def tensorboard_path(self) -> Path:
@@ -246,6 +253,19 @@ class RunFolder:
     def read_monitor_events(self) -> list[Event]:
         """All events of the early warning so far, in order; a line that is being written is left out."""
         return JsonLines(self.monitor_path).read(_parse_event)
+
+    def append_clipped_tokens(self, step: int, clipped: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """Add a step's most often clipped tokens (correction.diagnostics.clipped_tokens), if there are any, to clipped_tokens.jsonl."""
+        if any(clipped.values()):
+            JsonLines(self._clipped_path).append({"step": step, **clipped})
+
+    def read_clipped_tokens(self) -> dict[str, Counter[int]]:
+        """By the advantage's sign: how often each token id was among a step's most often clipped ones, over all steps so far."""
+        totals = {"positive": Counter[int](), "negative": Counter[int]()}
+        for record in JsonLines(self._clipped_path).read(lambda line: line):
+            for sign, total in totals.items():
+                total.update(dict(record.get(sign, ())))
+        return totals
 
     def event(self, level: str, text: str) -> RunEvent:
         """Add a line to events.log. level: info, warning or error; watch or alarm, from the early warning."""

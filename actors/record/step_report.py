@@ -44,6 +44,8 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
         numbers[f"reward/component/{name}"] = statistics.fmean(parts)
     if prepared.proximal_s:
         numbers["time/proximal_s"] = prepared.proximal_s
+    if prepared.split_s:
+        numbers["time/split_s"] = prepared.split_s
     return numbers
 
 

@@ -84,12 +84,12 @@ class Contract:
     @property
     def engine_settings(self) -> dict[str, Any]:
         """What rollout.engine is set to."""
-        return {"fixed_order": True, "dtype": self.dtype, "projection_parts": self.tensor_parallel}
+        return {"batch_invariant": True, "dtype": self.dtype, "projection_parts": self.tensor_parallel}
 
     @property
     def learner_settings(self) -> dict[str, Any]:
         """What learner is set to."""
-        return {"fixed_order": True, "dtype": self.dtype}
+        return {"batch_invariant": True, "dtype": self.dtype}
 
 
 def _model_problems(model: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 import threading
 import weakref
@@ -27,6 +28,7 @@ from actors.carriers import Observation, PreparedBatch, Ticket
 from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.correction_service import CorrectionService, ServiceConfig
 from actors.forwards import next_batch
+from actors.gap_split import GapSplit
 from actors.trajectory_queue import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
@@ -79,6 +81,16 @@ class Learner:
     async def reference_logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
         return 2 * code(batch.token_ids)
 
+    async def keep_weights(self, version: int, *, oldest: int) -> None:
+        self.kept = {v for v in getattr(self, "kept", set()) if v >= oldest} | {version}
+
+    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> tuple[Tensor, Tensor]:
+        """The engine says -1 of every token. The learner: 0.1 more at kept weights of even versions and 0.2 at odd ones; now, 0.5 more."""
+        kept = sum((batch.weight_versions == v for v in self.kept), torch.zeros_like(batch.loss_mask))
+        self.kept = {v for v in self.kept if v >= oldest}
+        told = torch.where(kept.bool(), -0.9 + 0.1 * (batch.weight_versions % 2), torch.nan)
+        return told, torch.full_like(told, -0.5)
+
 
 def answered(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Group:
     """A group whose tokens say where they belong: response token j of answer a of group g has the id 100 g + 10 a + j; lengths differ."""
@@ -105,6 +117,7 @@ class Scene:
             "correction": CorrectionConfig.model_validate({"preset": preset}),
             "has_reference": False,
             "groups_per_step": GROUPS,
+            "max_staleness": max_staleness,
             "dynamic_sampling": False,
             "rollout": ROLLOUT,
             "learner": LearnerConfig(optimizer_steps_per_batch=steps),
@@ -518,3 +531,66 @@ def test_a_switch_begins_what_it_changes_anew() -> None:
         await scene.service.stop()
 
     play(scenario)
+
+
+def test_what_the_step_clipped_and_how_sure_it_was_of_it_is_told() -> None:
+    """Entropies come from the learner with the logprobs: those of rejected and of clipped tokens, and the clipped tokens' ids."""
+
+    async def scenario() -> None:
+        scene = Scene()
+        prepared = await scene.batch(0)
+        batch, corrected = prepared.corrected.batch, prepared.corrected
+        clipped = torch.zeros_like(batch.loss_mask)
+        first = int(((batch.advantages > 0) & batch.loss_mask).nonzero()[0])
+        clipped[first] = True
+        keep = corrected.keep_mask.clone()
+        last = int(batch.loss_mask.nonzero()[-1])
+        keep[last] = False
+        entropies = torch.arange(batch.num_tokens) / 10
+        ones = torch.ones(batch.num_tokens)
+        decided = FinalDecision(keep, ones, no_counts(prepared.correction), ones, clipped)
+        observation = await scene.service.observe(1, 0, torch.full_like(ones, -1.0), decided, {}, entropies)
+        assert observation is not None
+        assert observation.clipped == {"positive": [(int(batch.token_ids[first]), 1)], "negative": []}
+        assert observation.diagnostics["clipped_positive_entropy_mean"] == pytest.approx(first / 10)
+        assert observation.diagnostics["clipped_positive_probability_mean"] == pytest.approx(math.exp(-1))
+        assert observation.diagnostics["rejected_entropy_mean"] == pytest.approx(last / 10)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
+    """Every third batch: versions 1 and 2 are kept before batch 3, no others; its tokens of version 2 are scored there and now."""
+
+    async def scenario() -> None:
+        scene = Scene(max_staleness=2, monitor=EarlyWarningConfig(detailed=False, split_every=3))
+        kept = []
+        tickets = {version: await scene.admit(version * GROUPS, (version + 1) * GROUPS) for version in range(3)}
+        for version in range(4):
+            if version == 3:
+                tickets[3] = [replace(ticket, admitted_version=2) for ticket in await scene.admit(3 * GROUPS, 4 * GROUPS)]
+            waiting = asyncio.create_task(scene.next_batch(version))
+            await scene.put(*[answered(replace(ticket, admitted_version=2 if version == 3 else version)) for ticket in tickets[version]])
+            prepared = await waiting
+            kept.append(set(getattr(scene.learner, "kept", set())))
+            assert bool(prepared.split) == (version == 3)
+            await scene.queue.advance(version + 1, [g.group_id for g in prepared.groups])
+        assert kept == [set(), {1}, {1, 2}, set()]
+        observation = await scene.observe(prepared)
+        numbers = observation.diagnostics
+        tokens = sum(len(t.response_ids) for g in prepared.groups for t in g.trajectories)
+        assert numbers["split_tokens"] == tokens
+        assert numbers["split_mismatch_k3_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-5)
+        assert numbers["split_staleness_k3_kl"] == pytest.approx(math.expm1(0.4) - 0.4, rel=1e-5)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_without_the_setting_or_without_staleness_nothing_is_kept() -> None:
+    for max_staleness, every in ((2, 0), (0, 3)):
+        split = GapSplit(None, every=every, max_staleness=max_staleness, deadline_s=1.0)  # type: ignore[arg-type]
+        assert not any(split.keeps(version) or split.splits(version) for version in range(12))
+    often = GapSplit(None, every=2, max_staleness=3, deadline_s=1.0)  # type: ignore[arg-type]
+    assert all(often.keeps(version) for version in range(12))  # every version may be in a later batch that is split

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,27 +22,9 @@ from actors.rollout_worker import WorkerSettings
 from actors.trajectory_queue import TrajectoryQueueActor
 from rollout.config import AnswerSampling, RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.simulated_time import simulate
 
 RECEIPTS_APART_S = 0.02
-
-
-class SimulatedTime(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer as soon as nothing else is left to do."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
-
-
-def simulate(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    with asyncio.Runner(loop_factory=SimulatedTime) as runner:
-        runner.run(asyncio.wait_for(scenario(), 10_000.0))
 
 
 class Engine:

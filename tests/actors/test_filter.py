@@ -99,9 +99,9 @@ def test_what_is_solved_within_the_bounds_is_kept_with_all_of_its_columns(tmp_pa
     never, always = (sum(int(q.split()[1]) % 5 == k for q in seen) for k in (0, 4))
     assert (kinds.count("never"), kinds.count("always")) == (never, always)
     assert f"never {never}, sometimes {11 - never - always}, always {always}; 0 answers could not be scored" in told[0]
-    assert told[-1].endswith(f"evenkeel train RECIPE rollout.task.path={tmp_path / 'kept.jsonl'}")
-    again = build_task(recipe(*questions(tmp_path / "rows.jsonl"), f"rollout.task.path={tmp_path / 'kept.jsonl'}").rollout.task)
-    assert {again.train_prompt(i).text for i in range(20)} < set(seen)
+    again = build_task(recipe(*questions(tmp_path / "rows.jsonl"), *told[-1].partition("RECIPE ")[2].split()).rollout.task)
+    assert {again.train_prompt(i).text for i in range(20)} == {row["q"] for row in rows} < set(seen)
+    assert again.held_out_prompts() == build_task(config.rollout.task).held_out_prompts(), "measured on the same questions"
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,11 @@ def test_generated_questions_are_distinct_and_scored_from_their_rows_as_by_their
     trained = recipe("rollout.reward.kind=reasoning_gym", *words)
     task = build_task(trained.rollout.task)
     train = [task.train_prompt(i) for i in range(task.questions_per_epoch or 0)]
-    prompts = {prompt.text: prompt for prompt in [*train, *task.held_out_prompts()]}
+    prompts = {prompt.text: prompt for prompt in train}
     assert set(prompts) == set(seen)
-    original = build_task(config.rollout.task).train_prompt(0)
+    source = build_task(config.rollout.task)
+    assert [prompt.text for prompt in task.held_out_prompts()] == [prompt.text for prompt in source.held_out_prompts()]
+    original = source.train_prompt(0)
 
     async def score(pool: RewardPool, prompt: Prompt) -> list[float | None]:
         texts = (prompt.answer, prompt.answer[:-1], "nothing like it")

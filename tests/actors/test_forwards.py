@@ -62,7 +62,7 @@ def test_the_controller_brings_what_is_needed_and_asks_again(fails: bool) -> Non
         async def next_batch(self) -> Any:
             return answers.pop(0)
 
-        async def forwarded(self, number: int, proximal: Any, reference: Any, seconds: float) -> None:
+        async def forwarded(self, number: int, proximal: Any, reference: Any, at_sampling: Any, seconds: float) -> None:
             told.append((number, proximal, reference))
 
     class Learner:

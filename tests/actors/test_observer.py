@@ -8,7 +8,7 @@ import json
 import math
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -259,6 +259,14 @@ def test_lines_are_written_though_the_wait_for_them_is_cancelled(seen: Seen) -> 
 
     asyncio.run(scenario())
     assert seen.line(1)["time/step_s"] == 1.0
+
+
+def test_a_steps_clipped_tokens_are_a_line_of_their_own(seen: Seen) -> None:
+    """Not metrics: there is one for each token id."""
+    observed = replace(diagnosed(state=State.OK), clipped={"positive": [(7, 3)], "negative": []})
+    asyncio.run(write(seen.observer, (1, observed), (2, diagnosed(state=State.OK))))
+    lines = (seen.folder.path / "clipped_tokens.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 1, "positive": [[7, 3]], "negative": []}]
 
 
 def test_a_step_without_diagnostics_has_no_level(seen: Seen) -> None:

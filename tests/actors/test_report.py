@@ -13,7 +13,7 @@ import torch
 
 from actors.carriers import ScatterSample
 from actors.metrics import StepMetrics
-from actors.record.report import summary_rows, worker_rows, write_report
+from actors.record.report import clipped_rows, summary_rows, worker_rows, write_report
 from actors.record.report_plots import _CURVES as CURVES
 from actors.record.report_plots import draw_curves, draw_plots, running_mean
 from actors.record.run_folder import RunFolder
@@ -73,6 +73,24 @@ def test_who_did_what_has_a_table_if_there_were_several(folder: RunFolder) -> No
     page = write_report(folder).read_text()
     assert "<td>0</td><td>1 to 3</td><td>6</td><td>60 (50%)</td><td>20%</td>" in page
     assert worker_rows([StepMetrics(1, {"worker/tokens/0": 1, "worker/groups/0": 1})]) == []
+
+
+def test_clipped_tokens_have_a_table_with_their_text(folder: RunFolder) -> None:
+    """Counts of all steps that are still in the run, by side; a resume takes back what later steps wrote."""
+    from tokenizers import Tokenizer, models
+
+    (folder.path / "model").mkdir(exist_ok=True)
+    Tokenizer(models.WordLevel({"wait": 3, "<so>": 4, "?": 5}, unk_token="?")).save(str(folder.path / "model" / "tokenizer.json"))
+    folder.append_clipped_tokens(1, {"positive": [(3, 5), (4, 1)], "negative": []})
+    folder.append_clipped_tokens(2, {"positive": [], "negative": []})  # nothing was clipped: no line
+    folder.append_clipped_tokens(3, {"positive": [(4, 7)], "negative": [(5, 2)]})
+    folder.append_clipped_tokens(4, {"positive": [(3, 100)], "negative": []})
+    assert folder.rewind(3) == 1
+    assert folder.read_clipped_tokens() == {"positive": {4: 8, 3: 5}, "negative": {5: 2}}
+    page = write_report(folder).read_text()
+    assert html.escape("'<so>' 8, 'wait' 5", quote=True) in page.replace("&#34;", "&quot;").replace("&#39;", "&#x27;")
+    (folder.path / "model" / "tokenizer.json").unlink()
+    assert clipped_rows(folder) == [("positive advantage", "4 8, 3 5"), ("negative advantage", "5 2")]
 
 
 def test_a_finished_run(folder: RunFolder) -> None:

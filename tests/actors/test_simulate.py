@@ -97,6 +97,15 @@ def test_a_run_of_few_steps_says_too_little(tmp_path: Path) -> None:
         MeasuredRun.of(tmp_path / "run", cores=2.0)
 
 
+def test_a_run_whose_engines_sampled_nothing_says_so(tmp_path: Path) -> None:
+    record(tmp_path / "run", 1)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    idle = [json.loads(line) | {"throughput/rollout_tokens_per_s": 0.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in idle))
+    with pytest.raises(ConfigError, match="its engines sampled nothing"):
+        MeasuredRun.of(tmp_path / "run", cores=2.0)
+
+
 def test_the_command_prints_a_row_for_each_shape_and_draws_them(tmp_path: Path) -> None:
     picture = tmp_path / "sizes.png"
     words = ["simulate", str(RECIPE), *SPEEDS, "--workers", "2,1", "--max-staleness", "0,1", "--steps", "10", "--picture", str(picture)]

@@ -16,6 +16,8 @@ from actors.simulation.outcome import ADMISSION, FULL_ENGINES, UNDER_WAY, WEIGHT
 from actors.simulation.run import simulate
 from correction.errors import ConfigError
 from rollout.trajectory import Prompt
+from tests.actors.simulated_time import simulate as in_asyncio
+from tests.actors.test_dispatch import RECEIPTS_APART_S, Run
 
 LENGTH, PROMPT = 100, 20
 
@@ -150,6 +152,23 @@ def test_a_shared_machine_slows_the_engines_while_the_learner_trains() -> None:
     # In a step the learner works train_s; the engines need 2 x rollout core seconds, of which 1 a second is left while it trains.
     rollout_s = 32 * 8 * LENGTH / (2 * 64.0 * 128)
     assert found.step_s == pytest.approx(train_s + (2 * rollout_s - train_s) / 2, rel=0.03)
+
+
+@pytest.mark.parametrize(("max_staleness", "slots"), [(0, 64), (1, 8), (1, 64), (3, 4)])
+def test_it_agrees_with_the_pool_itself(monkeypatch: pytest.MonkeyPatch, max_staleness: int, slots: int) -> None:
+    """The real pool and the queue's real actor, in asyncio's simulated time, with engines that take 0.5 to 1.5 s for a group and a learner
+    that takes none: as many groups a second as here, within 4 % (each side draws its lengths, 40 batches of 64)."""
+    rates: list[float] = []
+
+    async def scenario() -> None:
+        pool = Run(monkeypatch, [1.0] * 4, groups_per_step=64, max_staleness=max_staleness, slots=slots)
+        rates.append(await pool.groups_per_second(40))
+
+    in_asyncio(scenario)
+    costs = RunCosts(DecodeSpeed(((1, 100.0), (100, 10_000.0))), learner_token_s=0.0, sync_s=2.5 * RECEIPTS_APART_S, pause_s=0.0)
+    lengths = AnswerLengths.like(range(50, 151), "50 to 150")
+    found = simulate(RunShape(4, 64, max_staleness, 1, slots, 100), costs, lengths, prompt_tokens=0, steps=40)
+    assert 64 / found.step_s == pytest.approx(rates[0], rel=0.04)
 
 
 @settings(max_examples=60, deadline=None)

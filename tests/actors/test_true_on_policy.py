@@ -31,14 +31,14 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
 
 def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
     config = resolved(run_config(tmp_path))
-    assert config.learner.fixed_order and config.rollout.engine.fixed_order
+    assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
     assert config.rollout.engine.dtype == config.learner.dtype == "float32"
 
 
 def test_without_the_switch_nothing_is_touched(tmp_path: Path) -> None:
     config = run_config(tmp_path, true_on_policy=False)
     assert resolved(config) == config
-    assert not config.learner.fixed_order and not config.rollout.engine.fixed_order
+    assert not config.learner.batch_invariant and not config.rollout.engine.batch_invariant
 
 
 def test_engines_tell_their_routing_only_where_it_is_replayed(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_later_optimizer_steps_need_a_proximal_forward(tmp_path: Path) -> None:
     several = {"optimizer_steps_per_batch": 2}
     with pytest.raises(ConfigError, match="2 optimizer steps per batch"):
         resolved(run_config(tmp_path, learner=several, correction={"proximal": "behavior"}))
-    assert resolved(run_config(tmp_path, learner=several, correction={"preset": "tis-token"})).learner.fixed_order
+    assert resolved(run_config(tmp_path, learner=several, correction={"preset": "tis-token"})).learner.batch_invariant
 
 
 def batch(proximal: float | None = None) -> PackedBatch:

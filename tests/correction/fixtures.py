@@ -33,6 +33,7 @@ def worked_example(**changes) -> PackedBatch:
         "advantages": torch.tensor([a for a, n in zip(ADVANTAGE, lengths, strict=True) for _ in range(n)], dtype=torch.float64),
         "weight_versions": torch.zeros(9, dtype=torch.int32),
         "group_ids": torch.arange(3),
+        "advantages_by": "own",
     }
     return PackedBatch(**{**values, **changes}).validate()
 
@@ -68,6 +69,7 @@ def random_batch(seed: int, *, sequences: int = 12, longest: int = 9, spread: fl
         proximal_logprobs=proximal,
         reference_logprobs=(mu + noise()).clamp(max=-1e-3),
         turn_ids=torch.cat([torch.arange(n, dtype=torch.int32) // 4 for n in lengths]),
+        advantages_by="own",
         topk_ids=torch.randint(100, (count, topk), generator=generator) if topk else None,
         topk_logprobs=(torch.rand(count, topk, generator=generator, dtype=torch.float64) / (2 * topk)).log() if topk else None,
     )

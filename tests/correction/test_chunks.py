@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, correct, diagnose, diagnostics, policy_loss, segments
+from correction import PRESETS, CorrectionConfig, correct, diagnose, gap, policy_loss, segments
 from correction import batch as batches
 from tests.correction.fixtures import random_batch
 
@@ -34,7 +34,7 @@ def test_weights_and_numbers_do_not_depend_on_the_cuts(name, monkeypatch):
     config = CorrectionConfig(preset=name)
     whole, tensors = everything(batch, target, config)
     monkeypatch.setattr(batches, "CPU_TOKENS", 50)
-    monkeypatch.setattr(diagnostics, "CPU_CHUNK", 33)
+    monkeypatch.setattr(gap, "CPU_CHUNK", 33)
     cut, cut_tensors = everything(batch, target, config)
     assert set(cut) == set(whole)
     assert cut == pytest.approx(whole, rel=1e-10, abs=1e-12)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
-from correction.batch import FinalDecision
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 MU_FLAT, PROX_FLAT = [p for row in MU for p in row], [p for row in PROX for p in row]
@@ -184,7 +183,7 @@ def test_numbers_of_a_batch_are_those_of_its_micro_batches_put_together():
         keep[index], weights[index] = decided.keep_mask, decided.importance_weights
     counts = parts[0].counts + parts[1].counts + parts[2].counts + parts[3].counts
     assert torch.equal(counts.values, whole.counts.values)
-    joined = diagnose(batch, corrected, target, decided=FinalDecision(keep, weights, counts))
+    joined = diagnose(batch, corrected, target, decided=replace(whole, keep_mask=keep, importance_weights=weights, counts=counts))
     assert joined == diagnose(batch, corrected, target, decided=whole)
     labels = ("ratio_token_rho", "k3_sequence_q", "veto")
     assert all(0 < joined[f"rejected_by_{label}"] < 1 for label in labels) and joined["truncated_share"] > 0

@@ -33,7 +33,7 @@ def tiny(lengths, *, mu=-1.0, mask=True, dtype=torch.float32):
         token_ids=torch.zeros(n, dtype=torch.int64), offsets=torch.tensor([0, *lengths]).cumsum(0),
         loss_mask=torch.full((n,), mask), behavior_logprobs=torch.full((n,), mu, dtype=dtype), advantages=torch.ones(n, dtype=dtype),
         weight_versions=torch.zeros(n, dtype=torch.int32), group_ids=torch.arange(len(lengths)),
-        proximal_logprobs=torch.full((n,), mu, dtype=dtype),
+        proximal_logprobs=torch.full((n,), mu, dtype=dtype), advantages_by="own",
     ).validate()  # fmt: skip
 
 

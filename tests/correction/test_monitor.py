@@ -131,6 +131,33 @@ def test_mismatch_explains_the_whole_gap():
     assert monitor.states["k3_kl"] is State.ALARM  # known, but not said
 
 
+def test_drift_in_bypass_is_not_blamed_on_the_engines():
+    """Four optimizer steps a batch without proximal logprobs: the first one's tokens show the same mismatch, the later ones' move on."""
+
+    def values(step):
+        late = 8 if step >= 50 else 1
+        return {"mismatch_k3_kl": K3, "k3_kl": K3, "drift_from_behavior_k3_kl": 20 * K3 * late}
+
+    events = run(values)
+    assert {event.name for event in events} == {"drift_from_behavior_k3_kl"} and events[-1].state is State.ALARM
+    assert "optimizer steps" in events[-1].message and "engine" not in events[-1].message
+
+    def off_policy(step):
+        gap = K3 * (8 if step >= 50 else 1)
+        return {"k3_kl": gap, "drift_from_behavior_k3_kl": 20 * gap}
+
+    assert {event.name for event in run(off_policy)} == {"k3_kl"}  # the first step's tokens are off-policy already
+
+
+def test_a_mean_rho_that_is_not_one_alarms_at_once_and_scatter_does_not():
+    """Five standard errors; below them, a value that comes and goes is nothing."""
+    events = Monitor().update(0, {"rho_mean_deviation": 6.0})
+    assert [event.state for event in events] == [State.ALARM]
+    assert all(word in events[0].message for word in ("temperature", "top-p", "shifted by one", "another policy"))
+    rng = random.Random(0)
+    assert run(lambda step: {"rho_mean_deviation": abs(rng.gauss(0, 1))}, 400) == []
+
+
 def test_what_is_missing_of_one_is_followed():
     """Effective sample size from 0.99 to 0.8: what is missing grows 20-fold."""
     events = run(lambda step: {"ess_token": 0.99 if step < 50 else 0.8})

@@ -64,7 +64,7 @@ def test_padding_changes_nothing(seed, preset):
         behavior_logprobs=to_padded(batch.behavior_logprobs, real, padding=rubbish), advantages=to_padded(batch.advantages, real),
         group_ids=batch.group_ids, proximal_logprobs=to_padded(batch.proximal_logprobs, real, padding=rubbish),
         reference_logprobs=to_padded(batch.reference_logprobs, real), weight_versions=to_padded(batch.weight_versions, real),
-        learner_version=batch.learner_version,
+        learner_version=batch.learner_version, advantages_by="own",
     )  # fmt: skip
     expected = full_gradient(batch, target, config)
     close(full_gradient(padded, target, config), expected)

@@ -164,3 +164,34 @@ def test_what_each_kl_penalty_pulls_to():
     other = logprobs(logits(5))
     torch.testing.assert_close(kl_gradient(other, "unbiased_k3"), true_kl_gradient(other, reverse=True))
     assert float((kl_gradient(other, "k2") - true_kl_gradient(other, reverse=True)).abs().max()) > 0.1 * size
+
+
+def test_the_improvement_bound_holds_what_the_trust_region_paper_proves():
+    """J(theta) - J(mu) = L' - Delta exactly (Theorem 3.1), and |Delta| is under the linear bound (B.3), which `diagnose` estimates.
+
+    For the estimate each sequence is in the batch in proportion to its probability; to the rounding of 20,000 sequences it is the sum.
+    """
+    probability, ratio = MU.sum(1).exp(), (THETA - MU).exp()
+    after = torch.stack([ratio[:, t + 1 :].prod(1) for t in range(STEPS)], 1)  # of the tokens after each one
+    surrogate = float((probability * REWARD * (ratio - 1).sum(1)).sum())
+    delta = float((probability * REWARD * ((ratio - 1) * (1 - after)).sum(1)).sum())
+    gain = float((THETA.sum(1).exp() * REWARD).sum() - (probability * REWARD).sum())
+    assert gain == pytest.approx(surrogate - delta, abs=1e-12)
+
+    rows, theta = MU_TABLE.log_softmax(-1).exp(), THETA_TABLE.log_softmax(-1).exp()
+    distance = [[0.5 * float((rows[t, last] - theta[t, last]).abs().sum()) for last in range(VOCABULARY)] for t in range(STEPS)]
+    on_the_way = torch.tensor([sum(distance[t][s[t - 1] if t else 0] for t in range(STEPS)) for s in SEQUENCES], dtype=torch.float64)
+    linear = 4 * float(REWARD.max()) * float((probability * on_the_way).sum())
+    assert abs(delta) <= linear
+
+    counts = (20_000 * probability).round().long()
+    index = torch.repeat_interleave(torch.arange(len(SEQUENCES)), counts)
+    n = len(index)
+    batch = PackedBatch(
+        token_ids=torch.tensor(SEQUENCES)[index].flatten(), offsets=torch.arange(n + 1) * STEPS,
+        loss_mask=torch.ones(n * STEPS, dtype=torch.bool), behavior_logprobs=MU[index].flatten(),
+        advantages=REWARD[index].repeat_interleave(STEPS), weight_versions=torch.zeros(n * STEPS, dtype=torch.int32),
+        group_ids=torch.zeros(n, dtype=torch.int64),
+    ).validate()  # fmt: skip
+    numbers = diagnose(batch, correct(batch, CorrectionConfig(preset="bypass")), THETA[index].flatten())
+    assert numbers["improvement_bound_linear"] == pytest.approx(linear, rel=2e-3)

@@ -23,7 +23,7 @@ LEARNER = SideSettings(name="learner", device="cpu", dtype="float32", threads=2)
 def test_what_can_be_honoured() -> None:
     for family in ("qwen3", "qwen2", "llama"):
         contract = Contract.of(MODEL | {"model_type": family}, ENGINE, LEARNER)
-        assert contract.learner_settings == {"fixed_order": True, "dtype": "float32"}
+        assert contract.learner_settings == {"batch_invariant": True, "dtype": "float32"}
         assert contract.engine_settings == contract.learner_settings | {"projection_parts": 1}
     for dtype, ranks in (("float32", 4), ("bfloat16", 2)):
         engine, learner = (dataclasses.replace(side, dtype=dtype) for side in (ENGINE, LEARNER))

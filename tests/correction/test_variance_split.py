@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import numpy as np
 import pytest
 import torch
 
-from correction.variance_split import split_variance
+from correction.quantities import SPLIT
+from correction.variance_split import split_numbers, split_variance
 
 
 def test_the_parts_are_those_of_the_covariance_matrix_and_add_up() -> None:
@@ -34,3 +38,18 @@ def test_with_equal_engines_all_of_it_is_staleness() -> None:
 def test_without_tokens_there_is_no_variance() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         split_variance(*torch.zeros(3, 0))
+
+
+def test_numbers_of_the_split_against_plain_python() -> None:
+    generator = torch.Generator().manual_seed(4)
+    mu, at_sampling, now = (-2 + 0.3 * torch.randn(50, generator=generator) for _ in range(3))
+    numbers = split_numbers(mu, at_sampling, now)
+    first = [float(b) - float(a) for a, b in zip(mu, at_sampling, strict=True)]
+    second = [float(b) - float(a) for a, b in zip(at_sampling, now, strict=True)]
+    assert numbers["split_mismatch_k3_kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in first) / 50)
+    assert numbers["split_staleness_k3_kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in second) / 50)
+    assert numbers["split_mismatch_variance"] == pytest.approx(statistics.pvariance(first))
+    parts = numbers["split_mismatch_variance"] + numbers["split_staleness_variance"] + 2 * numbers["split_covariance"]
+    assert numbers["split_total_variance"] == pytest.approx(parts) and numbers["split_tokens"] == 50
+    assert set(numbers) == set(SPLIT)
+    assert split_numbers(mu[:0], mu[:0], mu[:0]) == {}

@@ -7,9 +7,9 @@ def vowels(completion: str) -> dict[str, float]:
     return {"vowels": sum(c in "aeiou" for c in letters) / 32, "ended": 0.1 * (len(completion) < 32)}
 
 
-def begins_with_vowel(completion: str) -> float:
-    """Right or wrong: of groups of four answers many are all alike, and dynamic sampling replaces them."""
-    return float(completion[:1] in tuple("aeiou"))
+def even_vowels(completion: str) -> float:
+    """Right or wrong, as a coin: of groups of four answers one in eight is all alike, and dynamic sampling replaces it."""
+    return float(sum(c in "aeiou" for c in completion) % 2 == 0)
 
 
 def raises(completion: str) -> float:

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+
+from actors.commands.cli import main
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).with_name("small.yaml")
@@ -37,6 +40,16 @@ def environment(mark: str = "") -> dict[str, str]:
 def evenkeel(*words: str, timeout_s: float = 120.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a short command to its end."""
     return subprocess.run([*EVENKEEL, *words], capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd, check=False)
+
+
+def refused(*words: str) -> str:
+    """What the entry point of the command line says when it refuses, in this process: importing torch and ray takes seconds each time."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr("sys.argv", ["evenkeel", *words])
+        main()
+    said = str(caught.value.code)
+    assert said.startswith("evenkeel: ") and "\n" not in said, "one sentence, one line"
+    return said
 
 
 class Run:
@@ -119,7 +132,7 @@ class Run:
         """
         until = time.monotonic() + timeout_s
         while True:
-            commands = {process.pid: _command(process) for process in self.processes()}
+            commands = {process.pid: command_of(process) for process in self.processes()}
             left = [f"{pid} {command}" for pid, command in commands.items() if not any(word in command for word in but)]
             if not left or time.monotonic() > until:
                 return left
@@ -132,7 +145,7 @@ class Run:
 
     def pids(self, command: str) -> list[int]:
         """Live processes whose command line contains `command`."""
-        return [process.pid for process in self.processes() if command in _command(process)]
+        return [process.pid for process in self.processes() if command in command_of(process)]
 
     def close(self) -> None:
         """End what is left, by process id."""
@@ -150,7 +163,7 @@ class Run:
                 if process.pid not in self._seen and self._is_ours(process):
                     self._seen[process.pid] = process
             for pid, process in list(self._seen.items()):
-                if (command := _command(process)) != _GONE:
+                if (command := command_of(process)) != _GONE:
                     self._commands[pid] = command
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -169,6 +182,14 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
+def living(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that haven't ended when time is up."""
+    until = time.monotonic() + timeout_s
+    while (left := [process for process in processes if _is_alive(process)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
+
+
 def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -176,7 +197,8 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _command(process: psutil.Process) -> str:
+def command_of(process: psutil.Process) -> str:
+    """Its command line; SGLang and Ray give theirs speaking names."""
     try:
         return " ".join(process.cmdline())[:160]
     except psutil.Error:

@@ -2,6 +2,9 @@
 
 The start has weights truncated at 1.02, which the growing gap reaches in every step. After the alarm the correction is another preset,
 which has a criterion of its own, or the same with narrower bounds: 1.02 ** 0.5.
+
+The fast suite has the alarm of a whole run (test_early_warning.py), and from the alarm to the first batch of another correction each part
+on its own: what to do and the controller (tests/actors/test_alarms.py), the service, and the learner's Adam.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from correction.monitor import State
 from tests.e2e.launch import RECIPE, Run
 from tests.e2e.test_early_warning import THRESHOLDS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 RISING_RATE = ["learner.learning_rate=0.1", "learner.warmup_steps=60"]
 START = ["steps=100", *RISING_RATE, "checkpoint.every_steps=0", "correction.importance.upper=1.02"]
@@ -28,7 +31,7 @@ ACTIONS = {
 STEPS_AFTER = 5
 
 
-@pytest.fixture(scope="module", params=["switch_preset", pytest.param("tighten", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=list(ACTIONS))
 def driven(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Run, int]]:
     """The action, the run, some steps after the alarm, and the step of the alarm."""
     run_dir = tmp_path_factory.mktemp(request.param) / "run"

@@ -1,9 +1,9 @@
 """An asynchronous run, two optimizer steps a batch, proximal logprobs recomputed, that loses its driver, is moved, loses the model that it
-began with, is resumed, loses the checkpoint that it was resumed from, and then its rollout worker; and is resumed once more.
+began with, is resumed, loses the checkpoint that it was resumed from, and then its rollout worker.
 
 Behaviours locked here: admission bound and staleness at every step; tokens on both sides of a weight update carry the versions that sampled
-them, and their logprobs are those of exactly those versions' checkpoints; a killed rollout worker is replaced; after kill -9 of the driver
-no process is left, and a resume needs nothing but the run's folder and ends with every step and every prompt once.
+them, and their logprobs are those of exactly those versions' checkpoints; a killed rollout worker takes its engine along and is replaced;
+after kill -9 of the driver no process is left, and a resume needs nothing but the run's folder and has every step and every prompt once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
-from tests.e2e.launch import RAY_AGENTS, RECIPE, Run
+from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, command_of, living
 from tests.rollout.hf_reference import hf_model, response_logprobs
 
 pytestmark = pytest.mark.engine
@@ -43,13 +44,15 @@ class Story:
     """Its folder is as the driver's death left it."""
     resumed: Run
     """Of a copy of that folder, until Ctrl-C."""
-    again: Run
-    """Of the same copy, to its end."""
     left_soon: list[str]
     """Processes of the first run half a minute after the driver's death."""
     checkpoint_at_kill: int
     saved_until_kill: list[int]
     """Steps of the checkpoints in the resumed run's folder when its rollout worker was killed."""
+    of_worker: list[str]
+    """Command lines of the processes that the rollout worker had started."""
+    outlived_worker: list[str]
+    """Those of them that were still there half a minute after its death."""
     last_step: int
 
 
@@ -72,17 +75,16 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         resumed.wait_until(lambda: _steps_saved(moved)[0] > checkpoint + KEEP, f"{KEEP + 2} checkpoints, the last {KEEP} of them kept")
         saved = _steps_saved(moved)
         (worker,) = resumed.pids("RolloutWorker")
+        below = psutil.Process(worker).children(recursive=True)
+        of_worker = [command_of(process) for process in below]
         os.kill(worker, signal.SIGKILL)
+        outlived = [command_of(process) for process in living(below, timeout_s=30.0)]
         # The old one's groups are under way again and a few steps may still come from what is finished; four more need the new one.
         target = len(resumed.metrics()) + 4
         resumed.wait_until(lambda: len(resumed.metrics()) >= target, "steps with a replacement of the rollout worker")
         resumed.interrupt()
         assert resumed.wait() == 0, resumed.output()[-4000:]
-        last_step = _steps_saved(moved)[-1] + 1
-        again = Run(moved, "--resume", str(moved), f"steps={last_step}")
-        runs.append(again)
-        assert again.wait() == 0, again.output()[-4000:]
-        yield Story(first, resumed, again, left_soon, checkpoint, saved, last_step)
+        yield Story(first, resumed, left_soon, checkpoint, saved, of_worker, outlived, _steps_saved(moved)[-1])
     finally:
         for run in runs:
             run.close()
@@ -97,7 +99,7 @@ def test_no_process_outlives_the_driver(story: Story) -> None:
         assert name in story.first.seen_commands, "the count must have seen what it counts"
     assert story.left_soon == []
     assert story.first.orphans(60.0) == [], "Ray's agents have had their minute by now"
-    assert story.resumed.orphans() == [] and story.again.orphans() == []
+    assert story.resumed.orphans() == []
 
 
 def test_a_killed_rollout_worker_is_replaced(story: Story) -> None:
@@ -105,12 +107,19 @@ def test_a_killed_rollout_worker_is_replaced(story: Story) -> None:
     assert story.checkpoint_at_kill not in story.saved_until_kill and len(story.saved_until_kill) in (KEEP, KEEP + 1)
     events = story.resumed.events()
     assert "rollout worker 0 is gone" in events and "rollout 1 is up" in events
-    assert "Traceback" not in story.resumed.output() + story.again.output()
+    assert "Traceback" not in story.resumed.output()
+
+
+def test_an_engine_ends_with_its_worker(story: Story) -> None:
+    """Scheduler and scorers, killed as it is in the middle of sampling; nobody told them."""
+    assert any(command.startswith("sglang::scheduler") for command in story.of_worker)
+    assert any("reward_process" in command for command in story.of_worker), story.of_worker
+    assert story.outlived_worker == []
 
 
 def test_the_last_checkpoint_is_a_model_that_transformers_loads(story: Story) -> None:
     """With its tokenizer: config and tokenizer outlive every folder that they were copied from."""
-    folder = RunFolder.view(story.again.run_dir).latest_checkpoint().hf
+    folder = RunFolder.view(story.resumed.run_dir).latest_checkpoint().hf
     logprobs = response_logprobs(hf_model(folder), (1, 20, 30), tuple(range(40, 60)))
     assert all(-100.0 < value < 0.0 for value in logprobs)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -137,7 +146,7 @@ def test_every_prompt_is_accounted_for_once(story: Story) -> None:
     assert positions == list(range(state.queue.admitted))
     trained = [entry["step"] for entry in entries if entry["outcome"] == "trained"]
     assert [trained.count(step) for step in range(1, story.last_step + 1)] == [GROUPS] * story.last_step
-    assert "damaged" not in story.again.events(), "each resume has counted the ledger, the lines and the checkpoints' files"
+    assert "damaged" not in story.resumed.events(), "a resume counts the ledger, the lines and the checkpoints' files"
 
 
 def test_the_admission_bound_holds_at_every_step(story: Story) -> None:
@@ -199,3 +208,17 @@ def test_versions_differ_enough_to_tell_them_apart(story: Story) -> None:
     prompt_ids, response_ids = (1, 20, 30), tuple(range(40, 80))
     old, new = (response_logprobs(model, prompt_ids, response_ids) for model in (before, after))
     assert max(abs(a - b) for a, b in zip(old, new, strict=True)) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_is_resumed_and_ends_by_its_steps(story: Story, tmp_path: Path) -> None:
+    """A second resume. The fast suite has one after kill -9, a Ctrl-C whose checkpoint accounts for every prompt, and a run to its end."""
+    folder = Path(shutil.copytree(story.resumed.run_dir, tmp_path / "again"))
+    again = Run(folder, "--resume", str(folder), f"steps={story.last_step + 1}")
+    try:
+        assert again.wait() == 0, again.output()[-4000:]
+        assert again.steps() == list(range(1, story.last_step + 2))
+        assert RunFolder.view(folder).latest_checkpoint().step == story.last_step + 1
+        assert "damaged" not in again.events() and "Traceback" not in again.output() and again.orphans() == []
+    finally:
+        again.close()

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def captured(folder: Path) -> tuple[PackedBatch, Capture]:
-    config = EngineConfig(device="cpu", max_total_tokens=8192, fixed_order=True)
+    config = EngineConfig(device="cpu", max_total_tokens=8192, batch_invariant=True)
     return asyncio.run(capture_engine(folder, config, prompts=6, tokens=12, seed=1))
 
 
@@ -76,7 +76,7 @@ SWITCHED_OFF: dict[str, tuple[str, Callable[..., object], str]] = {
 
 def diff(captured: tuple[PackedBatch, Capture], folder: Path) -> EngineDiff:
     batch, of_engine = captured
-    rank = LearnerRank(LearnerConfig(device="cpu", fixed_order=True, tokens_per_microbatch=300))
+    rank = LearnerRank(LearnerConfig(device="cpu", batch_invariant=True, tokens_per_microbatch=300))
     rank.load(folder)
     logprobs, of_learner = rank.capture(batch)
     return EngineDiff(compare_captures(of_engine, of_learner), compare(batch, logprobs), tuple(batch.offsets.tolist()))

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.engine
 # training grows all along, so the scatter of the start, which it makes, counts for little here.
 THRESHOLDS = ["skip_steps=1", "baseline_steps=8", "level_steps=3", "trend_steps=8", "watch_growth=2", "alarm_growth=3",
               "watch_deviations=0.1", "alarm_deviations=0.1", "patience=1"]
-OVERRIDES = ["steps=60", "learner.learning_rate=0.1", "learner.warmup_steps=60", "checkpoint.every_steps=0", "monitor.on_alarm=stop"]
+OVERRIDES = ["steps=60", "learner.learning_rate=0.1", "learner.warmup_steps=60", "checkpoint.every_steps=0", "monitor.on_alarm=stop",
+             "rollout.sampling.max_tokens=24"]
 
 
 @dataclass

@@ -73,7 +73,7 @@ def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exact_engine(case: Case, folder: Path, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
-    config = EngineConfig(device="cpu", dtype=case.dtype, threads=case.threads, fixed_order=True, **ROOM)
+    config = EngineConfig(device="cpu", dtype=case.dtype, threads=case.threads, batch_invariant=True, **ROOM)
     engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of fixed order"))
     yield engine
     engine_loop.run(engine.shutdown())
@@ -81,7 +81,7 @@ def exact_engine(case: Case, folder: Path, engine_loop: BackgroundLoop) -> Itera
 
 @pytest.fixture(scope="module")
 def exact_learner(case: Case, folder: Path) -> Iterator[LearnerRank]:
-    learner = LearnerRank(LearnerConfig(device="cpu", dtype=case.dtype, learning_rate=1e-3, fixed_order=True))
+    learner = LearnerRank(LearnerConfig(device="cpu", dtype=case.dtype, learning_rate=1e-3, batch_invariant=True))
     learner.load(folder)
     yield learner
     learner.close()
@@ -234,7 +234,7 @@ def test_without_the_mode_there_are_differences(shared_engine: RolloutEngine, en
 
 
 def _logprobs_of_a_rank(rank: int, ranks: int, port: int, folder: Path, batch: PackedBatch, dtype: Any) -> Tensor:
-    config = LearnerConfig(device="cpu", dtype=dtype, tensor_parallel=ranks, fixed_order=True, tokens_per_microbatch=700)
+    config = LearnerConfig(device="cpu", dtype=dtype, tensor_parallel=ranks, batch_invariant=True, tokens_per_microbatch=700)
     learner = LearnerRank(config, rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     found = learner.logprobs(batch)
@@ -249,7 +249,7 @@ def test_a_learner_on_tensor_parallel_ranks(
 ) -> None:
     """The engine is not split; it adds the products that the learner's ranks add. One rank of a learner adds them otherwise."""
     folder = save_model(tmp_path / "model", family, num_key_value_heads=ranks)
-    settings = EngineConfig(device="cpu", dtype=dtype, fixed_order=True, projection_parts=ranks, **ROOM)
+    settings = EngineConfig(device="cpu", dtype=dtype, batch_invariant=True, projection_parts=ranks, **ROOM)
     engine = engine_loop.run(RolloutEngine.start(folder, settings))
     sampled = engine_loop.run(sample_in_random_batches(engine, random_prompts(24, seed=4), temperature=0.7, seed=4))
     engine_loop.run(engine.shutdown())
@@ -258,6 +258,6 @@ def test_a_learner_on_tensor_parallel_ranks(
         agreement = compare(batch, found)
         assert agreement.tokens > 700
         assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
-    with learner_on(folder, fixed_order=True, dtype=dtype) as alone:
+    with learner_on(folder, batch_invariant=True, dtype=dtype) as alone:
         # Fewer in bfloat16, where the sum is rounded and most other orders give the same: 63 of 1,064 tokens.
         assert compare(batch, alone.logprobs(batch)).differing > 20

@@ -1,96 +1,27 @@
-"""`true_on_policy: true` through the command line: every batch is compared, a difference ends the run with its name, or is corrected; and
-synchronous runs repeat from their seed, however many requests run together, and across kill -9 and resume.
+"""`true_on_policy: true` through the command line: runs of other learners and of the nano recipe, and across kill -9 and resume.
+
+The fast suite's such run is that of tests/e2e/test_two_workers.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from actors.record.run_folder import RunFolder
-from correction.engines.checksum import tensor_checksum
-from tests.e2e.launch import RECIPE, ROOT, Run, evenkeel
+from tests.e2e.exact_runs import EXACT, assert_all_equal, assert_same, run_to_its_end
+from tests.e2e.launch import RECIPE, ROOT, Run, evenkeel, refused
 
 pytestmark = pytest.mark.engine
 
-SYNCHRONOUS = [
-    "true_on_policy=true",
-    "max_staleness=0",
-    "dynamic_sampling=true",                        # which groups fill a batch must not depend on which are finished first
-    "rollout.reward.path=e2e_reward:begins_with_vowel",
-    "evaluation.temperature=1.0",
-    "metrics.trajectories_per_step=4",
-    "checkpoint.every_steps=5",
-]
-
-
-def run_to_its_end(run_dir: Path, *words: str, timeout_s: float = 400.0) -> Run:
-    run = Run(run_dir, *words)
-    try:
-        run.wait(timeout_s)
-    finally:
-        run.close()
-    assert run.process.returncode == 0, run.output()[-4000:]
-    return run
+SYNCHRONOUS = [*EXACT, "max_staleness=0", "checkpoint.every_steps=5"]
 
 
 def synchronous(run_dir: Path, model: Path, *words: str) -> list[str]:
     return [str(RECIPE), f"model={model}", f"run_dir={run_dir}", *SYNCHRONOUS, *words]
-
-
-@pytest.fixture(scope="module")
-def five_steps(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run_dir = tmp_path_factory.mktemp("exact") / "run"
-    return run_to_its_end(run_dir, *synchronous(run_dir, small_model, "steps=5", "rollout.engine.max_running_requests=64"))
-
-
-def assert_all_equal(run: Run, steps: int) -> None:
-    lines = run.metrics()
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    for line in lines:
-        assert (line["true_on_policy/equal_share"], line["true_on_policy/max_abs_difference"]) == (1.0, 0.0)
-        assert line["true_on_policy/tokens"] == line["staleness/tokens/0"] > 100
-        assert line["mismatch/k3"] == line["mismatch/max_abs_log_ratio"] == 0.0
-        assert line.get("sync/probe_max_abs_difference", 0.0) == 0.0
-        assert line["learner/grad_norm"] > 0, "equal bits at later versions would be a matter of course"
-    assert any("sync/probe_max_abs_difference" in line for line in lines)  # a line has what was received by then
-
-
-def what_happened(run: Run) -> dict[str, Any]:
-    """All of a run that the clock has no part in: weights, questions, answers, rewards, updates."""
-    folder = RunFolder.view(run.run_dir)
-    weights = load_file(folder.latest_checkpoint().hf / "model.safetensors")
-    numbers = ("learner/loss", "learner/grad_norm", "reward/mean", "staleness/tokens/0", "groups/discarded_total")
-    return {
-        "weights": {name: tensor_checksum(tensor) for name, tensor in weights.items()},
-        "steps": [[line[name] for name in numbers] for line in run.metrics()],
-        "prompts": sorted((entry["step"], entry["prompt_id"], entry["outcome"]) for entry in run.ledger()),
-        "answers": [path.read_text() for kind in ("step", "held_out") for path in folder.trajectory_files(kind)],
-    }
-
-
-def assert_same(run: Run, reference: Run) -> None:
-    found, expected = what_happened(run), what_happened(reference)
-    assert len(expected["answers"]) == len(expected["steps"]) + 2
-    for name in ("prompts", "answers", "steps", "weights"):         # in the order in which one thing leads to the other
-        assert found[name] == expected[name], name
-
-
-def test_five_steps(five_steps: Run) -> None:
-    assert_all_equal(five_steps, 5)
-
-
-def test_the_number_of_requests_in_flight_changes_nothing(five_steps: Run, small_model: Path, tmp_path: Path) -> None:
-    run = run_to_its_end(
-        tmp_path / "run", *synchronous(tmp_path / "run", small_model, "steps=5", "rollout.engine.max_running_requests=5")
-    )
-    assert any(entry["outcome"] != "trained" for entry in run.ledger()), "groups were to be replaced"
-    assert_same(run, five_steps)
 
 
 @pytest.fixture
@@ -113,7 +44,7 @@ def test_ten_steps_are_five_and_kill_and_resume_and_five(killed: Run, small_mode
     whole = run_to_its_end(
         tmp_path / "whole", *synchronous(tmp_path / "whole", small_model, "steps=10", "rollout.engine.max_running_requests=64")
     )
-    assert_same(resumed, whole)
+    assert_same(resumed, whole, evaluations=2)
 
 
 @pytest.mark.slow
@@ -143,13 +74,11 @@ def test_fifty_steps_of_the_nano_recipe(tmp_path: Path) -> None:
 
 def test_what_it_cannot_honour_is_refused_before_anything_starts(small_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    refused = evenkeel(
+    said = refused(
         "train", str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "true_on_policy=true", "learner.threads=3",
         "rollout.engine.weight_update_mode=in_place",
     )  # fmt: skip
-    assert refused.returncode != 0
-    assert "learner.threads = 3" in refused.stderr + refused.stdout
-    assert "weight_update_mode = in_place" in refused.stderr + refused.stdout
+    assert "learner.threads = 3" in said and "weight_update_mode = in_place" in said
     assert not run_dir.exists()
 
 

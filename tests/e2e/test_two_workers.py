@@ -1,8 +1,9 @@
-"""Runs with two real rollout workers, two learner ranks and weights by broadcast, ended by Ctrl-C.
+"""Runs with two real rollout workers, two learner ranks and weights by broadcast, ended by Ctrl-C. The synchronous one is truly on-policy.
 
 Behaviours locked here: both workers have a fair part of the groups, tokens and groups by worker sum to the totals, each worker's version is
-the one that its step was sampled with, and metrics, terminal, report and Prometheus agree; a synchronous run's engines agree with the
-learner at equal weights on every batch, and nothing is stale; Ctrl-C ends with exit code 0, a checkpoint, a report and no process left.
+the one that its step was sampled with, and metrics, terminal, report and Prometheus agree; nothing is stale in a synchronous run, and each
+trained logprob has the bits that were sampled; one worker with five requests at a time comes to the same answers and weights; Ctrl-C ends
+with exit code 0, a checkpoint, a report and no process left.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.metrics import by_worker
 from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
+from tests.e2e.exact_runs import EXACT, assert_all_equal, assert_same, run_to_its_end
 from tests.e2e.launch import RECIPE, Run
 
 pytestmark = pytest.mark.engine
 
 GROUPS, STEPS = 8, 6
 """Of a step; and how many steps are looked at, from the first that had both workers."""
+SETTINGS = [
+    f"groups_per_step={GROUPS}", "checkpoint.every_steps=0", "learner.data_parallel=2",
+    "rollout.sampling.max_tokens=96",  # sampling has to take longer than what lies between the two receipts
+]  # fmt: skip
+SYNCHRONOUS = [*EXACT, "max_staleness=0", "evaluation.problems=8"]
 
 
 @dataclass
@@ -61,12 +68,9 @@ def scrape(run: Run) -> dict[str, set[str]]:
 )
 def story(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("two") / "run"
-    overrides = [
-        "rollout.workers=2", f"groups_per_step={GROUPS}", f"max_staleness={request.param}", "checkpoint.every_steps=0",
-        "learner.data_parallel=2", "weight_sync.transport=broadcast",
-        "rollout.sampling.max_tokens=96",  # sampling has to take longer than what lies between the two receipts
-    ]  # fmt: skip
-    run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *overrides)
+    overrides = [*SETTINGS, *(SYNCHRONOUS if request.param == 0 else ["max_staleness=1"])]
+    two = ["rollout.workers=2", "weight_sync.transport=broadcast"]
+    run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *overrides, *two)
     try:
         run.wait_until(lambda: len(_together(run.metrics())) >= STEPS, f"{STEPS} steps with two workers")
         scraped = scrape(run)
@@ -195,3 +199,16 @@ def test_a_healthy_run_has_no_warning(story: Story) -> None:
 
 def test_weights_went_by_broadcast(story: Story) -> None:
     assert "goes through the object store" not in story.run.output()
+
+
+def test_bits_are_equal_however_requests_are_spread(story: Story, small_model: Path, tmp_path: Path) -> None:
+    """At every step; and one worker, with five requests at a time and weights through the object store, trains the same run."""
+    if story.max_staleness > 0:
+        pytest.skip("an asynchronous run is another one each time")
+    steps = len(story.lines)
+    assert_all_equal(story.run, steps)
+    one = ["rollout.workers=1", "rollout.engine.max_running_requests=5", f"steps={steps}"]
+    words = [str(RECIPE), f"model={small_model}", f"run_dir={tmp_path / 'one'}", *SETTINGS, *SYNCHRONOUS, *one]
+    run = run_to_its_end(tmp_path / "one", *words)
+    assert any(entry["outcome"] != "trained" for entry in run.ledger()), "groups were to be replaced"
+    assert_same(run, story.run, evaluations=1)

@@ -8,31 +8,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from actors.commands.cli import main
 from actors.commands.train import prepare
 from actors.record.run_folder import RunFolder
-from tests.e2e.launch import RECIPE, evenkeel
-
-
-def refused(*words: str) -> str:
-    """What the entry point of the command line says when it refuses, in this process: importing torch and ray takes seconds each time."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
-        patch.setattr("sys.argv", ["evenkeel", *words])
-        main()
-    said = str(caught.value.code)
-    assert said.startswith("evenkeel: ") and "\n" not in said, "one sentence, one line"
-    return said
+from tests.e2e.launch import RECIPE, environment, evenkeel, refused
 
 
 def refused_by_process(*words: str) -> str:
-    """The same from a process of its own: exit code and everything that it prints."""
+    """`refused` from a process of its own: exit code and everything that it prints."""
     result = evenkeel(*words, timeout_s=180.0)
     assert result.returncode == 1
     assert "Traceback" not in result.stdout + result.stderr
@@ -261,7 +249,7 @@ def test_missing_model_folder(recipe: Path, tmp_path: Path) -> None:
 
 def test_two_runs_on_one_folder(recipe: Path, tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "other"):
-        assert "in use by process" in refused_by_process("train", str(recipe))
+        assert f"in use by process {os.getpid()}" in refused("train", str(recipe))
     (tmp_path / "run" / "thesis.tex").write_text("")
     assert "holds other files" in refused("train", str(recipe)), "the folder is free now, but not empty"
 
@@ -288,12 +276,16 @@ def test_ray_sessions_in_too_long_a_path(recipe: Path, tmp_path: Path) -> None:
     ("path", "words"),
     [
         ("e2e_reward:raises", ["raised ZeroDivisionError", "tried on held_out/0/0"]),
-        pytest.param("no_such_module:score", ["no_such_module:score", "ModuleNotFoundError"], marks=pytest.mark.slow),
-        pytest.param("e2e_reward:vowel", ["e2e_reward has no vowel", "did you mean vowels?"], marks=pytest.mark.slow),
+        ("no_such_module:score", ["no_such_module:score", "ModuleNotFoundError"]),
+        ("e2e_reward:vowel", ["e2e_reward has no vowel", "did you mean vowels?"]),
     ],
 )
-def test_reward_function_that_cannot_work(recipe: Path, path: str, words: list[str]) -> None:
-    """Tried on a held-out prompt before the engine starts."""
-    with tempfile.TemporaryDirectory(prefix="ek-", dir="/tmp", ignore_cleanup_errors=True) as sessions:
-        sentence = refused_by_process("train", str(recipe), f"rollout.reward.path={path}", f"ray.temp_dir={sessions}")
+def test_reward_function_that_cannot_work(
+    recipe: Path, path: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tried on a held-out prompt before a folder is made, and long before an engine; its process prints no traceback either."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    sentence = refused("train", str(recipe), f"rollout.reward.path={path}")
     assert all(word in sentence for word in words), sentence
+    assert "Traceback" not in "".join(capfd.readouterr())
+    assert not (recipe.parent / "run").exists()

@@ -140,12 +140,14 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
 
 @contextmanager
 def learner_on(folder: Path, **settings: Any) -> Iterator[LearnerRank]:
+    """A learner of one rank. It leaves its process group to the next one: one of this size is all that a test's process has."""
     learner = LearnerRank(LearnerConfig(**settings))
     try:
         learner.load(folder)
         yield learner
     finally:
-        learner.close()
+        learner.is_saved(wait=True)
+        learner._loaded = learner._reference = None
 
 
 _KEPT: list[Any] = []
@@ -155,10 +157,9 @@ _KEPT: list[Any] = []
 def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> list[Any]:
     """work(rank, ranks, port, *args) in as many processes that meet on loopback; their results by rank.
 
-    The processes are kept for the next call: each imports torch and Megatron for seconds. After a failure they are ended.
+    The processes are kept for the next call. After a failure they are ended.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _KEPT.extend(mp.get_context("spawn").Pool(1) for _ in range(ranks - len(_KEPT)))
+    _KEPT.extend(_context().Pool(1) for _ in range(ranks - len(_KEPT)))
     port = _free_port()
     answers = [pool.apply_async(_in_bytes, (work, rank, ranks, port, *args)) for rank, pool in enumerate(_KEPT[:ranks])]
     try:
@@ -172,14 +173,23 @@ def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: f
 
 def run_ranks_until_killed(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> None:
     """The same in fresh processes, which end by SIGKILL."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context, port = mp.get_context("spawn"), _free_port()
+    context, port = _context(), _free_port()
     processes = [context.Process(target=work, args=(rank, ranks, port, *args), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(timeout_s)
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * ranks
+
+
+def _context() -> Any:
+    """Ranks are forked from a process that has imported torch and Megatron for them all; CUDA, where it is, would not survive that."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if torch.version.cuda is not None:
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["learner.learner_rank", "tests.learner.learner_cases"])
+    return context
 
 
 def _free_port() -> int:

@@ -39,13 +39,13 @@ FAMILIES = [("qwen3", True), ("qwen2", True), ("llama", False)]
 SETTINGS = {"tokens_per_microbatch": 4096, "logprob_chunk_tokens": 1000}
 
 
-@pytest.mark.parametrize(("family", "tie", "fixed_order"), [(*family, True) for family in FAMILIES] + [("qwen3", True, False)])
-def test_packing_changes_no_bit(tmp_path: Path, family: str, tie: bool, fixed_order: bool) -> None:
+@pytest.mark.parametrize(("family", "tie", "batch_invariant"), [(*family, True) for family in FAMILIES] + [("qwen3", True, False)])
+def test_packing_changes_no_bit(tmp_path: Path, family: str, tie: bool, batch_invariant: bool) -> None:
     """Without fixed order the same comparison finds differences: the negative control."""
-    batch = random_batch(longest=150, temperature=0.7)
+    batch = random_batch(groups=3, longest=150, temperature=0.7)
     folder = save_model(tmp_path / "m", family, tie=tie)
     found = []
-    with learner_on(folder, fixed_order=fixed_order, **SETTINGS) as learner:
+    with learner_on(folder, batch_invariant=batch_invariant, **SETTINGS) as learner:
         together = learner.logprobs(batch)
         found.append(torch.cat([learner.logprobs(batch.select([i])) for i in range(batch.num_sequences)]))
         learner.config = learner.config.model_copy(update={"tokens_per_microbatch": 64, "logprob_chunk_tokens": 7})
@@ -57,7 +57,7 @@ def test_packing_changes_no_bit(tmp_path: Path, family: str, tie: bool, fixed_or
         torch.set_num_threads(2)
         found.append(learner.logprobs(batch))
         torch.set_num_threads(1)
-    assert all(torch.equal(other, together) for other in found) == fixed_order
+    assert all(torch.equal(other, together) for other in found) == batch_invariant
     with torch.no_grad():
         theirs, _ = hf_values(hf_model(folder), batch)
     torch.testing.assert_close(together, theirs, rtol=0, atol=1e-5)
@@ -108,7 +108,7 @@ def test_attention_of_shared_prompts(shape: list[tuple[int, list[int]]]) -> None
 def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LearnerRank]:
     """Its weights stay as they are: learning rate 0."""
     folder = save_model(tmp_path_factory.mktemp("model") / "m", max_position_embeddings=512)
-    with learner_on(folder, fixed_order=True, learning_rate=0.0, clip_grad=0.0) as learner:
+    with learner_on(folder, batch_invariant=True, learning_rate=0.0, clip_grad=0.0) as learner:
         yield learner
 
 
@@ -134,7 +134,9 @@ def test_shared_prompts_change_no_bit(learner: LearnerRank, shape: Any, budget: 
     (logprobs, targets, gradient), (plain_logprobs, plain_targets, plain_gradient) = found[True], found[False]
     assert all(torch.equal(logprobs, other) for other in (targets, plain_logprobs, plain_targets))
     assert batch.loss_mask.any() == any(x.any() for x in gradient.values())
-    assert largest_difference(gradient, plain_gradient) < 1e-5
+    # Of the largest element of all tensors: attention to a single key has a gradient of 0 for queries and keys, or rounding instead.
+    largest = max(float(x.abs().max()) for x in plain_gradient.values())
+    assert max(float((gradient[name] - x).abs().max()) for name, x in plain_gradient.items()) <= 1e-5 * largest
 
 
 def test_gradients_and_target_logprobs_of_a_step(tmp_path: Path) -> None:
@@ -142,12 +144,12 @@ def test_gradients_and_target_logprobs_of_a_step(tmp_path: Path) -> None:
     batch, config = random_batch(longest=100), CorrectionConfig()
     folder = save_model(tmp_path / "m", "qwen2")
     found = {}
-    for fixed_order in (True, False):
-        with learner_on(folder, fixed_order=fixed_order, learning_rate=0.0, **SETTINGS) as learner:
+    for batch_invariant in (True, False):
+        with learner_on(folder, batch_invariant=batch_invariant, learning_rate=0.0, **SETTINGS) as learner:
             before = learner.logprobs(batch)
             result = learner.step(defer(batch, config), config, step=0)
-            found[fixed_order] = gradients(learner)
-            if fixed_order:
+            found[batch_invariant] = gradients(learner)
+            if batch_invariant:
                 assert torch.equal(result.target_logprobs, before)
     assert largest_difference(found[True], found[False]) < 1e-4
 
@@ -168,7 +170,7 @@ def _logprobs_and_norm(learner: LearnerRank) -> tuple[torch.Tensor, float]:
 
 
 def _of_a_rank(rank: int, ranks: int, port: int, folder: Path, settings: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    learner = LearnerRank(LearnerConfig(**settings, fixed_order=True), rank, ranks, "127.0.0.1", port)
+    learner = LearnerRank(LearnerConfig(**settings, batch_invariant=True), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     found = _logprobs_and_norm(learner)
     learner.close()
@@ -181,13 +183,13 @@ def test_several_ranks_say_what_one_says(tmp_path: Path, split: dict[str, Any], 
     the engine then does."""
     folder = save_model(tmp_path / "m", num_key_value_heads=4)
     settings = {"dtype": split.get("dtype", "float32")}
-    with learner_on(folder, fixed_order=True, **settings) as learner:
+    with learner_on(folder, batch_invariant=True, **settings) as learner:
         alone, norm = _logprobs_and_norm(learner)
     parts = split.get("tensor_parallel", 1)
     if parts > 1:
         in_one_part = alone
         monkeypatch.setattr("learner.batch_invariant.product", partial(operators.product, parts=parts))
-        with learner_on(folder, fixed_order=True, **settings) as learner:
+        with learner_on(folder, batch_invariant=True, **settings) as learner:
             alone, norm = _logprobs_and_norm(learner)
         assert not torch.equal(alone, in_one_part)
     ranks = split.get("data_parallel", 1) * split.get("pipeline_parallel", 1) * parts
@@ -204,8 +206,8 @@ def test_several_ranks_say_what_one_says(tmp_path: Path, split: dict[str, Any], 
     ],
 )
 def test_what_has_no_fixed_order_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="fixed_order = true"):
-        LearnerConfig(fixed_order=True, **settings)
+    with pytest.raises(ValueError, match="batch_invariant = true"):
+        LearnerConfig(batch_invariant=True, **settings)
 
 
 def test_the_mode_off_builds_the_usual_layers(tmp_path: Path) -> None:

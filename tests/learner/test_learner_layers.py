@@ -33,8 +33,8 @@ BF16 = LearnerConfig(dtype="bfloat16")
         ({"dtype": "bfloat16", "layers": "transformer_engine"}, CUDA, True, "transformer_engine"),
         ({"dtype": "bfloat16", "layers": "local"}, CUDA, True, "local"),
         ({"dtype": "float32"}, CUDA, True, "local"),  # in TF32 it would be far from the engine's float32
-        ({"dtype": "bfloat16", "fixed_order": True}, CUDA, True, "batch_invariant"),
-        ({"fixed_order": True}, CPU, False, "batch_invariant"),
+        ({"dtype": "bfloat16", "batch_invariant": True}, CUDA, True, "batch_invariant"),
+        ({"batch_invariant": True}, CPU, False, "batch_invariant"),
     ],
 )
 def test_auto_takes_transformer_engine_only_where_it_can_serve(
@@ -51,11 +51,11 @@ def test_what_cannot_be_had_is_refused_with_the_remedy(monkeypatch: pytest.Monke
     monkeypatch.setattr(megatron, "HAVE_TE", False)
     with pytest.raises(ConfigError, match=r"package transformer-engine .*-c constraints-gpu\.txt -e '\.\[transformer-engine\]'"):
         layers.choose(asked, CUDA)
-    for settings, reason in (({"fixed_order": True}, "fixed_order = true"), ({"dtype": "float32"}, "TF32")):
+    for settings, reason in (({"batch_invariant": True}, "batch_invariant = true"), ({"dtype": "float32"}, "TF32")):
         with pytest.raises(ValidationError, match=reason):
             LearnerConfig(**{"dtype": "bfloat16", "layers": "transformer_engine"} | settings)
         monkeypatch.setattr(megatron, "HAVE_TE", True)
-        with pytest.raises(ConfigError, match=reason):  # as true_on_policy sets fixed_order, without validation
+        with pytest.raises(ConfigError, match=reason):  # as true_on_policy sets batch_invariant, without validation
             layers.choose(asked.model_copy(update=settings), CUDA)
 
 

@@ -93,7 +93,7 @@ def test_balancing_loss_beside_a_late_factor_is_refused(tmp_path: Path) -> None:
     ("family", "settings", "message"),
     [
         ("qwen3", {"moe_aux_loss_coefficient": 0.01}, "moe_aux_loss_coefficient.*qwen3 has no experts"),
-        ("qwen3_moe", {"fixed_order": True}, "fixed_order.*not batch-invariant"),
+        ("qwen3_moe", {"batch_invariant": True}, "batch_invariant.*not batch-invariant"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, family: str, settings: dict[str, Any], message: str) -> None:

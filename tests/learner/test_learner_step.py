@@ -22,6 +22,7 @@ from torch import Tensor
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer, for_step
+from correction.diagnostics import diagnose
 from correction.errors import ConfigError, DataError
 from learner import balance, loss
 from learner.learner_rank import LearnerRank
@@ -308,6 +309,26 @@ def test_minibatches_are_whole_groups_each_with_its_own_denominator(tmp_path: Pa
     torch.testing.assert_close(result.target_logprobs[first], now[first], rtol=0, atol=2e-6)
     last = batch.token_index(shares[2])
     assert float((result.target_logprobs[last] - now[last]).abs().max()) > 1e-3  # the weights have moved since
+    assert result.decided.before_update is not None
+    assert torch.equal(result.decided.before_update.nonzero().flatten(), first.sort().values)
+    trained = result.entropies[batch.loss_mask]
+    assert bool((trained > 0).all()) and result.entropy == pytest.approx(float(trained.mean()))
+
+
+def test_mismatch_in_bypass_with_several_optimizer_steps_is_that_of_the_first(tmp_path: Path) -> None:
+    """The learner's own logprobs as mu, plus a gap of 0.02 nats: that is the mismatch, whatever the four steps of the batch do."""
+    config = CorrectionConfig(preset="bypass")
+    with learner_on(save_model(tmp_path / "m"), optimizer_steps_per_batch=4, learning_rate=1e-2, clip_grad=0.0) as learner:
+        batch = off_policy_batch(learner)
+        behavior = (learner.logprobs(batch) - 0.02).where(batch.loss_mask, torch.zeros(()))
+        batch = replace(batch, behavior_logprobs=behavior, proximal_logprobs=None, weight_versions=torch.zeros_like(batch.weight_versions))
+        corrected = correct(batch, config)
+        result = learner.step(corrected, config, step=0)
+    numbers = diagnose(batch, corrected, result.target_logprobs, decided=result.decided, entropy=result.entropies)
+    assert numbers["mismatch_log_ratio_mean"] == pytest.approx(0.02, abs=1e-4)
+    assert numbers["mismatch_k3_kl"] == pytest.approx(2.01e-4, rel=0.02)
+    assert numbers["mismatch_tokens"] == int((batch.loss_mask & result.decided.before_update).sum())
+    assert numbers["drift_from_behavior_k3_kl"] > 10 * numbers["mismatch_k3_kl"]
 
 
 def test_epochs_go_through_the_batch_again_in_another_order(tmp_path: Path) -> None:
@@ -490,7 +511,7 @@ def test_what_is_not_finite_without_a_loss_scale_is_no_overflow(tmp_path: Path) 
             assert (result.skipped_steps, result.overflowed_steps) == (1, 0) and not math.isfinite(result.loss + (result.grad_norm or 0.0))
 
 
-@pytest.mark.parametrize(("family", "settings"), [("qwen3_moe", {}), ("qwen3", {"fixed_order": True})])
+@pytest.mark.parametrize(("family", "settings"), [("qwen3_moe", {}), ("qwen3", {"batch_invariant": True})])
 def test_float16_refuses_experts_and_true_on_policy(tmp_path: Path, family: str, settings: dict[str, bool]) -> None:
     folder = save_model(tmp_path / "m", family)
     with pytest.raises((ConfigError, ValueError), match="dtype = float16"), learner_on(folder, dtype="float16", **settings):

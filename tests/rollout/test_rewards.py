@@ -117,11 +117,11 @@ def test_the_reasoning_gym_scorer_is_the_data_sets_own() -> None:
 
 def test_math_verify_compares_as_mathematics_and_its_time_out_is_ours() -> None:
     """math-verify itself calls a comparison that takes five seconds "unequal", which would train as a wrong answer."""
-    config = reward(kind="math_verify", deadline_s=1.5, processes=2)
-    half, power, wrong = scored(config, r"so $\boxed{0.5}$", "$5^{5^{5^5}}$", "$2$", prompt=asked(r"\frac{1}{2}"))
+    half, wrong = scored(reward(kind="math_verify", deadline_s=60), r"so $\boxed{0.5}$", "$2$", prompt=asked(r"\frac{1}{2}"))
     assert (half.reward, wrong.reward) == (1.0, 0.0)
+    (power,) = scored(reward(kind="math_verify", deadline_s=1.5), "$5^{5^{5^5}}$", prompt=asked(r"\frac{1}{2}"))
     assert power.reward is None and power.error is not None and "more than 1.5 s" in power.error
-    (unreadable,) = scored(config, "1", prompt=asked(" "))
+    (unreadable,) = scored(reward(kind="math_verify", deadline_s=60), "1", prompt=asked(" "))
     assert unreadable.error is not None and "can't read the reference answer" in unreadable.error
 
 
@@ -189,23 +189,22 @@ def test_a_failure_costs_its_own_trajectory_alone() -> None:
 
 
 def test_calls_on_other_processes_do_not_wait_for_a_hanging_one() -> None:
-    async def run() -> tuple[float, Any]:
-        pool = RewardPool(user_reward("moody", deadline_s=3, processes=2))
+    async def run() -> tuple[bool, str | None, int]:
+        pool = RewardPool(user_reward("moody", deadline_s=5, processes=2))
         await pool.check()
         before = set(pool.pids)
-        began = time.monotonic()
         hanging = asyncio.create_task(pool.score((answered("hang"),), asked()))
         await asyncio.sleep(0)
         await pool.score(tuple(answered("ok") for _ in range(20)), asked())
-        others_s = time.monotonic() - began
+        is_first = hanging.done()
         (late,) = await hanging
         kept = before & set(pool.pids)
         await pool.close()
-        return others_s, (late.error, len(kept))
+        return is_first, late.error, len(kept)
 
-    others_s, (error, kept) = asyncio.run(run())
-    assert others_s < 1.5      # half of the deadline; a few milliseconds on an idle machine
-    assert error is not None and "took more than 3 s" in error and kept == 1
+    is_first, error, kept = asyncio.run(run())
+    assert not is_first, "twenty answers took longer than the deadline of the one before them"
+    assert error is not None and "took more than 5 s" in error and kept == 1
 
 
 def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one() -> None:
@@ -311,7 +310,7 @@ def test_a_scoring_process_imports_no_engine() -> None:
 # --- no orphans -----------------------------------------------------------------------------------------------------
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0) -> bool:
     end = time.monotonic() + deadline_s
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)

@@ -1,0 +1,195 @@
+"""docs/library.md: its examples run, and its table from other trainers' flags holds.
+
+The plain loop runs here, under the name that the distribution installs. TRL's and verl's examples, and the rows of their tables, are run by
+Pythons of their own beside TRL's and verl's own code (slow).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.correction_pass import VERL
+from benchmarks.peers import TRL
+from correction import PRESETS, CorrectionConfig, correct, needs_gradient_factor, policy_loss
+from tests.correction.fixtures import random_batch
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "library.md"
+TEXT = PAGE.read_text()
+CASES = ROOT / "tests" / "correction"
+INSTALLS = {"trl": TRL.installs, "verl": (*VERL.installs, ("datasets", "pillow", "torchdata"))}
+
+
+def section(title: str) -> str:
+    return re.split(r"^#{2,3} ", TEXT.partition(f"\n### {title}")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(title: str) -> dict[str, list[Any]]:
+    """Row -> [their settings, ours], of a section's table; the settings are YAML between backticks."""
+    found = {}
+    for line in section(title).splitlines():
+        cells = [re.findall(r"`(\{.*?\})`", cell) for cell in line.strip("|").split(" | ")] if line.startswith("| `{") else []
+        if cells:
+            found[line.split(" | ")[0].strip("| ")] = [[yaml.safe_load(text) for text in cell] for cell in cells]
+    return found
+
+
+def test_every_setting_of_the_tables_is_one_that_we_take() -> None:
+    titles = ("verl 0.9.1", "TRL 1.16", "Miles and slime", "SkyRL", "NeMo-RL", "AReaL")
+    right = {title: re.findall(r"\| [^|]*`(\{[^|]*\})` \|$", section(title), re.MULTILINE) for title in titles}
+    assert {title: len(cells) for title, cells in right.items() if len(cells) < 4} == {}
+    for cells in right.values():
+        for cell in cells:
+            for text in cell.split("`, `"):
+                CorrectionConfig(**yaml.safe_load(text))
+
+
+def test_every_row_of_the_others_names_their_file() -> None:
+    for title in ("Miles and slime", "SkyRL", "NeMo-RL", "AReaL"):
+        assert re.search(r"Read: `[\w/]+\.py` of [\w-]+/\w+", section(title)), title
+
+
+LOOP = '''
+import json, sys, torch
+names = {}
+exec(open(sys.argv[1]).read(), names)
+torch.manual_seed(0)
+class Bigram(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(9, 9, dtype=torch.float64))
+    def forward(self, ids):
+        before = torch.nn.functional.pad(ids, (1, 0))[:, :-1]
+        return self.table.log_softmax(-1)[before].gather(-1, ids[..., None])[..., 0]
+def rollout(model):
+    ids = torch.randint(9, (8, 7))
+    mask = torch.arange(7) < torch.tensor([7, 5, 3, 6, 7, 4, 2, 7])[:, None]
+    with torch.no_grad():
+        logprobs = (model(ids) + 0.3 * torch.randn(8, 7, dtype=torch.float64)).clamp(max=-1e-3)
+    rewards = (ids == 4).double().mul(mask).sum(1)
+    return {"ids": ids, "attention_mask": mask, "response_mask": mask & (torch.arange(7) > 0), "logprobs": logprobs,
+            "prompt": torch.arange(8) // 4, "rewards": rewards}
+found = []
+for rows in ([list(range(8))], [[0, 1, 2], [3], [4, 5, 6, 7]]):
+    torch.manual_seed(1)
+    model = Bigram()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start = model.table.detach().clone()
+    numbers = names["train_step"](model, optimizer, rollout(model), rows)
+    found.append([numbers, (model.table.detach() - start).flatten().tolist()])
+print(json.dumps(found))
+'''
+
+
+def test_the_plain_loop_of_the_page_runs(tmp_path: Path) -> None:
+    """One micro-batch or three: the same numbers and the same step, under the distribution's name."""
+    example = re.search(r"<!-- example: loop -->\n```python\n(.*?)```", TEXT, re.DOTALL)
+    assert example
+    (tmp_path / "loop.py").write_text(example[1])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "distribution"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", "-c", LOOP, str(tmp_path / "loop.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (whole, step), (split, split_step) = json.loads(done.stdout.splitlines()[-1])
+    assert max(map(abs, step)) > 1e-3
+    assert split_step == pytest.approx(step, rel=1e-6, abs=1e-12)
+    assert split == pytest.approx(whole, rel=1e-6, abs=1e-12)
+    assert {"loss", "k3_kl", "kept_share"} <= set(whole)
+
+
+README = """
+import json, sys, torch
+torch.manual_seed(0)
+attention_mask = torch.arange(6) < torch.tensor([6, 4, 5, 3])[:, None]
+response_mask = attention_mask & (torch.arange(6) > 0)
+ids, prompt_ids, rewards = torch.randint(9, (4, 6)), torch.arange(4) // 2, torch.tensor([1.0, 0.0, 0.0, 1.0])
+old_logprobs = -torch.rand(4, 6) - 0.1
+rollout_logprobs = (old_logprobs + 0.1 * torch.randn(4, 6)).clamp(max=-1e-3)
+world, gradients = 1, []
+for micro_batches in ([[0, 1, 2, 3]], [[0], [1, 2, 3]]):
+    table = old_logprobs.clone().requires_grad_()
+    names = {**globals(), "model_logprobs": lambda rows: table[rows]}
+    exec(open(sys.argv[1]).read(), names)
+    gradients.append(table.grad.flatten().tolist())
+print(json.dumps([names["numbers"]["kept_share"], *gradients]))
+"""
+
+
+def test_the_ten_lines_of_the_distributions_readme_run(tmp_path: Path) -> None:
+    """In one micro-batch or two, with the same gradient."""
+    example = re.search(r"```python\n(.*?)```", (ROOT / "distribution" / "README.md").read_text(), re.DOTALL)
+    assert example
+    (tmp_path / "lines.py").write_text(example[1])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "distribution"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", "-c", README, str(tmp_path / "lines.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept, whole, split = json.loads(done.stdout.splitlines()[-1])
+    assert kept == 1.0 and max(map(abs, whole)) > 1e-2
+    assert split == pytest.approx(whole, rel=1e-6, abs=1e-9)
+
+
+def test_what_the_page_says_of_factors_after_the_backward_pass() -> None:
+    """With correct() no preset needs one; with defer() mis-full does, and presets without normalised weights don't."""
+    assert [name for name in PRESETS if needs_gradient_factor(CorrectionConfig(preset=name))] == []
+    assert "mis-full" in [name for name in PRESETS if needs_gradient_factor(CorrectionConfig(preset=name), is_deferred=True)]
+    assert "With `correct`" not in TEXT and "with `correct`, no preset" in TEXT
+
+
+def test_accumulation_that_divides_is_undone_by_multiplying() -> None:
+    """The page's table: a trainer that averages over its steps gets the whole gradient when the loss is multiplied by their number."""
+    config = CorrectionConfig(preset="icepop")
+    batch, target = random_batch(2)
+    corrected = correct(batch, config)
+    leaf, whole = target.clone().requires_grad_(), target.clone().requires_grad_()
+    parts = ([0, 1, 2], [3, 4], list(range(5, 12)))
+    for part in parts:
+        loss = policy_loss(corrected.select(part), leaf[batch.token_index(part)], config).loss
+        (len(parts) * loss / len(parts)).backward()
+    policy_loss(corrected, whole, config).loss.backward()
+    assert leaf.grad.tolist() == pytest.approx(whole.grad.tolist(), rel=1e-6, abs=1e-12)
+
+
+def python_of(name: str, scratch: Path) -> Path:
+    """The Python of an environment with a trainer; EVENKEEL_ENVIRONMENTS=FOLDER keeps it (1.5 GB) for the next time."""
+    folder = Path(os.environ.get("EVENKEEL_ENVIRONMENTS", scratch)) / name
+    if not (folder / "bin" / "python").exists():
+        venv.create(folder, with_pip=True)
+        for words in INSTALLS[name]:
+            pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, *words], check=True)
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("name", "title"), [("trl", "TRL 1.16"), ("verl", "verl 0.9.1")])
+def test_the_trainers_own_code_has_the_same_numbers(name: str, title: str, tmp_path: Path) -> None:
+    """Loss and gradient of each row of its table, and of the page's example, by its own functions and by ours."""
+    lines = {row: [theirs[0], ours[0]] for row, (theirs, ours) in rows(title).items()}
+    assert len(lines) >= 15
+    (tmp_path / "lines.json").write_text(json.dumps(lines))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "distribution"), "PYTHONDONTWRITEBYTECODE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = [python_of(name, tmp_path), CASES / f"{name}_case.py", PAGE, tmp_path / "lines.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert set(lines) <= set(answer["lines"])
+    for row, found in answer["lines"].items():
+        assert found["size"] > 1e-3, f"{row}: no gradient to compare"
+        assert found["ours"] == pytest.approx(found["theirs"], rel=1e-6, abs=1e-6), row
+        assert found["gradient"] < 1e-6, row
+    distinct = {(round(found["theirs"], 9), round(found["size"], 9)) for found in answer["lines"].values()}
+    assert len(distinct) >= len(answer["lines"]) - 3, "rows that are alike show little"
+    if name == "trl":  # the example, through TRL's own training loop
+        assert answer["moved"] > 1e-3 and len(answer["losses"]) == 4
