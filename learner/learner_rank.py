@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,7 +28,6 @@ from correction.errors import ConfigError, DataError
 from correction.loss import loss_metrics, policy_scale
 from learner import checkpoint, convert, export, hf_folder, model, model_capture, parallel
 from learner.config import LearnerConfig
-from learner.file_sums import leave_sum
 from learner.logprobs import scaled_logits
 from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
@@ -296,15 +295,11 @@ class LearnerRank:
             hf_folder: also write a Hugging Face folder, on rank 0, whose memory holds a copy of all weights meanwhile.
         Raises: DataError if the folder is a complete checkpoint already.
         """
-        with contextlib.suppress(DataError):  # told by is_saved; raised here, on one rank, it would leave the others waiting
-            self.is_saved(wait=True)
+        wait([self._saving] if self._saving else [])  # is_saved tells how it ended; raised here, on one rank, others would wait for it
         state = self._require()
         write_hf: Callable[[], None] | None = None
-        if hf_folder is not None and self.placement.rank == 0:
-            copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors().items()}
-            write_hf = partial(_write_hf_with_sums, copies, state.side_files, Path(hf_folder))
-        elif hf_folder is not None:
-            deque(self._weights(), maxlen=0)
+        if hf_folder is not None:
+            write_hf = export.hf_folder_of_copies(self.weights(), state.side_files, hf_folder, is_writer=self.placement.rank == 0)
         self._saving = checkpoint.save(folder, state.chunks, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
 
     def is_saved(self, *, wait: bool = False) -> bool:
@@ -380,7 +375,7 @@ class LearnerRank:
             keep_routes=keep_routes,
         )
 
-    @contextlib.contextmanager
+    @contextmanager
     def _swapped(self, weights: list[Tensor]) -> Iterator[None]:
         """The model with other weights for a while; its own come back untouched, whatever happens."""
         parameters = _parameters(self._policies)
@@ -402,9 +397,3 @@ def _mean(values: list[float | None]) -> float | None:
     """Of those that there are."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None
-
-
-def _write_hf_with_sums(weights: dict[str, Tensor], side_files: dict[str, bytes], folder: Path) -> None:
-    export.write_hf_folder(weights.items(), side_files, folder)
-    for file in folder.glob("*.safetensors"):
-        leave_sum(file)

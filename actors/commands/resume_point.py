@@ -15,7 +15,6 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from actors.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
-from actors.supervision import counted
 from correction.errors import ConfigError, DataError
 from correction.schedule import needs_topk
 from learner.file_sums import MANIFEST, read_manifest_of_files, verify
@@ -244,7 +243,7 @@ def _with_groups_of_these_settings(
     if useless and not discard_queue:
         told = ", ".join(f"{key} ({_short(changed[key][0])} -> {_short(changed[key][1])})" if key in changed else key for key in useless)
         raise ConfigError(
-            f"{told}: {counted(len(queue.finished), 'finished group')} of {point.checkpoint.path} can't be trained on with that. Leave it "
+            f"{told}: {len(queue.finished)} finished group{'s' * (len(queue.finished) > 1)} of {point.checkpoint.path} can't be trained on with that. Leave it "
             "as it was, or add --discard-queue: their answers are thrown away and their prompts asked again"
         )
     again = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in queue.finished]

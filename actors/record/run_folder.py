@@ -11,8 +11,7 @@
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
     skipped_batches/step_000010.pt  batches whose loss or gradient was not finite: a few, for torch.load
     scatter.npz                     pi_prox against mu (ScatterSample in actors/carriers.py)
-    checkpoints/step_000050/        hf/ (a Hugging Face folder), state/ (what a resume needs), manifest.json (learner/file_sums.py);
-                                    step_....damaged: set aside by a resume
+    checkpoints/step_000050/        hf/ (Hugging Face), state/ (for a resume), manifest.json; step_....damaged: set aside by a resume
     model/                          config and tokenizer of the model, for engines that start while it runs
     report.html
 

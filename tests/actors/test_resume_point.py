@@ -247,7 +247,6 @@ SPOILING = [
     ("rollout.sampling.max_tokens=9", "rollout.sampling.max_tokens (48 -> 9)"),
     ("rollout.overlong.kind=mask", "rollout.overlong.kind (train -> mask)"),
     ("rollout.reward.deadline_s=3", "rollout.reward.deadline_s (10.0 -> 3.0)"),
-    ("correction.preset=dppo-topk-tv", "correction (it looks at the most likely tokens)"),
 ]
 
 
