@@ -242,9 +242,10 @@ def _with_groups_of_these_settings(
     useless = [reason for reason in reasons if not reason.startswith(_OF_ENGINES)]
     if useless and not discard_queue:
         told = ", ".join(f"{key} ({_short(changed[key][0])} -> {_short(changed[key][1])})" if key in changed else key for key in useless)
+        groups = f"{len(queue.finished)} finished group{'s' * (len(queue.finished) > 1)} of {point.checkpoint.path}"
         raise ConfigError(
-            f"{told}: {len(queue.finished)} finished group{'s' * (len(queue.finished) > 1)} of {point.checkpoint.path} can't be trained on with that. Leave it "
-            "as it was, or add --discard-queue: their answers are thrown away and their prompts asked again"
+            f"{told}: {groups} can't be trained on with that. Leave it as it was, or add --discard-queue: their "
+            "answers are thrown away and their prompts asked again"
         )
     again = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in queue.finished]
     in_flight = tuple(sorted([*queue.in_flight, *again], key=lambda ticket: ticket.group_id))
