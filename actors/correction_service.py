@@ -242,6 +242,9 @@ class CorrectionService:
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
+        if not self._config.has_reference and batch.reference_logprobs is not None:
+            self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
+            batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
         split, split_s = await self._gap_split.split(batch, version) if self._gap_split.splits(version) else ({}, 0.0)
         split_s += await keeping if keeping is not None else 0.0
         began = time.monotonic()

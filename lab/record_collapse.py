@@ -1,7 +1,7 @@
 """Records the metric series for benchmarks/early_warning.py: real runs of a nano model that are disturbed, and others that are not.
 
     python lab/record_collapse.py --model /tmp/early-warning-model --seeds 0-11        # about half a minute a run, on one core
-    python lab/record_collapse.py --model /tmp/early-warning --engines bfloat16,float16,float8 --conditions healthy,learning_rate \\
+    python lab/record_collapse.py --model /tmp/early-warning --engines bfloat16,float16,float8 --conditions healthy,steep_rate \\
         --seeds 0-9 --folder benchmarks/series/mismatch                                # mismatch of the engines, at staleness 0
 
 All runs are alike until their onset, a step from 30 to 49 that the seed decides: preset decoupled-ppo with two optimizer steps per
@@ -10,6 +10,7 @@ batch, so that importance weights have no bound, and learning rate 5e-4. From th
     healthy         none
     learning_rate   to ten times the rate
     staleness       max_staleness 1 to 8, and four times the rate: at the plain rate a queue of 8 batches slows the run without ending it
+    steep_rate      to thirty times the rate: fresh batches stand ten times it better, and some of those runs are hurt without being lost
     noise           Gaussian noise of standard deviation 0 to 3 on the engine's logprobs, and four times the rate, for the same reason
 
 The engine decides what the gap between mu and pi_prox is made of. The learner computes in float32, always:
@@ -82,6 +83,7 @@ CONDITIONS = {
     "learning_rate": Disturbance(rate_factor=10.0),
     "staleness": Disturbance(rate_factor=4.0, max_staleness=8),
     "noise": Disturbance(rate_factor=4.0, mu_noise=3.0),
+    "steep_rate": Disturbance(rate_factor=30.0),
 }
 
 
@@ -103,7 +105,7 @@ class SamplingEngine:
     @property
     def conditions(self) -> tuple[str, ...]:
         """Those that leave its gap what it is: none but float32 is made stale or given noise."""
-        return tuple(CONDITIONS) if self.max_staleness else ("healthy", "learning_rate")
+        return ("healthy", "learning_rate", "staleness", "noise") if self.max_staleness else ("healthy", "learning_rate", "steep_rate")
 
 
 BFLOAT16 = ("rollout.engine.dtype=bfloat16",)

@@ -186,31 +186,29 @@ class LearnerRank:
         state = self._require()
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
-        done: list[tuple[Pass, float, Update]] = []
-        for _, share in shares:
-            done.append(
-                train_step(
-                    state.chunks,
-                    state.optimizer,
-                    share,
-                    objective,
-                    gradient_scale=lambda sums: policy_scale(sums, correction_config),
-                    loss_of=lambda sums: loss_metrics(sums, correction_config)["loss"],
-                    config=self.config,
-                    placement=self.placement,
-                    watch=watch,
-                )
+        done: list[tuple[Pass, float, Update]] = [
+            train_step(
+                state.chunks,
+                state.optimizer,
+                share,
+                objective,
+                gradient_scale=lambda sums: policy_scale(sums, correction_config),
+                loss_of=lambda sums: loss_metrics(sums, correction_config)["loss"],
+                config=self.config,
+                placement=self.placement,
+                watch=watch,
             )
+            for _, share in shares
+        ]
         first_epoch = len(shares) // self.config.epochs_per_batch
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
-        metrics = loss_metrics(sums, correction_config)
-        losses, updates = [loss for _, loss, _ in done], [update for _, _, update in done]
+        metrics, updates = loss_metrics(sums, correction_config), [update for _, _, update in done]
         watch.seconds["total"] = time.perf_counter() - started
         return StepResult(
             step=step,
-            loss=sum(losses) / len(losses),
+            loss=sum(loss for _, loss, _ in done) / len(done),
             metrics={name: value for name, value in metrics.items() if name != "loss"},
             target_logprobs=logprobs,
             decided=decided,
