@@ -25,13 +25,12 @@ from actors.correction_service import CorrectionService, ServiceConfig
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
-from actors.ledger import Ledger
 from actors.pool import RolloutPool
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_teller import StepTeller
-from actors.resume import TrainingState
+from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.supervision import Stopwatch, abandon, counted, unless_failed, wait_for
 from actors.trajectory_queue import TrajectoryQueueActor
@@ -124,9 +123,8 @@ class Controller:
             await self._train()
         finally:
             feeding.cancel()
-        if self._step > self._last_saved:
-            await self._save()
-        await self._checkpoints.finished()
+        await self._checkpoints.insist(self._step, self._save)
+        await asyncio.to_thread(self._ledger.flush)
         self._is_training = False
         after = None if self._ends_early else await self._evaluate_last()
         await self._steps.flush()
@@ -148,11 +146,13 @@ class Controller:
             result = await self._learn(batch)
             self._compare_bits(batch, result)
             await self._publish()  # engines take it while we go on
-            discarded, counts = await self._ask(self._queue.advance, self._version, [g.group_id for g in batch.groups])
+            group_ids = [group.group_id for group in batch.groups]
+            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, group_ids)
             self._step += 1
-            self._ledger.settle(self._step, trained=[g.prompt.prompt_id for g in batch.groups], discarded=discarded)
+            trained = [group.prompt.prompt_id for group in batch.groups]
+            self._ledger.settle(self._step, trained=trained, discarded=discarded, outstanding=outstanding, counts=counts)
             self._steps.end_step(self._step, self._version, batch, result, self._watch.read(), counts, discarded)
-            if config.checkpoint.every_steps and self._step % config.checkpoint.every_steps == 0:
+            if self._checkpoints.is_due(self._step):
                 await self._save()
             await self._answer_alarms()
             self._evaluations.begin_if_due(self._step, self._version)
@@ -235,7 +235,6 @@ class Controller:
         await self._steps.flush()  # a resume goes on after this step: its line and counts have to be there by then
         await self._answer_alarms()  # and what its diagnostics have set off
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
-        self._last_saved = self._step
 
     async def _training_state(self) -> TrainingState:
         deadline_s = self._config.deadlines.checkpoint_s
@@ -243,17 +242,15 @@ class Controller:
         elapsed_s = time.monotonic() - self._began
         monitor = await self._ask(self._service.monitor_state)
         totals = self._observer.totals()
-        return TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, self._alarms.replacement)
+        mark, replacement = await asyncio.to_thread(self._ledger.flush, queue), self._alarms.replacement
+        return TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, replacement, mark, self._task.fingerprint)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         config, observer = self._config, self._observer
-        self._last_saved = self._step
-        self._ledger = Ledger(self._folder.path / "ledger.jsonl")
-        self._ledger.rewind(self._step)
-        if self._state and (doubt := self._ledger.doubt(self._state.queue)):
-            observer.event("warning", doubt)
+        self._checkpoints.saved_step = self._step
+        self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._state, observer.event)
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         self._folder.keep_model_files(self._weights)
         workers, ranks = config.rollout.workers, config.learner.world_size

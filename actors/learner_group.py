@@ -203,6 +203,10 @@ class LearnerRankActor:
         """No collective call: each rank answers for itself."""
         return self._learner.is_saved()
 
+    def checkpoint_bytes(self) -> int:
+        """No collective call either."""
+        return self._learner.checkpoint_bytes()
+
     def restore(self, number: int, folder: Path, version: int) -> None:
         self._in_order(number, "restoring a checkpoint")
         self._learner.restore(folder)
@@ -331,6 +335,10 @@ class LearnerGroup:
     async def begin_save(self, folder: Path, hf_folder: Path, *, deadline_s: float) -> None:
         """Copy all that a checkpoint holds; the ranks write it beside their next steps."""
         await self._all(self._submit("begin_save", folder, hf_folder), "copy for a checkpoint", deadline_s)
+
+    async def checkpoint_bytes(self, *, deadline_s: float) -> int:
+        """Size of a checkpoint of now."""
+        return sum(await self._all([rank.checkpoint_bytes.remote() for rank in self._ranks], "size of a checkpoint", deadline_s))
 
     async def saved(self, *, deadline_s: float) -> None:
         """Wait until every rank has written what it copied. Raises: DataError if one could not; DeadlineExceeded."""

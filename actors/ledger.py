@@ -1,60 +1,237 @@
-"""The ledger: every prompt of a run, once.
+"""The ledger: every prompt of a run, once, and always in balance with the queue.
 
-One line of ledger.jsonl for each prompt that left the queue, with what became of it. A prompt id holds its epoch, so an id that comes
-twice is a prompt that was used twice. After a resume the lines behind the checkpoint's step are taken back, like those prompts.
+    admitted = trained + discarded + outstanding        lines of ledger.jsonl = trained + discarded
+
+One line of ledger.jsonl for each prompt that has left the queue, with what became of it. In memory are the prompts that haven't, and
+counts: a run of any length costs what is under way. The two books are compared id by id at every step and checkpoint; a prompt that one
+of them has lost, doubled or used before is an error that names it. Prompts come in the order of their ids (epoch, position), so that one
+that comes again is known without those that are gone.
+
+A checkpoint has the file's length and checksum (`LedgerMark`). A resume compares them and cuts off what came later, without parsing a line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from actors.carriers import QueueSnapshot
-from actors.json_lines import JsonLines
 from correction.errors import LedgerError
+
+_CHUNK_BYTES = 4 << 20
+_NAMED = 8
+"""Ids of an imbalance that are named; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerMark:
+    """How far the file has come."""
+
+    lines: int = 0
+    bytes: int = 0
+    crc32: int = 0
+    """Of these bytes."""
+    aside: int = 0
+    """Lines of damaged files that resumes have set aside."""
+    last: str = ""
+    """The prompt that came last into the queue."""
 
 
 class Ledger:
-    """Outcomes by prompt id, on disk as they come."""
+    """Books of its own beside the queue's: its file, the ids that are under way, and the counts."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
-        self._lines.repair()  # a torn line is of a step after the last checkpoint, which will be done again
-        self._settled = dict(self._lines.read(_prompt_and_step))
+        """Of a run that begins: what a start without a checkpoint has left in the file is taken back at the first line."""
+        self._path = path
+        self._mark = LedgerMark()
+        self._open: set[str] = set()
+        self._admitted = self._trained = self._discarded = 0
+        self._unwritten = b""
+        """Lines that a full disk has not taken; they come before the next ones."""
+        if path.is_file():
+            os.truncate(path, 0)
+
+    @classmethod
+    def resumed(cls, path: Path, queue: QueueSnapshot, mark: LedgerMark | None) -> tuple[Ledger, str | None]:
+        """Go on from a checkpoint; lines of later steps are taken back.
+
+        Returns: the ledger, and what is to be said of a file that is not what the checkpoint knows; it is set aside then.
+        Raises: LedgerError if the checkpoint is out of balance.
+        """
+        mark = mark or LedgerMark()
+        if found := imbalance_of(queue, mark):
+            raise LedgerError(f"{path}: {found}")
+        warning = None
+        if difference := _difference(path, mark):
+            names = (path.with_name(f"ledger.damaged{number}.jsonl") for number in ("", *(f"-{i}" for i in range(2, 1000))))
+            aside = next(name for name in names if not name.exists())
+            if path.exists():
+                path.rename(aside)
+            warning = (
+                f"{path} is damaged: {difference}. It is set aside as {aside.name}; the run goes on by the checkpoint's counts, and begins "
+                "a new file"
+            )
+            mark = LedgerMark(aside=mark.aside + mark.lines, last=mark.last)
+        elif path.is_file():
+            os.truncate(path, mark.bytes)
+        ledger = cls.__new__(cls)
+        ledger._path, ledger._mark, ledger._unwritten = path, mark, b""
+        ledger._open = set(outstanding_ids(queue)) | {prompt_id for prompt_id, _ in queue.unreported}
+        ledger._admitted, ledger._trained = queue.admitted, queue.trained
+        ledger._discarded = queue.discarded - len(queue.unreported)
+        return ledger, warning
 
     def __len__(self) -> int:
-        return len(self._settled)
+        """Prompts that have left, whose lines are written."""
+        return self._mark.lines + self._mark.aside
 
-    def rewind(self, step: int) -> None:
-        """Forget what happened after `step`: those steps will be done again."""
-        self._lines.rewind(step)
-        self._settled = dict(self._lines.read(_prompt_and_step))
+    def settle(
+        self,
+        step: int,
+        *,
+        trained: Iterable[str],
+        discarded: Iterable[tuple[str, str]] = (),
+        outstanding: Iterable[str] = (),
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write down the prompts that a step trained and those given up since the last one, and compare the books.
 
-    def doubt(self, queue: QueueSnapshot) -> str | None:
-        """What is to be said of a ledger that has not as many prompts as the queue has counted; None if it has."""
-        settled = queue.trained + queue.discarded - len(queue.unreported)
-        if len(self) == settled:
-            return None
-        return (
-            f"{self._lines.path} is damaged: it has {len(self)} of the {settled} prompts used so far. The run goes on by the checkpoint's "
-            "counts, but a prompt that is missing there wouldn't be known if it came again"
-        )
-
-    def settle(self, step: int, *, trained: Iterable[str], discarded: Iterable[tuple[str, str]] = ()) -> None:
-        """Write down the prompts that a step trained and those given up since the last one, as (prompt id, reason).
-
-        Raises: LedgerError if one of them was settled before.
+        Args:
+            discarded: (prompt id, reason).
+            outstanding: prompts that the queue holds after that.
+            counts: of the queue, at the same moment; None: not compared.
+        Raises: LedgerError naming the prompts that the books don't agree on; nothing is written then.
         """
-        outcomes = [(prompt_id, "trained") for prompt_id in trained] + list(discarded)
-        records = []
-        for prompt_id, outcome in outcomes:
-            if prompt_id in self._settled:
-                raise LedgerError(f"step {step}: prompt {prompt_id} ({outcome}) was settled in step {self._settled[prompt_id]} already")
-            self._settled[prompt_id] = step
-            records.append({"step": step, "prompt_id": prompt_id, "outcome": outcome})
-        self._lines.append(*records)
+        outcomes = [*((prompt_id, "trained") for prompt_id in trained), *discarded]
+        held = list(outstanding)
+        books = Counter([*(prompt_id for prompt_id, _ in outcomes), *held])
+        new = sorted((prompt_id for prompt_id in books if prompt_id not in self._open), key=_order)
+        self._refuse(step, "twice in the queue's books", [prompt_id for prompt_id, times in books.items() if times > 1])
+        self._refuse(step, "lost: neither trained nor discarded, and no longer under way", self._open - books.keys())
+        newest = _order(self._mark.last)
+        self._refuse(step, f"used before ({self._mark.last} came later)", [p for p in new if _order(p) and _order(p) <= newest])
+        is_trained = sum(outcome == "trained" for _, outcome in outcomes)
+        mine = {
+            "admitted": self._admitted + len(new),
+            "trained": self._trained + is_trained,
+            "discarded": self._discarded + len(outcomes) - is_trained,
+        }
+        if counts is not None:
+            under_way = counts["in_flight"] + counts["finished"] + counts["drawn"]
+            for name, mine_now, queues in [*((n, mine[n], counts[n]) for n in mine), ("outstanding", len(held), under_way)]:
+                if mine_now != queues:
+                    raise LedgerError(
+                        f"step {step}: out of balance: {queues} groups {name} in the queue, {mine_now} in the ledger; of this step: "
+                        f"{_named([prompt_id for prompt_id, _ in outcomes])}; under way: {_named(held)}"
+                    )
+        self._write([{"step": step, "prompt_id": prompt_id, "outcome": outcome} for prompt_id, outcome in outcomes])
+        self._open = set(held)
+        self._admitted, self._trained, self._discarded = mine["admitted"], mine["trained"], mine["discarded"]
+        if new:
+            self._mark = replace(self._mark, last=new[-1])
+
+    def flush(self, queue: QueueSnapshot | None = None) -> LedgerMark:
+        """Put all lines on disk; with the queue's snapshot, between two steps, its books are compared too.
+
+        Returns: how far the file has come.
+        Raises: LedgerError naming what the books don't agree on; OSError if the disk doesn't take the lines.
+        """
+        if queue is not None:
+            held = {*outstanding_ids(queue), *(prompt_id for prompt_id, _ in queue.unreported)}
+            self._refuse(queue.version, "lost: neither trained nor discarded, and no longer under way", self._open - held)
+            if found := imbalance_of(queue, self._mark):
+                raise LedgerError(f"checkpoint of version {queue.version}: {found}")
+        if self._unwritten:
+            self._append(b"")
+        if self._mark.bytes:
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
+                size = os.fstat(file.fileno()).st_size
+            if size != self._mark.bytes:
+                raise LedgerError(f"{self._path}: {size} bytes long, but this run has written {self._mark.bytes}; who else writes to it?")
+        return self._mark
+
+    def _write(self, records: Sequence[Mapping[str, object]]) -> None:
+        lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+        mark = self._mark
+        self._mark = replace(
+            mark, lines=mark.lines + len(records), bytes=mark.bytes + len(lines), crc32=zlib.crc32(lines, mark.crc32)
+        )
+        try:
+            self._append(lines)
+        except OSError:
+            self._unwritten += lines  # a checkpoint, which needs them on disk, says so
+
+    def _append(self, lines: bytes) -> None:
+        """What was left, and these; a part of them is taken back."""
+        whole = self._unwritten + lines
+        with self._path.open("ab", buffering=0) as file:
+            began = file.tell()
+            try:
+                if file.write(whole) != len(whole):
+                    raise OSError(f"{self._path}: the disk took a part of the lines only")
+            except OSError:
+                os.truncate(self._path, began)
+                raise
+        self._unwritten = b""
+
+    def _refuse(self, step: int, what: str, prompt_ids: Iterable[str]) -> None:
+        if named := sorted(prompt_ids, key=lambda prompt_id: (_order(prompt_id), prompt_id)):
+            raise LedgerError(f"step {step}: out of balance: {_named(named)} {what}")
 
 
-def _prompt_and_step(record: dict[str, Any]) -> tuple[str, int]:
-    return str(record["prompt_id"]), int(record["step"])
+def outstanding_ids(queue: QueueSnapshot) -> list[str]:
+    """Of the prompts that are under way."""
+    return [*(ticket.prompt.prompt_id for ticket in queue.in_flight), *(group.prompt.prompt_id for group in queue.finished)]
+
+
+def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
+    """What doesn't add up in a snapshot of the queue, and in the ledger's mark if there is one, with ids; None: it is balanced."""
+    held = outstanding_ids(queue)
+    unreported = [prompt_id for prompt_id, _ in queue.unreported]
+    if twice := [prompt_id for prompt_id, times in Counter([*held, *unreported]).items() if times > 1]:
+        return f"twice among the prompts under way: {_named(twice)}"
+    if queue.admitted != queue.trained + queue.discarded + len(held):
+        return (
+            f"{queue.admitted} groups admitted, but {queue.trained} trained, {queue.discarded} discarded and {len(held)} under way "
+            f"({_named(held)})"
+        )
+    if sum(queue.discarded_by_reason.values()) != queue.discarded:
+        return f"{queue.discarded} groups discarded, but by reason {queue.discarded_by_reason}"
+    if mark is not None and mark.lines + mark.aside != (settled := queue.trained + queue.discarded - len(unreported)):
+        return (
+            f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, those without a line "
+            f"({_named(unreported)}) aside"
+        )
+    return None
+
+
+def _difference(path: Path, mark: LedgerMark) -> str:
+    """In what the file differs from what it was at the mark; empty: in nothing."""
+    if not mark.bytes:
+        return ""
+    if not path.is_file():
+        return f"it is not there, and had {mark.lines} lines"
+    crc32 = lines = read = 0
+    with path.open("rb") as file:
+        while chunk := file.read(min(_CHUNK_BYTES, mark.bytes - read)):
+            crc32, lines, read = zlib.crc32(chunk, crc32), lines + chunk.count(b"\n"), read + len(chunk)
+    if read < mark.bytes:
+        return f"it has {read} bytes and {lines} lines of {mark.bytes} bytes and {mark.lines} lines"
+    return "" if crc32 == mark.crc32 else f"the checksum of its first {mark.lines} lines is {crc32:08x} instead of {mark.crc32:08x}"
+
+
+def _order(prompt_id: str) -> tuple[int, ...]:
+    """(epoch, position in it) of a task's prompt; empty for another name."""
+    parts = prompt_id.split("/")
+    return tuple(map(int, parts[-2:])) if len(parts) == 3 and all(part.isdecimal() for part in parts[-2:]) else ()
+
+
+def _named(prompt_ids: Sequence[str]) -> str:
+    more = len(prompt_ids) - _NAMED
+    return (", ".join(prompt_ids[:_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")

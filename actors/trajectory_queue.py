@@ -214,6 +214,10 @@ class TrajectoryQueue:
             "drawn": self._by_state[GroupState.DRAWN],
         }
 
+    def outstanding(self) -> list[str]:
+        """Ids of the prompts that are under way."""
+        return [entry.ticket.prompt.prompt_id for entry in self._entries.values()]
+
     def waiting_for(self, version: int) -> str:
         """One clause on what a batch of `version` lacks, for logs and deadlines."""
         counts = self.counts()
@@ -311,15 +315,15 @@ class TrajectoryQueueActor:
             await self._wait_until(lambda: take() and len(drawn) == places, time.monotonic() + _JOIN_S)
         return drawn
 
-    async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
         """The learner has new weights, by training on these groups; they leave.
 
-        Returns: what was discarded since the last call, as (prompt id, reason), and the counts.
+        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way.
         """
         self._queue.publish(version)
         self._queue.settle(trained)
         await self._notify()
-        return self._queue.take_discarded(), self._queue.counts()
+        return self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding()
 
     async def waiting_for(self, version: int) -> str:
         return self._queue.waiting_for(version)

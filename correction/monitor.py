@@ -192,16 +192,17 @@ class Monitor:
         return sorted(events, key=lambda event: -event.state.rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Histories and states as plain data. Settings are no part of it: a resumed run has its own."""
+        """Histories and states as data that JSON holds. Settings are no part of it: a resumed run has its own."""
         return {
-            "series": {name: asdict(series) for name, series in self._series.items()},
+            "series": {name: asdict(series) | {"last": list(series.last)} for name, series in self._series.items()},
             "stands": {name: asdict(current) for name, current in self._symptom_states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; symptoms that weren't followed then begin anew."""
-        self._series = {name: _Series(**series) for name, series in state["series"].items()}
-        saved = {name: _SymptomState(**values) for name, values in state["stands"].items()}
+        self._series = {name: _Series(**{**series, "last": deque(series["last"])}) for name, series in state["series"].items()}
+        stands = state["stands"].items()
+        saved = {name: _SymptomState(State(s["state"]), State(s["candidate"]), s["held"]) for name, s in stands}
         self._symptom_states |= {name: current for name, current in saved.items() if name in self._symptom_states}
 
     def forget(self, names: Iterable[str]) -> None:

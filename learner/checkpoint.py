@@ -38,6 +38,7 @@ from torch import Tensor
 from correction.errors import DataError
 from learner import convert
 from learner.checkpoint_files import FORMAT, MANIFEST, RANDOM, RANK, file_name, is_complete, model_shape, read_manifest
+from learner.file_sums import leave_sum
 from learner.hf_folder import open_tensors
 from learner.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model import unwrap
@@ -70,7 +71,6 @@ def save(
     placement.barrier()  # no rank begins before all have looked
     if placement.rank == 0:
         shutil.rmtree(target, ignore_errors=True)  # of a save that was killed
-        target.mkdir(parents=True)
     placement.barrier()
     held = {name: _copy(tensor) for name, tensor in _held_tensors(chunks, optimizer, hf_config, placement)}
     generators = {name: _copy(state) for name, state in _random_state().items()}
@@ -83,6 +83,7 @@ def save(
     }
 
     def write() -> None:
+        target.mkdir(parents=True, exist_ok=True)  # here: a rank whose disk fails must not leave the others at a barrier
         _write(target / file_name(RANK, placement.rank), lambda path: save_file(held, path))
         _write(target / file_name(RANDOM, placement.rank), lambda path: save_file(generators, path))
         if placement.rank == 0:
@@ -95,6 +96,12 @@ def save(
         return executor.submit(write)
     finally:
         executor.shutdown(wait=False)
+
+
+def size_of(chunks: Sequence[DistributedDataParallel], optimizer: GuardedOptimizer, hf_config: Any, placement: Placement) -> int:
+    """Bytes that this rank will write, and its share of a Hugging Face folder."""
+    held = list(_held_tensors(chunks, optimizer, hf_config, placement))
+    return sum(tensor.nbytes * (1 + name.startswith(f"{WEIGHT}/")) for name, tensor in held)
 
 
 def restore(
@@ -226,6 +233,7 @@ def _write(path: Path, fill: Callable[[Path], Any]) -> None:
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.rename(path)
+    leave_sum(path)
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

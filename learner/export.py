@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket, packed_bytes
 from correction.engines.weight_spec import WeightSpec
 from learner import hf_folder
+from learner.file_sums import leave_sum
 from learner.parallel import Placement
 
 SHARD_BYTES = 4 * 2**30
@@ -83,6 +85,23 @@ class Staging:
 def weight_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """HF name -> checksum of what an engine must hold."""
     return {name: tensor_checksum(weight) for name, weight in weights}
+
+
+def hf_folder_of_copies(
+    pieces: Iterator[dict[str, Tensor]], side_files: Mapping[str, bytes], target: str | os.PathLike[str], *, is_writer: bool
+) -> Callable[[], None] | None:
+    """Go through all weights, which every rank has to; the writer copies them. Returns: what writes the folder, for the writer."""
+    if not is_writer:
+        deque(pieces, maxlen=0)
+        return None
+    copies = {name: tensor for piece in pieces for name, tensor in WeightBucket.of(piece).tensors().items()}
+
+    def write() -> None:
+        write_hf_folder(copies.items(), side_files, target)
+        for file in Path(target).glob("*.safetensors"):
+            leave_sum(file)
+
+    return write
 
 
 def write_hf_folder(weights: Iterable[tuple[str, Tensor]], side_files: Mapping[str, bytes], target: str | os.PathLike[str]) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -287,20 +287,17 @@ class LearnerRank:
         self.placement.barrier()
 
     def begin_save(self, folder: str | os.PathLike[str], hf_folder: str | os.PathLike[str] | None = None) -> None:
-        """The same from a copy, written while the ranks go on; all ranks call. An earlier save is waited for.
+        """The same from a copy, written while the ranks go on; all ranks call. An earlier save is waited for, however it ends.
 
         Args:
             hf_folder: also write a Hugging Face folder, on rank 0, whose memory holds a copy of all weights meanwhile.
-        Raises: DataError likewise, also for an earlier save that failed.
+        Raises: DataError if the folder is a complete checkpoint already.
         """
-        self.is_saved(wait=True)
+        wait([self._saving] if self._saving else [])  # is_saved tells how it ended; raised here, on one rank, others would wait for it
         state = self._require()
         write_hf: Callable[[], None] | None = None
-        if hf_folder is not None and self.placement.rank == 0:
-            copies = {name: tensor for bucket in self.weight_buckets() for name, tensor in bucket.tensors().items()}
-            write_hf = partial(export.write_hf_folder, copies.items(), state.side_files, hf_folder)
-        elif hf_folder is not None:
-            deque(self._weights(), maxlen=0)
+        if hf_folder is not None:
+            write_hf = export.hf_folder_of_copies(self.weights(), state.side_files, hf_folder, is_writer=self.placement.rank == 0)
         self._saving = checkpoint.save(folder, state.chunks, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
 
     def is_saved(self, *, wait: bool = False) -> bool:
@@ -312,6 +309,11 @@ class LearnerRank:
             except (OSError, SafetensorError) as error:
                 raise DataError(f"learner rank {self.placement.rank}: a checkpoint could not be written: {error}") from error
         return self._saving is None
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes that this rank would write now, and its share of a Hugging Face folder."""
+        state = self._require()
+        return checkpoint.size_of(state.chunks, state.optimizer, state.hf_config, self.placement)
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint of the same model, saved by any layout of ranks; `load` comes first (of any folder of that model).

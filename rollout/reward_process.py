@@ -1,9 +1,10 @@
 """What runs in a scoring process: `python -m rollout.reward_process FD PARENT_PID`, started and killed by rollout/rewards.py.
 
-It imports the standard library and what the one scorer needs; never torch. Messages are pickles with a length before them, over a
-socket of its own, so that a scorer may print what it likes. The first message is the specification (`RewardConfig` as a dict), the
-answer {"ready": True} or {"error": why}; after that each message is a request with several completions of one question, and each of them
-is answered, in order and as soon as it is scored, by {"components": ...} or {"error": why}.
+It imports the standard library and what the one scorer needs; never torch. Messages have their length before them and go over a socket
+of its own, so that a scorer may print what it likes: pickles to it, JSON from it, so that nothing that a scorer says is run by its
+parent. The first message is the specification (`RewardConfig` as a dict), the answer {"ready": true} or {"error": why}; after that each
+message is a request with several completions of one question, and each of them is answered, in order and as soon as it is scored, by
+{"components": ...} or {"error": why}.
 
 A scoring process must never outlive its parent: the kernel kills it when the parent dies, even in the middle of a C function.
 """
@@ -15,6 +16,7 @@ import ctypes
 import difflib
 import importlib
 import inspect
+import json
 import logging
 import math
 import os
@@ -30,7 +32,7 @@ from typing import Any
 from rollout.gym_entry import COLUMN, from_json
 
 LENGTH = struct.Struct("!Q")
-"""Before each pickle: its size in bytes."""
+"""Before each message: its size in bytes."""
 SINGLE = "reward"
 """Name of the only component when a reward is a bare number."""
 _PR_SET_PDEATHSIG = 1
@@ -259,13 +261,14 @@ _SCORERS: dict[str, Callable[[dict[str, Any]], Scorer]] = {
 
 
 def pack_message(value: Any) -> bytes:
-    """A message as it goes over the socket."""
+    """A message to the scoring process as it goes over the socket."""
     payload = pickle.dumps(value)
     return LENGTH.pack(len(payload)) + payload
 
 
-def _send(connection: socket.socket, value: Any) -> None:
-    connection.sendall(pack_message(value))
+def _send(connection: socket.socket, value: dict[str, Any]) -> None:
+    payload = json.dumps(value).encode()
+    connection.sendall(LENGTH.pack(len(payload)) + payload)
 
 
 def _receive(connection: socket.socket) -> Any:

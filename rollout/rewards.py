@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from correction.errors import ConfigError
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
 from rollout.reward_process import LENGTH, SINGLE, pack_message
 from rollout.trajectory import FinishReason, Prompt, Trajectory
+
+_MAX_REPLY_BYTES = 1 << 24
 
 
 class RewardCallError(Exception):
@@ -242,10 +245,15 @@ class _ScoringProcess:
         try:
             async with asyncio.timeout(deadline_s):
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                return pickle.loads(await reader.readexactly(size))  # type: ignore[no-any-return]
+                if size > _MAX_REPLY_BYTES:
+                    raise ValueError(f"{size} bytes")
+                return _as_reply(await reader.readexactly(size))
         except TimeoutError:
             self._restart()
             raise RewardCallError(f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed") from None
+        except ValueError as error:  # a scorer has written to the socket itself
+            self._restart()
+            raise RewardCallError(f"the scoring process sent no reply at {what}, but something else ({error}); it was killed") from None
         except (ConnectionError, EOFError):
             if self._child is None:
                 raise RewardCallError("the scoring processes were closed") from None
@@ -268,3 +276,14 @@ class _ScoringProcess:
         except subprocess.TimeoutExpired:
             return "it closed its socket"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _as_reply(payload: bytes) -> dict[str, Any]:
+    """Raises: ValueError if it is nothing that a scoring process says."""
+    reply = json.loads(payload)
+    match reply:
+        case {"ready": True} | {"error": str()}:
+            return dict(reply)
+        case {"components": dict() as parts} if parts and all(type(part) is float and math.isfinite(part) for part in parts.values()):
+            return dict(reply)
+    raise ValueError(repr(payload[:60]))

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import xxhash
 
 from correction.errors import DataError
 from rollout.chat import ChatEncoder
@@ -19,6 +22,8 @@ from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
 from rollout.rows import RowSource
 from rollout.trajectory import Prompt
+
+_FINGERPRINT_POSITIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,15 @@ class Task:
     def questions_per_epoch(self) -> int | None:
         """Training positions after which questions repeat; None: there is no end of them."""
         return self._source.questions_per_epoch
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the training questions and their answers in their order: all of a file or data set, the first of a stream without end."""
+        digest = xxhash.xxh3_64(repr(self._source.questions_per_epoch).encode())
+        for position in range(self._source.questions_per_epoch or _FINGERPRINT_POSITIONS):
+            question = self._source.train_question(position)
+            digest.update(f"{len(question.text)} {question.text}{question.answer}\n".encode())
+        return digest.hexdigest()
 
     def train_row(self, position: int) -> dict[str, Any]:
         """The question at a position of the training stream as a row of a .jsonl file, to be asked again from there.

@@ -92,6 +92,7 @@ def train(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint; its folder holds the recipe."),
     ] = None,
+    discard_queue: Annotated[bool, typer.Option("--discard-queue", help="With --resume: sample anew what new settings spoil.")] = False,
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says.
 
@@ -104,7 +105,7 @@ def train(
     """
     # With --resume the first positional argument, if any, is an override.
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
-    if recipe is None and resume is None:
+    if (recipe is None or discard_queue) and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
     if resume is None:
         _load(recipe, words)  # a typo shows before the imports, which take seconds
@@ -116,7 +117,7 @@ def train(
         run_config(RunFolder.view(resume), words)
     from actors.commands.train import train_run
 
-    summary = train_run(None if resume else recipe, words, resume)
+    summary = train_run(None if resume else recipe, words, resume, discard_queue=discard_queue)
     if summary.alarm:
         raise typer.Exit(ENDED_BY_ALARM)
     if summary.ended_by == signal.SIGTERM:

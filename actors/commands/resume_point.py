@@ -13,10 +13,11 @@ from typing import Any
 from actors.carriers import Ticket
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.record.run_folder import Checkpoint, RunFolder
-from actors.resume import OtherVersionError, TrainingState
+from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
+from actors.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import ConfigError, DataError
 from correction.schedule import needs_topk
+from learner.file_sums import MANIFEST, read_manifest_of_files, verify
 from rollout.chat import load_tokenizer
 from rollout.config import FileTask, HuggingFaceTask
 from rollout.tasks import Task
@@ -24,6 +25,8 @@ from rollout.tasks import Task
 _MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")
 _OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
 """Settings by which groups are sampled and scored, or their beginnings."""
+_OF_ENGINES = ("rollout.engine.",)
+"""Those of them that say how an engine works, not what it is asked: the groups are sampled again without a question."""
 _NOT_OF_SAMPLES = (
     *("rollout.workers", "rollout.slots", "rollout.engine.max_running_requests", "rollout.engine.deadlines"),
     *_MOVABLE_TASK_SETTINGS,
@@ -42,9 +45,12 @@ class ResumePoint:
     """To be told at the start: level and sentence."""
 
 
-def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunConfig, ResumePoint | None]:
+def find_resume_point(
+    folder: RunFolder, overrides: Sequence[str], *, discard_queue: bool = False
+) -> tuple[RunConfig, ResumePoint | None]:
     """The run's configuration with overrides on top, and the newest whole checkpoint, if the run has any; nothing is changed yet.
 
+    Args: discard_queue: throw away finished groups that were sampled or scored with other settings; their prompts are sampled again.
     Raises: ConfigError for settings that the run can't go on with; OtherVersionError if the newest whole checkpoint is of another version
     of evenkeel; DataError if no checkpoint can be read.
     """
@@ -70,15 +76,17 @@ def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunC
     if changed:
         told = "; ".join(f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
         point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {told}")))
-    return config, _with_groups_of_these_settings(point, before, config, changed)
+    return config, _with_groups_of_these_settings(point, before, config, changed, discard_queue=discard_queue)
 
 
-def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> list[tuple[str, str]]:
-    """Take back what the folder has of steps after the point's, once all else has been found right. Returns: what to say about it.
+def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[ResumePoint, list[tuple[str, str]]]:
+    """Take back what the folder has of steps after the point's, once all else has been found right.
+
+    Returns: the point with the task's prompts, and what to say about it.
 
     Raises: DataError if the task doesn't ask what the run asked.
     """
-    _check_prompts(folder, point, task)
+    point = replace(point, state=_with_prompts(folder, point, task))
     said = list(point.notes)
     step = point.checkpoint.step
     for checkpoint, reason in reversed(point.damaged):
@@ -92,7 +100,7 @@ def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> list[tuple[s
         )
     if lost := step - len({metrics.step for metrics in folder.read_metrics()}):
         said.append(("warning", f"{folder.metrics_path} is damaged: {lost} of {step} steps have no line in it, and no place in the report"))
-    return said
+    return point, said
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -134,7 +142,9 @@ def _newest_readable(folder: RunFolder) -> ResumePoint:
     damaged: list[tuple[Checkpoint, str]] = []
     for checkpoint in reversed(folder.checkpoints()):
         try:
-            return ResumePoint(checkpoint, _read(checkpoint), tuple(damaged))
+            state, foreign = _read(checkpoint)
+            note = f"{checkpoint.path} holds files that it was not written with and that are not read: {', '.join(foreign)}"
+            return ResumePoint(checkpoint, state, tuple(damaged), (("warning", note),) if foreign else ())
         except OtherVersionError:
             raise  # the older ones are of no later version, and nothing is wrong with this one
         except DataError as error:
@@ -145,18 +155,33 @@ def _newest_readable(folder: RunFolder) -> ResumePoint:
     )
 
 
-def _read(checkpoint: Checkpoint) -> TrainingState:
-    """Raises: OtherVersionError; DataError naming the file that is missing or damaged."""
+def _read(checkpoint: Checkpoint) -> tuple[TrainingState, list[str]]:
+    """Returns: the state, and names of files that the checkpoint was not written with.
+
+    Raises: OtherVersionError; DataError naming the file that is missing or damaged.
+    """
     from learner.checkpoint_files import check_readable  # torch: seconds that a refusal of the settings doesn't need
     from learner.model_check import check_trainable
 
+    foreign = _verify(checkpoint)
     state = TrainingState.load(checkpoint.state)
     hf_config = check_trainable(checkpoint.hf)
     load_tokenizer(checkpoint.hf)
     check_readable(checkpoint.state / "learner", hf_config)
     if state.step != checkpoint.step:
         raise DataError(f"{checkpoint.state}: it is the state of step {state.step}, in the checkpoint of step {checkpoint.step}")
-    return state
+    return state, foreign
+
+
+def _verify(checkpoint: Checkpoint) -> list[str]:
+    """Compare all files with the manifest. Returns: names of files that it doesn't have. Raises: as `_read`."""
+    if not (checkpoint.path / MANIFEST).exists() and (checkpoint.state / OLD_STATE).exists():
+        raise other_version(checkpoint.path, "an earlier version", "its state is a pickle, which this version doesn't read")
+    manifest = read_manifest_of_files(checkpoint.path)
+    if (found := manifest.get("format")) != CHECKPOINT_FORMAT:
+        which = "a later version" if isinstance(found, int) and found > CHECKPOINT_FORMAT else "an earlier version"
+        raise other_version(checkpoint.path, which, f"its format is {found}, this version's {CHECKPOINT_FORMAT}")
+    return verify(checkpoint.path, manifest)
 
 
 def _set_aside(checkpoint: Checkpoint) -> Path:
@@ -201,14 +226,27 @@ def _check_reference(before: RunConfig, config: RunConfig, checkpoint: Checkpoin
         raise DataError(f"model = {config.model}: the reference policy has other shapes than the run's model, {checkpoint.hf}")
 
 
-def _with_groups_of_these_settings(point: ResumePoint, before: RunConfig, config: RunConfig, changed: Mapping[str, Any]) -> ResumePoint:
-    """Finished groups that were sampled with other settings are sampled again: trained with these, their ratios would be wrong."""
+def _with_groups_of_these_settings(
+    point: ResumePoint, before: RunConfig, config: RunConfig, changed: Mapping[str, Any], *, discard_queue: bool
+) -> ResumePoint:
+    """Finished groups that were sampled with other settings are sampled again: trained with these, their ratios would be wrong.
+
+    Raises: ConfigError for settings that make them useless, unless they may be discarded.
+    """
     queue = point.state.queue
     reasons = [key for key in changed if key.startswith(_OF_SAMPLES) and not key.startswith(_NOT_OF_SAMPLES)]
     if needs_topk(config.correction) > needs_topk(before.correction):
         reasons.append("correction (it looks at the most likely tokens)")
     if not reasons or not queue.finished:
         return point
+    useless = [reason for reason in reasons if not reason.startswith(_OF_ENGINES)]
+    if useless and not discard_queue:
+        told = ", ".join(f"{key} ({_short(changed[key][0])} -> {_short(changed[key][1])})" if key in changed else key for key in useless)
+        groups = f"{len(queue.finished)} finished group{'s' * (len(queue.finished) > 1)} of {point.checkpoint.path}"
+        raise ConfigError(
+            f"{told}: {groups} can't be trained on with that. Leave it as it was, or add --discard-queue: their "
+            "answers are thrown away and their prompts asked again"
+        )
     again = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in queue.finished]
     in_flight = tuple(sorted([*queue.in_flight, *again], key=lambda ticket: ticket.group_id))
     note = f"{len(again)} finished groups of the checkpoint are sampled again, because of {', '.join(reasons)}"
@@ -216,20 +254,19 @@ def _with_groups_of_these_settings(point: ResumePoint, before: RunConfig, config
     return replace(point, state=state, notes=(*point.notes, ("info", note)))
 
 
-def _check_prompts(folder: RunFolder, point: ResumePoint, task: Task) -> None:
-    """The newest prompts that are under way have to be where the task has them: it may be of another file, or of one that has grown."""
-    queue = point.state.queue
-    prompts = [*(ticket.prompt for ticket in queue.in_flight), *(group.prompt for group in queue.finished)]
-    under_way = {prompt.prompt_id: prompt for prompt in prompts}
-    for position in range(max(0, queue.admitted - 2 * len(under_way)), queue.admitted):
-        prompt = task.train_prompt(position)
-        known = under_way.get(prompt.prompt_id)
-        if known is not None and known.text != prompt.text:
-            raise DataError(
-                f"{task.name}: its question {prompt.prompt_id} is {prompt.text[:60]!r}, but {folder.path} asked {known.text[:60]!r} there: "
-                f"these are other data than the run's, and a resume would take some of them twice or never. Put the run's data back, or "
-                f"start a new run from {point.checkpoint.hf}"
-            )
+def _with_prompts(folder: RunFolder, point: ResumePoint, task: Task) -> TrainingState:
+    """Raises: DataError if the task is of another file, or of one that has changed."""
+    state = point.state
+    try:
+        state = state.with_prompts_of(task.train_prompt)
+        if state.data and state.data != task.fingerprint:
+            raise DataError(f"the fingerprint of its questions is {task.fingerprint}, and was {state.data}")
+    except DataError as error:
+        raise DataError(
+            f"{task.name}: {error}: these are other data than those of {folder.path}, and a resume would take some of them twice or never. "
+            f"Put the run's data back, or start a new run from {point.checkpoint.hf}"
+        ) from error
+    return state
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -30,9 +30,10 @@ from rollout.rewards import RewardPool
 from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
 
-def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None) -> RunSummary:
+def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
     """Run a recipe, or go on with a run folder; prints as it goes.
 
+    Args: discard_queue: on a resume, see find_resume_point.
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
     if resume is not None:
@@ -47,12 +48,14 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     point: ResumePoint | None = None
     try:
         if resume is not None:
-            config, point = find_resume_point(folder, overrides)
+            config, point = find_resume_point(folder, overrides, discard_queue=discard_queue)
             check_ray(config.ray)
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
             if point is None:
                 notes.append(_from_the_start(folder))
-        said = take_back(folder, point, task) if point else []
+        said: list[tuple[str, str]] = []
+        if point:
+            point, said = take_back(folder, point, task)
         folder.write_config(config)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point)
     finally:

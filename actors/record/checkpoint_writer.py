@@ -1,11 +1,13 @@
-"""Checkpoints: taken between two steps, written beside the next ones."""
+"""Checkpoints: taken between two steps, written beside the next ones, tried again if that fails."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 from actors.config import CheckpointConfig, DeadlinesConfig
@@ -14,9 +16,13 @@ from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.resume import TrainingState
 from actors.supervision import abandon
-from correction.errors import DataError
+from correction.errors import DataError, DeadlineExceeded, EvenkeelError, LedgerError
 
 T = TypeVar("T")
+ATTEMPTS = 3
+"""Checkpoints in a row that may fail, and deadlines in a row that one may pass, before the run ends: its weights are healthy."""
+_GROWTH = 1.05
+"""How much larger than the last checkpoint the next one may be: it has other groups under way."""
 
 
 @contextlib.asynccontextmanager
@@ -34,11 +40,29 @@ async def _in_threads(context: contextlib.AbstractContextManager[T]) -> AsyncIte
 class CheckpointWriter:
     """One checkpoint is under way at a time. Its files are written, synced and removed beside the event loop."""
 
-    def __init__(self, folder: RunFolder, observer: Observer, settings: CheckpointConfig, deadlines: DeadlinesConfig) -> None:
-        self._folder, self._observer, self._keep = folder, observer, settings.keep
+    def __init__(
+        self, folder: RunFolder, observer: Observer, settings: CheckpointConfig, deadlines: DeadlinesConfig, *, pause_s: float = 10.0
+    ) -> None:
+        """Args: pause_s: between two attempts when there is no step in between."""
+        self._folder, self._observer, self._settings = folder, observer, settings
         self._deadline_s = deadlines.checkpoint_s
         """For the copy, and again for writing it."""
-        self._writing: asyncio.Task[None] | None = None
+        self._pause_s = pause_s
+        self._writing: asyncio.Task[int] | None = None
+        self._begun = 0
+        self._failures = 0
+        self._is_owed = False
+        """One was due and isn't there: it failed, or the one before was still being written."""
+        self._bytes = 0
+        """Of the last one; 0: there is none yet."""
+        self.saved_step = 0
+        """Of the newest checkpoint on disk, or where the run began."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is to be taken after this step; while the one before is being written the next step has to see to it."""
+        every = self._settings.every_steps
+        self._is_owed = self._is_owed or bool(every and step % every == 0)
+        return self._is_owed and self._writing is None
 
     async def begin(self, step: int, learner: LearnerGroup, state: Callable[[], Awaitable[TrainingState]]) -> None:
         """Copy all that a resume needs; it is written when this has returned. Nothing may be under way, see `finished`.
@@ -46,37 +70,111 @@ class CheckpointWriter:
         Args:
             learner: idle.
             state: of everything else; asked when the learner has its copy.
+        Raises: LedgerError; what went wrong, if this is the last of ATTEMPTS. Before that it is told, and `is_due` at the next step.
         """
         began = time.monotonic()
-        async with contextlib.AsyncExitStack() as stack:
-            checkpoint = await stack.enter_async_context(_in_threads(self._folder.checkpoint(step)))
-            # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be on a file system that both see.
-            folders = (checkpoint.state / "learner").resolve(), checkpoint.hf.resolve()
-            await learner.begin_save(*folders, deadline_s=self._deadline_s)
-            await asyncio.to_thread((await state()).save, checkpoint.state)
-            self._writing = asyncio.create_task(self._write(checkpoint, learner, stack.pop_all(), began))
-
-    async def _write(self, checkpoint: Checkpoint, learner: LearnerGroup, folder: contextlib.AsyncExitStack, began: float) -> None:
-        async with folder:
-            await learner.saved(deadline_s=self._deadline_s)
-            if not (checkpoint.hf / "config.json").is_file():
-                raise DataError(
-                    f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
-                )
-        await asyncio.to_thread(self._folder.prune_checkpoints, self._keep)
-        self._observer.saved(self._folder.path / "checkpoints" / f"step_{checkpoint.step:06d}", time.monotonic() - began)
+        self._begun, self._is_owed = step, False
+        try:
+            await self._check_space(learner)
+            async with contextlib.AsyncExitStack() as stack:
+                checkpoint = await stack.enter_async_context(_in_threads(self._folder.checkpoint(step)))
+                # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be where both see it.
+                folders = (checkpoint.state / "learner").resolve(), checkpoint.hf.resolve()
+                await learner.begin_save(*folders, deadline_s=self._deadline_s)
+                await asyncio.to_thread((await state()).save, checkpoint.state)
+                self._writing = asyncio.create_task(self._write(checkpoint, learner, stack.pop_all(), began))
+        except LedgerError:
+            raise  # the next one would have lost the same prompts
+        except (EvenkeelError, OSError) as error:
+            self._note_failure(error)
 
     async def finished(self, *, at_once: bool = False) -> None:
-        """Wait until the checkpoint under way is written, if there is one. Raises: what went wrong with it.
+        """Wait until the checkpoint under way is on disk, if there is one. Raises: as `begin`.
 
-        Args: at_once: don't wait; only raise if it has gone wrong already.
+        Args: at_once: don't wait; only see how it has ended, if it has.
         """
         if self._writing is None or (at_once and not self._writing.done()):
             return
-        await asyncio.shield(self._writing)  # an error elsewhere doesn't take it along
+        try:
+            self._bytes = await asyncio.shield(self._writing)  # an error elsewhere doesn't take it along
+        except (EvenkeelError, OSError) as error:
+            self._writing = None
+            self._note_failure(error)
+            return
         self._writing = None
+        self._failures, self.saved_step = 0, self._begun
+
+    async def insist(self, step: int, save: Callable[[], Awaitable[None]]) -> None:
+        """At the run's end: have a checkpoint of this step on disk. Raises: as `begin`."""
+        await self.finished()
+        while self.saved_step < step:
+            await save()
+            await self.finished()
+            if self.saved_step < step:
+                await asyncio.sleep(self._pause_s)
 
     def abandon(self) -> None:
         """Leave what is under way; nobody asks how it ended any more."""
         if self._writing is not None:
             abandon(self._writing)
+
+    async def _check_space(self, learner: LearnerGroup) -> None:
+        """Raises: DataError if the disk has no room for what is to come."""
+        needed = self._bytes or await learner.checkpoint_bytes(deadline_s=self._deadline_s)
+        free = (await asyncio.to_thread(shutil.disk_usage, self._folder.path)).free
+        if free < needed * _GROWTH:
+            raise DataError(
+                f"{self._folder.path}: {_gib(free)} are free, but a checkpoint needs {_gib(int(needed * _GROWTH))}. Make room on that disk"
+                + (f", or resume with fewer kept (checkpoint.keep = {self._settings.keep})" if self._settings.keep > 1 else "")
+            )
+
+    async def _write(self, checkpoint: Checkpoint, learner: LearnerGroup, folder: contextlib.AsyncExitStack, began: float) -> int:
+        """Returns: bytes of the checkpoint."""
+        async with folder:
+            await self._until_written(checkpoint, learner)
+            if not (checkpoint.hf / "config.json").is_file():
+                raise DataError(
+                    f"{checkpoint.path}: the learner's node wrote elsewhere; run_dir has to be on a file system that all nodes share"
+                )
+        final = self._folder.path / "checkpoints" / f"step_{checkpoint.step:06d}"
+        size = await asyncio.to_thread(_bytes_under, final)
+        self._observer.saved(final, time.monotonic() - began)
+        try:
+            await asyncio.to_thread(self._folder.prune_checkpoints, self._settings.keep)
+        except OSError as error:  # the new one is there all the same
+            self._observer.event("warning", f"checkpoints that are no longer needed could not be removed: {error}")
+        return size
+
+    async def _until_written(self, checkpoint: Checkpoint, learner: LearnerGroup) -> None:
+        """A slow disk is waited for beside training. Raises: DeadlineExceeded after ATTEMPTS deadlines; what a rank could not write."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await learner.saved(deadline_s=self._deadline_s)
+            except DeadlineExceeded as error:
+                if attempt == ATTEMPTS:
+                    raise
+                self._observer.event(
+                    "warning",
+                    f"the checkpoint of step {checkpoint.step} is still being written, and training goes on: {error}; "
+                    f"after {ATTEMPTS - attempt} more such waits it counts as failed",
+                )
+
+    def _note_failure(self, error: Exception) -> None:
+        """Tell it, or raise it when it is enough."""
+        self._failures += 1
+        self._is_owed = True
+        if self._failures >= ATTEMPTS:
+            raise DataError(f"{ATTEMPTS} checkpoints in a row failed, the last after step {self._begun}: {error}") from error
+        self._observer.event(
+            "warning",
+            f"the checkpoint of step {self._begun} failed ({self._failures} of {ATTEMPTS} in a row end the run), and is tried again after "
+            f"the next step: {error}",
+        )
+
+
+def _bytes_under(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"

@@ -11,7 +11,7 @@
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
     skipped_batches/step_000010.pt  batches whose loss or gradient was not finite: a few, for torch.load
     scatter.npz                     pi_prox against mu (ScatterSample in actors/carriers.py)
-    checkpoints/step_000050/        hf/ (a Hugging Face folder) and state/ (what a resume needs); step_....damaged: set aside by a resume
+    checkpoints/step_000050/        hf/ (Hugging Face), state/ (for a resume), manifest.json; step_....damaged: set aside by a resume
     model/                          config and tokenizer of the model, for engines that start while it runs
     report.html
 
@@ -26,6 +26,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,9 +46,12 @@ from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start,
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name
+from learner.file_sums import seal
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
 KEPT_SKIPPED_BATCHES = 8
+CHECKPOINT_FORMAT = 5
+"""Stands in a checkpoint's manifest; another one is refused."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
 
 
@@ -267,8 +271,12 @@ class RunFolder:
         if level not in _LEVELS:
             raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
         entry = RunEvent(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()))
-        with self.events_path.open("a", encoding="utf-8") as file:
-            file.write(f"{entry.time} {entry.level:7} {entry.text}\n")
+        line = f"{entry.time} {entry.level:7} {entry.text}\n"
+        try:
+            with self.events_path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:  # a full disk: what there is to say may be just that
+            sys.stderr.write(f"{self.events_path} can't be written ({error}): {line}")
         return entry
 
     def read_events(self) -> list[RunEvent]:
@@ -322,16 +330,18 @@ class RunFolder:
         """A place to write a checkpoint to, which becomes checkpoints/step_... when the block ends well, and goes if it doesn't."""
         final = self.path / "checkpoints" / f"step_{step:06d}"
         partial = final.with_name(final.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        for part in ("hf", "state"):
-            (partial / part).mkdir(parents=True)
+        for leftover in final.parent.glob("*.partial"):  # of saves that failed while a rank was still writing
+            shutil.rmtree(leftover, ignore_errors=True)
         try:
+            for part in ("hf", "state"):
+                (partial / part).mkdir(parents=True)
             yield Checkpoint(step, partial)
+            seal(partial, {"format": CHECKPOINT_FORMAT, "step": step})
+            for written in [*partial.rglob("*"), partial]:  # on disk before the name says that it is complete
+                _fsync(written)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        for written in [*partial.rglob("*"), partial]:  # on disk before the name says that it is complete
-            _fsync(written)
         replaced = final.with_name(final.name + ".replaced.partial")
         if final.exists():    # a resumed run reaches the step of an earlier checkpoint again
             final.rename(replaced)

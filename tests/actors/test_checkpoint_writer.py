@@ -1,10 +1,14 @@
-"""A checkpoint counts when all of it is written; what goes wrong beside training is raised where somebody looks."""
+"""A checkpoint counts when all of it is written; one that fails is told, tried again, and ends the run only with two others in a row."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
+import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,32 +16,40 @@ from typing import Any
 import pytest
 
 from actors.config import CheckpointConfig, DeadlinesConfig
-from actors.record import run_folder
+from actors.record import checkpoint_writer, run_folder
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.run_folder import RunFolder
-from correction.errors import DataError
+from correction.errors import DataError, DeadlineExceeded, LedgerError
+from learner.file_sums import read_manifest_of_files, verify
 
 
 class Learner:
     """Writes when it is allowed to, where it thinks the folder is."""
 
-    def __init__(self, *, elsewhere: bool = False) -> None:
+    def __init__(self, *, elsewhere: bool = False, fails: Sequence[Exception | None] = ()) -> None:
+        """fails: what each of the first attempts ends with."""
         self.may_write = asyncio.Event()
         self.elsewhere = elsewhere
+        self.fails = list(fails)
 
     async def begin_save(self, state: Path, hf: Path, *, deadline_s: float) -> None:
         assert state.is_absolute() and hf.is_absolute()
         self.hf = hf
 
+    async def checkpoint_bytes(self, *, deadline_s: float) -> int:
+        return 1000
+
     async def saved(self, *, deadline_s: float) -> None:
         await self.may_write.wait()
+        if self.fails and (error := self.fails.pop(0)):
+            raise error
         if not self.elsewhere:
             (self.hf / "config.json").write_text("{}")
 
 
 class State:
     def save(self, folder: Path) -> None:
-        (folder / "controller.pickle").write_bytes(b"state")
+        (folder / "controller.json").write_bytes(b"state")
 
 
 async def state() -> Any:
@@ -49,9 +61,22 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "run", "run")
 
 
-def writer(folder: RunFolder, saved: list[str]) -> CheckpointWriter:
-    observer: Any = SimpleNamespace(saved=lambda path, seconds: saved.append(path.name))
-    return CheckpointWriter(folder, observer, CheckpointConfig(keep=1), DeadlinesConfig())
+def writer(folder: RunFolder, saved: list[str], told: list[str] | None = None) -> CheckpointWriter:
+    events = told if told is not None else []
+    observer: Any = SimpleNamespace(saved=lambda path, seconds: saved.append(path.name), event=lambda level, text: events.append(text))
+    return CheckpointWriter(folder, observer, CheckpointConfig(keep=1, every_steps=5), DeadlinesConfig(), pause_s=0.0)
+
+
+async def train(one: CheckpointWriter, learner: Any, steps: range) -> list[int]:
+    """As the controller does. Returns: the steps after which it took a checkpoint."""
+    taken = []
+    for step in steps:
+        await one.finished(at_once=True)
+        if one.is_due(step):
+            taken.append(step)
+            await one.begin(step, learner, state)
+            await one.finished()
+    return taken
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(folder: RunFolder) -> None:
@@ -72,20 +97,179 @@ def test_training_goes_on_while_a_checkpoint_is_written(folder: RunFolder) -> No
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_went_wrong_is_raised_and_leaves_no_checkpoint(folder: RunFolder, at_once: bool) -> None:
+def test_what_went_wrong_is_told_and_leaves_no_checkpoint(folder: RunFolder, at_once: bool) -> None:
     """The ranks of another node have written to a folder of theirs."""
 
     async def scenario() -> None:
-        one, learner = writer(folder, []), Learner(elsewhere=True)
+        told: list[str] = []
+        one, learner = writer(folder, [], told), Learner(elsewhere=True)
         await one.begin(3, learner, state)  # type: ignore[arg-type]
         learner.may_write.set()
         while at_once and list((folder.path / "checkpoints").iterdir()):
             await asyncio.sleep(0.01)
-        with pytest.raises(DataError, match="the learner's node wrote elsewhere"):
+        while not told:
             await one.finished(at_once=at_once)
+            await asyncio.sleep(0)
+        assert "the checkpoint of step 3 failed (1 of 3 in a row end the run), and is tried again after the next step" in told[0]
+        assert "the learner's node wrote elsewhere" in told[0]
         assert list((folder.path / "checkpoints").iterdir()) == []
 
     asyncio.run(scenario())
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+LATE = DataError("learner rank 1: a checkpoint could not be written: I/O error")
+
+
+def test_a_checkpoint_that_fails_is_tried_again_after_the_next_step(folder: RunFolder) -> None:
+    """Two fail, the third is there; two more failures after that are again the first and the second in a row."""
+
+    async def scenario() -> None:
+        saved: list[str] = []
+        told: list[str] = []
+        one, learner = writer(folder, saved, told), Learner(fails=[FULL, LATE, None, LATE, FULL, None])
+        learner.may_write.set()
+        assert await train(one, learner, range(1, 13)) == [5, 6, 7, 10, 11, 12]
+        assert saved == ["step_000007", "step_000012"] and one.saved_step == 12
+        assert [text.split("(")[1][:1] for text in told] == ["1", "2", "1", "2"]
+        assert "No space left on device" in told[0] and "learner rank 1" in told[1]
+
+    asyncio.run(scenario())
+
+
+def test_three_in_a_row_end_the_run(folder: RunFolder) -> None:
+    async def scenario() -> None:
+        one, learner = writer(folder, []), Learner(fails=[FULL, LATE, FULL])
+        learner.may_write.set()
+        with pytest.raises(DataError, match=r"3 checkpoints in a row failed, the last after step 7: .*No space left on device"):
+            await train(one, learner, range(1, 9))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("where", ["begin_save", "state"])
+def test_what_fails_before_anything_is_written_counts_alike(folder: RunFolder, where: str) -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        one, learner = writer(folder, [], told), Learner()
+        learner.may_write.set()
+
+        async def fails(*_: Any, **__: Any) -> Any:
+            raise FULL
+
+        if where == "begin_save":
+            learner.begin_save = fails  # type: ignore[method-assign]
+        await one.begin(3, learner, fails if where == "state" else state)  # type: ignore[arg-type]
+        assert "No space left" in told[0] and list((folder.path / "checkpoints").iterdir()) == []
+        assert one.is_due(4), "tried again"
+
+    asyncio.run(scenario())
+
+
+def test_books_out_of_balance_end_the_run_at_once(folder: RunFolder) -> None:
+    async def unbalanced() -> Any:
+        raise LedgerError("train/0/7 lost")
+
+    async def scenario() -> None:
+        with pytest.raises(LedgerError, match="train/0/7 lost"):
+            await writer(folder, []).begin(3, Learner(), unbalanced)  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_disk_is_waited_for_beside_training(folder: RunFolder) -> None:
+    """Two deadlines pass, and the third wait finds it written; meanwhile a checkpoint that is due is owed, not begun."""
+
+    async def scenario() -> None:
+        saved: list[str] = []
+        told: list[str] = []
+        late = DeadlineExceeded("checkpoint <- learner: not on disk after 600 s")
+        one, learner = writer(folder, saved, told), Learner(fails=[late, late])
+        await one.begin(4, learner, state)  # type: ignore[arg-type]
+        assert not one.is_due(5), "the one before is under way"
+        learner.may_write.set()
+        await one.finished()
+        assert saved == ["step_000004"] and len(told) == 2 and "step 4 is still being written, and training goes on" in told[1]
+        assert one.is_due(6), "the one of step 5 is owed"
+        learner.fails = [late, late, late]
+        await one.begin(6, learner, state)  # type: ignore[arg-type]
+        await one.finished()
+        assert "step 6 failed (1 of 3" in told[-1] and one.saved_step == 4
+
+    asyncio.run(scenario())
+
+
+def test_without_room_nothing_is_begun(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First by the learner's word, then by the size of the last checkpoint."""
+    free = [1049]
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
+
+    async def scenario() -> None:
+        told: list[str] = []
+        one, learner = writer(folder, [], told), Learner()
+        learner.may_write.set()
+        await one.begin(1, learner, state)  # type: ignore[arg-type]
+        assert f"{folder.path}: 9.77e-07 GiB are free, but a checkpoint needs 9.78e-07 GiB. Make room on that disk" in told[0]
+        assert not hasattr(learner, "hf") and list((folder.path / "checkpoints").iterdir()) == []
+        free[0] = 1050
+        await one.begin(2, learner, state)  # type: ignore[arg-type]
+        await one.finished()
+        size = sum(path.stat().st_size for path in folder.latest_checkpoint().path.rglob("*") if path.is_file())
+        assert size < 1000
+        free[0] = int(size * 1.05)
+        await one.begin(3, learner, state)  # type: ignore[arg-type]
+        assert len(told) == 2
+
+    asyncio.run(scenario())
+
+
+def test_at_the_end_a_checkpoint_is_insisted_on(folder: RunFolder) -> None:
+    """The one under way is of an earlier step; that of the last step fails once."""
+
+    async def scenario() -> None:
+        saved: list[str] = []
+        one, learner = writer(folder, saved), Learner(fails=[None, LATE, None])
+        learner.may_write.set()
+        await one.begin(3, learner, state)  # type: ignore[arg-type]
+        await one.insist(5, lambda: one.begin(5, learner, state))  # type: ignore[arg-type]
+        assert saved == ["step_000003", "step_000005"]
+        await one.insist(5, lambda: pytest.fail("it is there"))
+
+    asyncio.run(scenario())
+
+
+def test_a_real_full_disk(tmp_path: Path) -> None:
+    """A file system of 2 MiB: two checkpoints don't find room, the third does, when something has been removed."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        folder = RunFolder.create(disk / "run", "run")
+        (disk / "ballast").write_bytes(bytes(1 << 20))
+
+        class Writes(Learner):
+            async def saved(self, *, deadline_s: float) -> None:
+                (self.hf / "config.json").write_text("{}")
+                (self.hf / "model.safetensors").write_bytes(os.urandom(3 << 19))
+
+        async def scenario() -> None:
+            told: list[str] = []
+            saved: list[str] = []
+            one, learner = writer(folder, saved, told), Writes()
+            for step in (5, 6, 7):
+                if step == 7:
+                    (disk / "ballast").unlink()
+                assert await train(one, learner, range(step, step + 1)) == [step]
+            assert saved == ["step_000007"] and ["No space left on device" in text for text in told] == [True, True]
+
+        asyncio.run(scenario())
+        checkpoint = folder.latest_checkpoint()
+        assert verify(checkpoint.path, read_manifest_of_files(checkpoint.path)) == []
+        folder.close()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_an_abandoned_checkpoint_leaves_nothing(folder: RunFolder) -> None:
@@ -102,7 +286,7 @@ def test_an_abandoned_checkpoint_leaves_nothing(folder: RunFolder) -> None:
 
 
 def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders, the pickle, the syncs, the removal of what is too old; while a disk hangs the run goes on."""
+    """Folders, the state, the checksums, the syncs, the removal of what is too old; while a disk hangs the run goes on."""
     threads: dict[str, set[int]] = {}
 
     def noted(module: Any, name: str) -> None:
@@ -114,7 +298,8 @@ def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFo
 
         monkeypatch.setattr(module, name, called)
 
-    for module, name in ((run_folder, "_fsync"), (shutil, "rmtree"), (Path, "mkdir"), (State, "save"), (RunFolder, "prune_checkpoints")):
+    of_a_folder = ((run_folder, "_fsync"), (run_folder, "seal"), (RunFolder, "prune_checkpoints"))
+    for module, name in (*of_a_folder, (shutil, "rmtree"), (Path, "mkdir"), (State, "save")):
         noted(module, name)
 
     async def scenario() -> None:
@@ -126,5 +311,5 @@ def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFo
         assert [checkpoint.step for checkpoint in folder.checkpoints()] == [4]
 
     asyncio.run(scenario())
-    assert set(threads) == {"_fsync", "rmtree", "mkdir", "save", "prune_checkpoints"}
+    assert set(threads) == {"_fsync", "rmtree", "mkdir", "save", "seal", "prune_checkpoints"}
     assert [name for name, where in threads.items() if threading.get_ident() in where] == []

@@ -307,7 +307,7 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
         await scene.put(answered(refill))
         prepared = await waiting
         assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4]
-        ((prompt_id, why),), _ = await scene.queue.advance(1, [1, 2, 3, 4])
+        ((prompt_id, why),), _, _ = await scene.queue.advance(1, [1, 2, 3, 4])
         assert prompt_id == "train/0/0" and reason in why
         await scene.service.stop()
 

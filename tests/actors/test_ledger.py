@@ -1,54 +1,290 @@
-"""Every prompt once: a second settlement is an error, a rewind takes back whole steps, a torn line doesn't stop a resume."""
+"""The books balance at every step: what is lost, doubled or used before is named; a resume cuts the file where the checkpoint was."""
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.ledger import Ledger
+from actors import ledger as ledger_module
+from actors.carriers import QueueSnapshot
+from actors.ledger import Ledger, LedgerMark, outstanding_ids
+from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import LedgerError
+from tests.actors.cases import group, prompts
 
 
 def lines_of(path: Path) -> list[tuple[int, str, str]]:
-    return [(e["step"], e["prompt_id"], e["outcome"]) for e in map(json.loads, path.read_text().splitlines())]
+    return [(e["step"], e["prompt_id"], e["outcome"]) for e in map(json.loads, path.read_text().splitlines())] if path.exists() else []
+
+
+def names(*positions: int) -> list[str]:
+    return [f"train/0/{position}" for position in positions]
+
+
+def books(admitted: int, trained: int, discarded: int, outstanding: int) -> dict[str, int]:
+    """As a queue counts; of what is outstanding one is in each state, the rest is being sampled."""
+    return {
+        "admitted": admitted, "trained": trained, "discarded": discarded,
+        "in_flight": max(0, outstanding - 2), "finished": min(outstanding, 1), "drawn": min(max(outstanding - 1, 0), 1),
+    }
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "ledger.jsonl"
+    return tmp_path / "ledger.jsonl"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Ledger:
+    """After two steps: 0, 1 and 2 were trained, 3 was discarded; 4 to 6 are under way."""
     ledger = Ledger(path)
-    ledger.settle(1, trained=["a", "b"])
-    ledger.settle(2, trained=["c"], discarded=[("d", "rewards all alike")])
-    return path
+    ledger.settle(1, trained=names(0, 1), outstanding=names(2, 3, 4), counts=books(5, 2, 0, 3))
+    ledger.settle(2, trained=names(2), discarded=[("train/0/3", "rewards all alike")], outstanding=names(4, 5, 6), counts=books(7, 3, 1, 3))
+    return ledger
 
 
-def test_what_is_written(path: Path) -> None:
-    assert lines_of(path) == [(1, "a", "trained"), (1, "b", "trained"), (2, "c", "trained"), (2, "d", "rewards all alike")]
+def test_what_is_written(ledger: Ledger, path: Path) -> None:
+    trained = [(1, "train/0/0", "trained"), (1, "train/0/1", "trained"), (2, "train/0/2", "trained")]
+    assert lines_of(path) == [*trained, (2, "train/0/3", "rewards all alike")]
+    assert len(ledger) == 4
 
 
-@pytest.mark.parametrize("settle", [{"trained": ["d"]}, {"trained": [], "discarded": [("a", "x")]}, {"trained": ["e", "e"]}])
-def test_a_prompt_is_settled_once(path: Path, settle: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize(
+    ("trained", "discarded", "outstanding", "counts", "said"),
+    [
+        ([4], [], [6], books(7, 4, 1, 1), "train/0/5 lost: neither trained nor discarded, and no longer under way"),
+        ([4], [4], [5, 6], books(7, 4, 2, 2), "train/0/4 twice in the queue's books"),
+        ([4, 4], [], [5, 6], books(7, 5, 1, 2), "train/0/4 twice in the queue's books"),
+        ([4], [], [4, 5, 6], books(7, 4, 1, 3), "train/0/4 twice in the queue's books"),
+        ([4, 2], [], [5, 6], books(8, 5, 1, 2), r"train/0/2 used before \(train/0/6 came later\)"),
+        ([4], [], [0, 5, 6], books(8, 4, 1, 3), r"train/0/0 used before \(train/0/6 came later\)"),
+        ([4], [], [5, 6, 7], books(9, 4, 1, 3), "9 groups admitted in the queue, 8 in the ledger; of this step: train/0/4; under way"),
+        ([4], [], [5, 6], books(7, 5, 1, 2), "5 groups trained in the queue, 4 in the ledger; of this step: train/0/4"),
+        ([4], [5], [6], books(7, 4, 1, 1), "1 groups discarded in the queue, 2 in the ledger; of this step: train/0/4, train/0/5"),
+        ([4], [], [5, 6], books(7, 4, 1, 1), "1 groups outstanding in the queue, 2 in the ledger"),
+    ],
+)
+def test_an_imbalance_names_the_prompts_and_writes_nothing(
+    ledger: Ledger, path: Path, trained: list[int], discarded: list[int], outstanding: list[int], counts: dict[str, int], said: str
+) -> None:
     before = path.read_text()
-    with pytest.raises(LedgerError, match=r"step 3: prompt \w .* was settled in step \d already"):
-        Ledger(path).settle(3, **settle)
-    assert path.read_text() == before
+    given_up = [(name, "failed") for name in names(*discarded)]
+    with pytest.raises(LedgerError, match=rf"step 3: out of balance: {said}"):
+        ledger.settle(3, trained=names(*trained), discarded=given_up, outstanding=names(*outstanding), counts=counts)
+    assert path.read_text() == before and len(ledger) == 4
+    ledger.settle(3, trained=names(4), outstanding=names(5, 6), counts=books(7, 4, 1, 2))  # the right books are still taken
 
 
-def test_rewind_takes_back_whole_steps_and_lets_them_be_done_again(path: Path) -> None:
-    ledger = Ledger(path)
-    ledger.rewind(1)
-    assert len(ledger) == 2 and [entry[0] for entry in lines_of(path)] == [1, 1]
-    ledger.settle(2, trained=["c", "d"])
-    assert len(Ledger(path)) == 4
+def test_an_earlier_prompt_of_a_later_epoch_is_a_new_one(ledger: Ledger) -> None:
+    """train/1/0 comes after train/0/6; train/0/5 of the first epoch would not."""
+    ledger.settle(3, trained=names(4, 5, 6), outstanding=["train/1/0"], counts=books(8, 6, 1, 1))
+    with pytest.raises(LedgerError, match=r"train/0/9 used before \(train/1/0 came later\)"):
+        ledger.settle(4, trained=["train/1/0"], outstanding=names(9))
 
 
-@pytest.mark.parametrize("cut", [1, 10])
-def test_a_torn_last_line_is_cut(path: Path, cut: int) -> None:
-    """kill -9 in the middle of a write; also when only the line's end is missing, so that the next line doesn't join it."""
-    path.write_bytes(path.read_bytes()[:-cut])
-    ledger = Ledger(path)
-    assert len(ledger) == 3
-    ledger.settle(3, trained=["e"])
-    assert [entry[1] for entry in lines_of(path)] == ["a", "b", "c", "e"]
+def test_what_a_full_disk_does_not_take_comes_with_the_next_step(ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a line that it took is taken back; a checkpoint, which needs the lines, says so."""
+    plain = Path.open
+
+    class Full:
+        """Takes five bytes."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def tell(self) -> int:
+            return int(self.file.tell())
+
+        def write(self, data: bytes) -> int:
+            self.file.write(data[:5])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *a, **k: Full(plain(self, *a, **k)) if a[:1] == ("ab",) else plain(self, *a, **k))
+        ledger.settle(3, trained=names(4), outstanding=names(5, 6))
+        assert path.read_bytes() == before
+        with pytest.raises(OSError, match="No space left"):
+            ledger.flush()
+    ledger.settle(4, trained=names(5), outstanding=names(6))
+    assert [entry[:2] for entry in lines_of(path)][4:] == [(3, "train/0/4"), (4, "train/0/5")]
+    assert ledger.flush().bytes == path.stat().st_size and ledger.flush().lines == 6
+
+
+def test_lines_of_somebody_else_are_found(ledger: Ledger, path: Path) -> None:
+    ledger.flush()
+    with path.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(LedgerError, match=r"bytes long, but this run has written \d+; who else writes to it"):
+        ledger.flush()
+
+
+def queue_of(ledger: Ledger) -> QueueSnapshot:
+    """At the fixture's second step."""
+    queue = TrajectoryQueue(groups_per_step=4, max_staleness=3)
+    queue.admit(prompts(0, 7))
+    for i in range(3):
+        queue._release(queue._entries[i])
+    queue.trained = 3
+    queue.discard([3], "rewards all alike")
+    queue.take_discarded()
+    snapshot = queue.snapshot()
+    assert outstanding_ids(snapshot) == names(4, 5, 6)
+    return snapshot
+
+
+def test_a_snapshot_without_a_prompt_is_no_checkpoint(ledger: Ledger) -> None:
+    queue = queue_of(ledger)
+    assert ledger.flush(queue) == ledger.flush()
+    with pytest.raises(LedgerError, match="train/0/6 lost"):
+        ledger.flush(replace(queue, in_flight=queue.in_flight[:2], admitted=6))
+    with pytest.raises(LedgerError, match=r"4 lines, but 5 prompts were trained or discarded"):
+        ledger.flush(replace(queue, trained=4, admitted=8))
+    with pytest.raises(LedgerError, match=r"1 groups discarded, but by reason \{'a': 2\}"):
+        ledger.flush(replace(queue, discarded_by_reason={"a": 2}))
+
+
+def test_a_resume_takes_back_later_steps(ledger: Ledger, path: Path) -> None:
+    """Whole lines and a torn one, as a kill leaves them."""
+    queue, mark = queue_of(ledger), ledger.flush()
+    kept = path.read_bytes()
+    ledger.settle(3, trained=names(4, 5), outstanding=names(6))
+    with path.open("a") as file:
+        file.write('{"step": 4, "prom')
+    again, warning = Ledger.resumed(path, queue, mark)
+    assert warning is None and path.read_bytes() == kept and len(again) == 4
+    again.settle(3, trained=names(4), outstanding=names(5, 6), counts=books(7, 4, 1, 2))
+    assert len(lines_of(path)) == 5 == again.flush().lines
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_damaged_file_is_set_aside_and_the_books_go_on(ledger: Ledger, path: Path, damage: str) -> None:
+    queue, mark = queue_of(ledger), ledger.flush()
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if damage == "cut" else bytes([content[0] ^ 1]) + content[1:])
+    if damage != "gone":  # of those that were set aside earlier none is written over
+        path.with_name("ledger.damaged.jsonl").write_text("earlier")
+    again, warning = Ledger.resumed(path, queue, mark)
+    assert warning is not None and "set aside as ledger.damaged" in warning and not path.exists()
+    assert damage == "gone" or path.with_name("ledger.damaged-2.jsonl").read_bytes() != content != b"earlier"
+    again.settle(3, trained=names(4), outstanding=names(5, 6), counts=books(7, 4, 1, 2))
+    assert again.flush() == replace(again.flush(), lines=1, aside=4) and len(again) == 5
+    with pytest.raises(LedgerError, match=r"train/0/0 used before"):
+        again.settle(4, trained=names(5), outstanding=names(0, 6))
+
+
+def test_a_run_that_begins_has_no_lines(ledger: Ledger, path: Path) -> None:
+    """A run without a checkpoint that is resumed starts from step 0."""
+    assert len(Ledger(path)) == 0 and lines_of(path) == []
+
+
+def test_memory_and_a_resume_cost_what_is_under_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 20,000 prompts the ledger holds the 10 that are open, and a resume parses no line of those that are gone."""
+    ledger, per_step = Ledger(path), 1000
+    for step in range(20):
+        first, next_first = step * per_step, (step + 1) * per_step
+        ledger.settle(step + 1, trained=names(*range(first, next_first)), outstanding=names(*range(next_first, next_first + 10)))
+    mark = ledger.flush()
+    assert ledger._open == set(names(*range(20_000, 20_010))) and mark.lines == 20_000
+    monkeypatch.setattr(ledger_module.json, "loads", lambda *_: pytest.fail("a line was parsed"))
+    queue = TrajectoryQueue(groups_per_step=10, max_staleness=0)
+    queue.admitted = queue._next_group_id = queue.trained = 20_000
+    queue.admit(prompts(20_000, 20_010))
+    again, warning = Ledger.resumed(path, queue.snapshot(), mark)
+    assert warning is None and len(again) == 20_000 and again._open == ledger._open
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of admissions, answers, draws, refusals, steps, checkpoints, kills and resumes of the real queue."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "ledger.jsonl"
+        self.queue, self.ledger = TrajectoryQueue(groups_per_step=2, max_staleness=2), Ledger(self.path)
+        self.step = 0
+        self.saved: tuple[int, QueueSnapshot, LedgerMark] | None = None
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    @rule(count=st.integers(0, 6))
+    def admit(self, count: int) -> None:
+        self.queue.admit(prompts(self.queue.admitted, self.queue.admitted + count))
+
+    @rule(pick=st.integers(0, 9))
+    def finish(self, pick: int) -> None:
+        waiting = [e.ticket for e in self.queue._entries.values() if e.group is None]
+        if waiting:
+            self.queue.put(group(waiting[pick % len(waiting)]))
+
+    @rule(pick=st.integers(0, 9))
+    def discard(self, pick: int) -> None:
+        if ids := sorted(self.queue._entries):
+            self.queue.discard([ids[pick % len(ids)]], "fewer than two valid trajectories")
+
+    @rule()
+    def train(self) -> None:
+        self.queue.draw(self.queue.version, 2)
+        drawn = [e.group for e in self.queue._entries.values() if e.state == "drawn" and e.group]
+        self.queue.publish(self.queue.version + 1)
+        self.queue.settle([g.group_id for g in drawn])
+        self.step += 1
+        self.ledger.settle(
+            self.step,
+            trained=[g.prompt.prompt_id for g in drawn],
+            discarded=self.queue.take_discarded(),
+            outstanding=self.queue.outstanding(),
+            counts=self.queue.counts(),
+        )
+        assert self.ledger._open == set(self.queue.outstanding())
+
+    @rule()
+    def checkpoint(self) -> None:
+        snapshot = self.queue.snapshot()
+        self.saved = self.step, snapshot, self.ledger.flush(snapshot)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(torn=st.binary(max_size=20))
+    def kill_and_resume(self, torn: bytes) -> None:
+        assert self.saved is not None
+        self.step, snapshot, mark = self.saved
+        with self.path.open("ab") as file:
+            file.write(torn)
+        self.queue = TrajectoryQueue(groups_per_step=2, max_staleness=2)
+        self.queue.restore(snapshot)
+        self.ledger, warning = Ledger.resumed(self.path, snapshot, mark)
+        assert warning is None
+
+    @invariant()
+    def every_prompt_once(self) -> None:
+        """In the file, among the discarded that it doesn't know yet, or under way: together the first `admitted` positions."""
+        if not hasattr(self, "queue"):
+            return
+        gone = [prompt_id for _, prompt_id, _ in lines_of(self.path)]
+        known = [*gone, *(prompt_id for prompt_id, _ in self.queue._unreported), *self.queue.outstanding()]
+        assert sorted(known) == sorted(names(*range(self.queue.admitted)))
+        assert len(gone) == len(self.ledger) == self.queue.trained + self.queue.discarded - len(self.queue._unreported)
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

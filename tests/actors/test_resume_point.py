@@ -15,12 +15,13 @@ import pytest
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
-from actors.ledger import Ledger
+from actors.ledger import Ledger, outstanding_ids
 from actors.metrics import StepMetrics
 from actors.record.run_folder import RunFolder
-from actors.resume import OtherVersionError, TrainingState
+from actors.resume import OtherVersionError, TrainingState, open_ledger
 from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import ConfigError, DataError
+from learner.file_sums import seal
 from tests.actors.cases import group, prompt, prompts
 from tests.e2e.launch import RECIPE
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
@@ -52,11 +53,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger = Ledger(folder.path / "ledger.jsonl")
         for step in (1, 2):
             folder.append_metrics(StepMetrics(step))
-            ledger.settle(step, trained=[prompt(step - 1).prompt_id])
+            queue = state(step).queue
+            ledger.settle(step, trained=[prompt(step - 1).prompt_id], outstanding=outstanding_ids(queue))
             with folder.checkpoint(step) as checkpoint:
                 learner.save(checkpoint.state / "learner")
                 learner.save_hf(checkpoint.hf)
-                state(step).save(checkpoint.state)
+                replace(state(step), ledger=ledger.flush(queue), data="0f").save(checkpoint.state)
     return base / "run"
 
 
@@ -68,12 +70,13 @@ def folder(finished: Path, tmp_path: Path) -> RunFolder:
 
 def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -> Any:
     """A task of these questions."""
-    return SimpleNamespace(name="task", train_prompt=lambda position: replace(prompt(position), text=texts(position)))
+    return SimpleNamespace(name="task", fingerprint="0f", train_prompt=lambda position: replace(prompt(position), text=texts(position)))
 
 
 def resume(folder: RunFolder, *overrides: str, task: Any = None) -> tuple[RunConfig, ResumePoint, list[tuple[str, str]]]:
     config, point = find_resume_point(folder, overrides)
-    return config, point, take_back(folder, point, task or asks())
+    assert point is not None
+    return config, *take_back(folder, point, task or asks())
 
 
 def cut(path: Path) -> None:
@@ -85,7 +88,18 @@ def zero(path: Path) -> None:
 
 
 def scramble(path: Path) -> None:
-    path.write_bytes(os.urandom(500))
+    path.write_bytes(os.urandom(path.stat().st_size))
+
+
+def flip(path: Path) -> None:
+    """One bit, in the middle: of a tensor's number, which nothing but a checksum can know."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def add(path: Path) -> None:
+    shutil.copy(path, path.with_name("more.safetensors"))
 
 
 DAMAGES: Sequence[tuple[str, Callable[[Path], None]]] = [
@@ -94,9 +108,21 @@ DAMAGES: Sequence[tuple[str, Callable[[Path], None]]] = [
     ("hf/config.json", cut),
     ("hf/config.json", Path.unlink),
     ("hf/tokenizer.json", cut),
-    ("state/controller.pickle", cut),
-    ("state/controller.pickle", scramble),
-    ("state/controller.pickle", Path.unlink),
+    ("manifest.json", cut),
+    ("manifest.json", flip),
+    ("manifest.json", Path.unlink),
+    ("state/controller.json", cut),
+    ("state/controller.json", flip),
+    ("state/controller.json", scramble),
+    ("state/controller.json", Path.unlink),
+    ("state/groups.safetensors", cut),
+    ("state/groups.safetensors", flip),
+    ("state/groups.safetensors", Path.unlink),
+    ("hf/model.safetensors", flip),
+    ("hf/model.safetensors", add),
+    ("hf/tokenizer.json", flip),
+    ("state/learner/rank-0.safetensors", flip),
+    ("state/learner/random-0.safetensors", flip),
     ("state/learner/manifest.json", cut),
     ("state/learner/manifest.json", zero),
     ("state/learner/rank-0.safetensors", cut),
@@ -110,11 +136,11 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(folder: RunFolder
     newest = folder.path / "checkpoints" / "step_000002"
     damage(newest / name)
     _, point, said = resume(folder)
-    assert (point.checkpoint.step, point.state) == (1, state(1))
+    assert (point.checkpoint.step, point.state.queue) == (1, state(1).queue)
     (aside, aside_reason), (level, loss) = [entry for entry in said if entry[0] == "warning"]
     assert "checkpoint of step 2 can't be read and is set aside as step_000002.damaged" in aside_reason and aside == level == "warning"
-    in_place = str(newest / name) if damage is not Path.unlink else str((newest / name).parent)
-    assert in_place in aside_reason or f"model = {(newest / name).parent}" in aside_reason
+    named = {"manifest.json": str(newest), "add": str(newest / "hf/more.safetensors")}
+    assert named.get(name, named.get(damage.__name__, str(newest / name))) in aside_reason
     assert "all after step 1 is done again, up to step 2 at least; 1 lines of it went to rewound.jsonl" in loss
     # The damaged one counts for nothing any more, so that no pruning spares it in place of a good one; and its lines are taken back.
     assert [checkpoint.step for checkpoint in folder.checkpoints()] == [1]
@@ -124,12 +150,12 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(folder: RunFolder
 
 def test_no_checkpoint_that_can_be_read_is_one_sentence(folder: RunFolder) -> None:
     for checkpoint in folder.checkpoints():
-        cut(checkpoint.state / "controller.pickle")
+        cut(checkpoint.state / "controller.json")
     with pytest.raises(DataError) as caught:
         find_resume_point(folder, ())
     said = str(caught.value)
     assert "none of its checkpoints can be read (step_000002, step_000001)" in said and "\n" not in said
-    assert f"{folder.path}/checkpoints/step_000002/state/controller.pickle: damaged" in said
+    assert f"{folder.path}/checkpoints/step_000002/state/controller.json: damaged" in said
     assert len(folder.checkpoints()) == 2, "nothing is changed by a refusal"
 
 
@@ -137,11 +163,30 @@ def test_a_checkpoint_of_an_earlier_version_is_not_damaged(folder: RunFolder) ->
     """It is named, and nothing is set aside; the older ones, of that version too, aren't tried."""
     newest, older = sorted(folder.checkpoints(), key=lambda checkpoint: -checkpoint.step)
     for checkpoint in (newest, older):
+        for file in (checkpoint.path / "manifest.json", checkpoint.state / "controller.json", checkpoint.state / "groups.safetensors"):
+            file.unlink()
         (checkpoint.state / "controller.pickle").write_bytes(b"cactors.gone\nGone\n.")
     with pytest.raises(OtherVersionError) as caught:
         find_resume_point(folder, ())
     assert f"model={newest.hf}" in str(caught.value) and "\n" not in str(caught.value)
+    assert "written by an earlier version of evenkeel (its state is a pickle, which this version doesn't read)" in str(caught.value)
     assert folder.checkpoints() == [older, newest]
+
+
+@pytest.mark.parametrize(("found", "which"), [(4, "an earlier"), (6, "a later"), (None, "an earlier")])
+def test_the_manifest_says_of_what_format_a_checkpoint_is(folder: RunFolder, found: int | None, which: str) -> None:
+    newest = folder.latest_checkpoint()
+    seal(newest.path, {"format": found, "step": 2})
+    with pytest.raises(OtherVersionError, match=rf"written by {which} version of evenkeel .its format is {found}, this version's 5"):
+        find_resume_point(folder, ())
+
+
+def test_a_foreign_file_is_told_and_not_read(folder: RunFolder) -> None:
+    (folder.latest_checkpoint().hf / "notes.txt").write_text("good one")
+    _, point, said = resume(folder)
+    assert point.checkpoint.step == 2
+    ((level, text),) = said
+    assert level == "warning" and "step_000002 holds files that it was not written with and that are not read: hf/notes.txt" in text
 
 
 def test_a_whole_folder_needs_no_warning(folder: RunFolder) -> None:
@@ -196,11 +241,32 @@ def test_the_same_model_by_another_way_is_no_other_model(folder: RunFolder, monk
     assert find_resume_point(folder, [f"model={model.name}"])[1].notes == ()
 
 
+SPOILING = [
+    ("rollout.sampling.temperature=0.7", "rollout.sampling.temperature (1.0 -> 0.7)"),
+    ("rollout.sampling.samples_per_group=7", "rollout.sampling.samples_per_group (4 -> 7)"),
+    ("rollout.sampling.max_tokens=9", "rollout.sampling.max_tokens (48 -> 9)"),
+    ("rollout.overlong.kind=mask", "rollout.overlong.kind (train -> mask)"),
+    ("rollout.reward.deadline_s=3", "rollout.reward.deadline_s (10.0 -> 3.0)"),
+]
+
+
+@pytest.mark.parametrize(("override", "named"), SPOILING, ids=[override for override, _ in SPOILING])
+def test_what_finished_groups_do_not_survive_is_refused_by_name(folder: RunFolder, override: str, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_resume_point(folder, [override])
+    said = str(caught.value)
+    assert named in said and "1 finished group of" in said and "--discard-queue" in said and "\n" not in said
+    _, point = find_resume_point(folder, [override], discard_queue=True)
+    assert point is not None and point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
+
+
 def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFolder) -> None:
     """A batch has one temperature, so their ratios would be wrong; their prompts stay, and the counts."""
     before = state(2).queue
     assert (len(before.in_flight), len(before.finished)) == (1, 1)
-    _, point, said = resume(folder, "rollout.sampling.temperature=0.7")
+    _, found = find_resume_point(folder, ["rollout.sampling.temperature=0.7"], discard_queue=True)
+    assert found is not None
+    point, said = take_back(folder, found, asks())
     queue = point.state.queue
     assert [ticket.group_id for ticket in queue.in_flight] == [2, 3] and queue.finished == ()
     assert {ticket.prompt.prompt_id for ticket in queue.in_flight} == {"train/0/2", "train/0/3"}
@@ -216,8 +282,10 @@ def test_groups_stay_whatever_the_number_of_workers_and_of_groups_under_way(fold
 
 
 def test_other_data_than_the_runs_are_refused(folder: RunFolder) -> None:
-    with pytest.raises(DataError, match=r"its question train/0/3 is 'another', but .* asked 'question 3' there"):
+    with pytest.raises(DataError, match=r"its question 3 is train/0/3 'another', but the run asked train/0/3 'question 3' there"):
         resume(folder, task=asks(lambda position: "another" if position == 3 else prompt(position).text))
+    with pytest.raises(DataError, match=r"fingerprint of its questions is 1f, and was 0f: these are other data.*start a new run from"):
+        resume(folder, task=SimpleNamespace(**{**vars(asks()), "fingerprint": "1f"}))
     assert len(folder.read_metrics()) == 2, "nothing is taken back by a refusal"
 
 
@@ -240,13 +308,15 @@ def test_metrics_that_were_cut_are_told(folder: RunFolder) -> None:
 
 def test_a_damaged_ledger_is_told_and_no_obstacle(folder: RunFolder) -> None:
     path = folder.path / "ledger.jsonl"
-    whole = Ledger(path)
-    whole.rewind(2)
-    assert whole.doubt(state(2).queue) is None
-    path.write_bytes(b"\x00\xff{garbage\n" + path.read_bytes().splitlines(keepends=True)[1])
-    ledger = Ledger(path)
-    ledger.rewind(2)
-    assert f"{path} is damaged: it has 1 of the 2 prompts used so far" in str(ledger.doubt(state(2).queue))
+    _, point, _ = resume(folder)
+    told: list[tuple[str, str]] = []
+    assert len(open_ledger(path, point.state, lambda *event: told.append(event))) == 2 and told == []
+    before = b"\x00\xff{garbage\n" + path.read_bytes().splitlines(keepends=True)[1]
+    path.write_bytes(before)
+    ledger = open_ledger(path, point.state, lambda *event: told.append(event))
+    ((level, text),) = told
+    assert level == "warning" and f"{path} is damaged: it has " in text and "set aside as ledger.damaged.jsonl" in text
+    assert path.with_name("ledger.damaged.jsonl").read_bytes() == before and not path.exists() and len(ledger) == 2
 
 
 def test_paths_are_those_of_where_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_the_actor_waits_for_places_and_groups() -> None:
         await actor.put([group(ticket)])
         assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
         assert not placing.done()
-        discarded, counts = await actor.advance(1, [0])
+        discarded, counts, _ = await actor.advance(1, [0])
         assert (discarded, counts["trained"]) == ([], 1)
         assert await asyncio.wait_for(placing, 5.0) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,33 @@ def test_a_save_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(DataError, match=r"rank 0.*No space left"):
             learner.is_saved(wait=True)
         assert learner.is_saved() and not is_complete(tmp_path / "c")
+
+
+def test_a_save_that_failed_does_not_stand_in_the_way_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has asked how it ended: the run gave it up. Raised by one rank at the next save, it would leave the others waiting there."""
+
+    def fail(path: Path, fill: object) -> None:
+        raise OSError("No space left on device")
+
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_write", fail)
+            learner.begin_save(tmp_path / "c")
+            while learner._saving is None or not learner._saving.done():
+                time.sleep(0.01)
+        learner.begin_save(tmp_path / "d")
+        assert learner.is_saved(wait=True) and is_complete(tmp_path / "d")
+
+
+def test_the_size_of_a_checkpoint_is_known_before(tmp_path: Path) -> None:
+    """To 5 % and a few kilobytes of headers, generators and side files, and never too small by more."""
+    with learner_on(save_model(tmp_path / "m"), **SETTINGS) as learner:
+        train(learner, 0, 1)
+        said = learner.checkpoint_bytes()
+        learner.begin_save(tmp_path / "c", tmp_path / "hf")
+        assert learner.is_saved(wait=True)
+        tensors = [tmp_path / "c/rank-0.safetensors", tmp_path / "hf/model.safetensors"]
+        assert sum(path.stat().st_size for path in tensors) == pytest.approx(said, rel=0.05)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

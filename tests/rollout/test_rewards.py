@@ -27,7 +27,17 @@ from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """
-    import asyncio, os, signal, subprocess, sys, time
+    import asyncio, json, os, pickle, signal, struct, subprocess, sys, time
+
+    class Touch:
+        def __init__(self, path): self.path = path
+        def __reduce__(self): return os.mkdir, (self.path,)
+    def forged(completion, metadata):
+        payload = {"pickle": pickle.dumps(Touch(metadata["path"])), "list": b"[1]", "nan": b'{"components": {"reward": NaN}}'}
+        payload |= {"text": b'{"components": {"reward": "1"}}', "none": b'{"components": {}}'}
+        if completion == "long": os.write(int(sys.argv[1]), struct.pack("!Q", 1 << 40))
+        elif completion != "ok": os.write(int(sys.argv[1]), struct.pack("!Q", len(payload[completion])) + payload[completion])
+        return 1.0
 
     def length(completion): return len(completion)
     def parts(*, completion, answer, metadata): return {"right": float(completion == answer), "bonus": metadata["bonus"]}
@@ -186,6 +196,18 @@ def test_a_failure_costs_its_own_trajectory_alone() -> None:
     assert not any(t.is_valid for text, t in zip(texts, results, strict=True) if text != "ok")
     answering = [t.reward for text, t in zip(texts, results, strict=True) if text == "ok"]
     assert len(set(answering)) == 4 and answering[2] == answering[2]      # one pid for each life, the memory error keeps its process
+
+
+def test_what_a_reward_writes_to_the_socket_itself_is_not_run(tmp_path: Path) -> None:
+    """It may run what a model has written. A pickle from there would make a folder here; other forgeries are no rewards either."""
+    texts = ("pickle", "ok", "list", "nan", "text", "none", "long", "ok")
+    results = scored(user_reward("forged", deadline_s=5.0), *texts, prompt=asked(path=str(tmp_path / "made")))
+    assert not (tmp_path / "made").exists()
+    for text, result in zip(texts, results, strict=True):
+        if text == "ok":
+            assert result.reward == 1.0
+        else:
+            assert "sent no reply at one completion, but something else" in str(result.error), text
 
 
 def test_calls_on_other_processes_do_not_wait_for_a_hanging_one() -> None:

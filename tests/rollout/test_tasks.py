@@ -152,6 +152,23 @@ def test_unshuffled_rows_keep_their_order(tmp_path: Path) -> None:
     assert numbers == sorted(numbers)
 
 
+def test_the_fingerprint_is_of_every_training_question_and_its_answer(tmp_path: Path) -> None:
+    """A row more, an answer changed, two rows swapped: other data. Runs of blanks between equal rows are none."""
+
+    def of(rows: list[Any]) -> str:
+        return build_task(FileTask(path=write_rows(tmp_path / "rows.jsonl", rows), held_out_size=1, shuffle=False)).fingerprint
+
+    rows = numbered(20)
+    last = {**rows[-1], "answer": "another"}
+    prints = [of(rows), of(numbered(21)), of([*rows[:-1], last]), of([rows[1], rows[0], *rows[2:]])]
+    assert len(set(prints)) == 4 and of(numbered(20)) == prints[0]
+
+
+def test_the_fingerprint_of_a_stream_is_of_its_seed() -> None:
+    assert build_task(chain_sum(seed=1)).fingerprint == build_task(chain_sum(seed=1)).fingerprint
+    assert build_task(chain_sum(seed=1)).fingerprint != build_task(chain_sum(seed=2)).fingerprint
+
+
 def test_equal_texts_are_on_the_same_side(tmp_path: Path) -> None:
     task = build_task(FileTask(path=write_rows(tmp_path / "rows.jsonl", numbered(20) * 3), held_out_size=5, held_out_fraction=0.5))
     assert len(task.held_out_prompts()) == 5

@@ -1,0 +1,124 @@
+"""The manifest of a checkpoint: size and checksum of every file in it, written when all of them are, and verified before any is read.
+
+XXH3 (64 bits) finds what disks, networks and interrupted copies do to files, at several GB/s; it is no protection against forgery. Who
+writes a large file leaves its sum beside it (`leave_sum`), so that nobody else has to read it again for the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from correction.errors import DataError
+
+MANIFEST = "manifest.json"
+_LEFT = ".xxh3"
+"""Suffix of a sum that was left for the manifest."""
+_CHUNK_BYTES = 4 << 20
+_THREADS = 8
+"""Files read at a time: a network file system gives one reader a part of what it has."""
+
+
+def sum_of(path: Path) -> dict[str, Any]:
+    """{"bytes": size, "xxh3": 16 hexadecimal digits} of a file. Raises: OSError."""
+    digest, size = xxhash.xxh3_64(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, "xxh3": digest.hexdigest()}
+
+
+def leave_sum(path: Path) -> None:
+    """Write a file's sum beside it, for `seal`; whoever has just written the file reads it back from memory."""
+    path.with_name(path.name + _LEFT).write_text(json.dumps(sum_of(path)))
+
+
+def seal(folder: Path, about: dict[str, Any]) -> None:
+    """Write the manifest of all files under a folder, which are on disk by now: the last file of a checkpoint.
+
+    Args:
+        about: what else it says.
+    Raises: DataError if a file has another size than who wrote it saw; OSError.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        paths = list(_files(folder))
+        sums = dict(zip((path.relative_to(folder).as_posix() for path in paths), pool.map(_left_or_found, paths), strict=True))
+    for left in [*folder.rglob(f"*{_LEFT}")]:
+        left.unlink()
+    content = {**about, "files": sums}
+    path = folder / MANIFEST
+    path.write_text(json.dumps({**content, "xxh3": _own_sum(content)}, indent=1) + "\n")
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def read_manifest_of_files(folder: Path) -> dict[str, Any]:
+    """The manifest. Raises: DataError if it is missing or damaged."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(f"{folder}: not complete, it has no {MANIFEST}, which is written last")
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        is_whole = content.pop("xxh3") == _own_sum(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: damaged, no manifest can be read from it ({type(error).__name__}: {error})") from error
+    if not is_whole:
+        raise DataError(f"{path}: damaged, its content is not what its own checksum says")
+    return content
+
+
+def verify(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Compare every file with the manifest. Returns: files that the manifest doesn't name, and that nothing reads.
+
+    Raises: DataError naming the first file that is missing, of another size or content, or that could be read in place of a saved one.
+    """
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    extra = sorted({path.relative_to(folder).as_posix() for path in _files(folder)} - set(files))
+    if foreign := [name for name in extra if name.endswith((".safetensors", ".safetensors.index.json"))]:
+        raise DataError(f"{folder / foreign[0]}: not in the manifest, but its tensors could be read in place of saved ones. Move it away")
+    for name, expected in files.items():  # sizes first: they cost nothing
+        path = folder / name
+        if not path.is_file():
+            raise DataError(f"{path}: is not there, but the manifest has it with {expected['bytes']} bytes")
+        if path.stat().st_size != expected["bytes"]:
+            raise DataError(f"{path}: damaged, {path.stat().st_size} bytes long instead of {expected['bytes']}")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for name, found in zip(files, pool.map(_sum_or_damage, (folder / name for name in files)), strict=True):
+            if found != files[name]:
+                raise DataError(f"{folder / name}: damaged, its checksum is {found['xxh3']} instead of {files[name]['xxh3']}")
+    return extra
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All but the manifest and the sums that were left."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / MANIFEST and not path.name.endswith(_LEFT):
+            yield path
+
+
+def _left_or_found(path: Path) -> dict[str, Any]:
+    left = path.with_name(path.name + _LEFT)
+    if not left.is_file():
+        return sum_of(path)
+    found: dict[str, Any] = json.loads(left.read_text())
+    if found["bytes"] != path.stat().st_size:
+        raise DataError(f"{path}: {path.stat().st_size} bytes are on disk, but {found['bytes']} were written")
+    return found
+
+
+def _sum_or_damage(path: Path) -> dict[str, Any]:
+    try:
+        return sum_of(path)
+    except OSError as error:
+        raise DataError(f"{path}: damaged, it can't be read ({error})") from error
+
+
+def _own_sum(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()
