@@ -27,10 +27,8 @@ def test_a_deadline_names_the_wait_and_what_is_missing() -> None:
     async def missing() -> str:
         return "due and unfinished: [7]"
 
-    began = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         asyncio.run(wait_for(late(30.0), "batch of version 3 <- correction service", deadline_s=0.2, detail=missing))
-    assert time.monotonic() - began < 5.0
     assert str(caught.value).startswith("batch of version 3 <- correction service: not done in 0 s (due and unfinished: [7])")
 
 

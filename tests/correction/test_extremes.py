@@ -1,7 +1,6 @@
 """What must not break: empty, single, masked, vetoed, huge ratios, probabilities 0 and 1, not-a-number, a million tokens."""
 
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -142,11 +141,9 @@ def test_a_million_tokens_in_lengths_from_1_to_65536():
     mu = -torch.rand(n, generator=generator)
     batch = replace(tiny(lengths), behavior_logprobs=mu, proximal_logprobs=mu + 1e-2 * torch.randn(n, generator=generator))
     config = CorrectionConfig(preset="mis-full", importance={"level": "geometric"})
-    started = time.monotonic()
     corrected = correct(batch, config)
     policy_loss(corrected, batch.proximal_logprobs.clone().requires_grad_(), config).loss.backward()
     diagnose(batch, corrected, batch.proximal_logprobs)
-    assert time.monotonic() - started < 60  # no Python loop over 6,000 sequences
     raw = correct(batch, CorrectionConfig(preset="tis-sequence", importance={"level": "geometric", "upper": 9}))
     rows = slice(1, 65537)
     exact = math.fsum((batch.proximal_logprobs[rows] - mu[rows]).tolist()) / 65536
