@@ -148,6 +148,12 @@ class Cluster:
 def check_ray(settings: RayConfig) -> None:
     """What can be known without starting anything. Raises: ConfigError if nothing listens at the address, or a path is too long."""
     if settings.address is not None:
+        host, _, port = settings.address.removeprefix("ray://").rpartition(":")
+        if settings.address != "auto" and not (host and port.isdigit()):
+            raise ConfigError(
+                f"ray.address = {settings.address!r}: that is no HOST:PORT, nor auto, for the cluster that this machine is part of. "
+                "Leave it empty for a private one"
+            )
         try:
             _check_listening(settings.address)
         except OSError as error:

@@ -258,6 +258,12 @@ def test_resume_of_what_is_no_run(tmp_path: Path) -> None:
     assert "not a run folder: it has no config.yaml" in refused("train", "--resume", str(tmp_path))
 
 
+def test_address_of_no_cluster(recipe: Path) -> None:
+    """At once, and not after Ray has tried for a minute."""
+    sentence = refused("train", str(recipe), "ray.address=foo")
+    assert "ray.address = 'foo': that is no HOST:PORT, nor auto" in sentence and "starting Ray" not in sentence
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_cluster_that_is_not_there(recipe: Path, address: str) -> None:
     sentence = refused("train", str(recipe), f"ray.address={address}", f"run_dir={recipe.parent / address[:3]}")
