@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from actors.alarms import Replacement
 from actors.carriers import QueueSnapshot, Ticket
 from actors.ledger import Ledger, LedgerMark, imbalance_of
-from actors.plain import Columns, as_plain, of_plain
+from actors.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from rollout.trajectory import Group, Prompt

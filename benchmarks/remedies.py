@@ -223,7 +223,7 @@ def coefficients(batch: PackedBatch, preset: str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RemedyOutcome:
     """What a preset makes of a KL and a length; see the head of this file."""
 
     preset: str
@@ -239,7 +239,7 @@ class Outcome:
     noise: float
 
 
-def outcome(preset: str, kl: float, sample: Sample, on_policy_noise: float) -> Outcome:
+def outcome(preset: str, kl: float, sample: Sample, on_policy_noise: float) -> RemedyOutcome:
     """One cell.
 
     Args:
@@ -250,7 +250,7 @@ def outcome(preset: str, kl: float, sample: Sample, on_policy_noise: float) -> O
     own, exact = sample.gradients(weights), sample.policy.exact_gradient(sample.length)
     estimates = [(own, torch.zeros_like(exact)), *((own - values, expected) for values, expected in sample.known)]
     values, offset = min(estimates, key=lambda estimate: spread(estimate[0]))
-    return Outcome(
+    return RemedyOutcome(
         preset=preset,
         kl=kl,
         length=sample.length,
@@ -264,7 +264,9 @@ def outcome(preset: str, kl: float, sample: Sample, on_policy_noise: float) -> O
     )
 
 
-def outcomes(presets: Sequence[str], kls: Iterable[float], lengths: Iterable[int], *, tokens: int = TOKENS, seed: int = 1) -> list[Outcome]:
+def outcomes(
+    presets: Sequence[str], kls: Iterable[float], lengths: Iterable[int], *, tokens: int = TOKENS, seed: int = 1
+) -> list[RemedyOutcome]:
     """All cells, of samples of `tokens` tokens at most."""
     found = []
     lengths = tuple(lengths)
@@ -310,7 +312,7 @@ SHOWN = (8, 512, 8192)
 """Lengths of the table."""
 
 
-def table(found: Sequence[Outcome]) -> str:
+def table(found: Sequence[RemedyOutcome]) -> str:
     """Markdown: a row for each preset. In a cell the three SHOWN lengths."""
     cells = {(one.preset, one.kl, one.length): one for one in found}
     kls = sorted({one.kl for one in found})

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 if TYPE_CHECKING:
-    from benchmarks.remedies import Outcome
+    from benchmarks.remedies import RemedyOutcome
 
 CURVES = {
     "ppo": ("#8a8f2f", ":"),
@@ -27,7 +27,7 @@ CURVES = {
 ROWS = (("kept_tokens", "tokens kept"), ("bias", "bias"), ("noise", "noise"))
 
 
-def draw(found: Sequence[Outcome], path: Path) -> None:
+def draw(found: Sequence[RemedyOutcome], path: Path) -> None:
     """Write a PNG: one column for each KL, one row for each of ROWS."""
     kls = sorted({one.kl for one in found})
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"}
@@ -47,7 +47,7 @@ def draw(found: Sequence[Outcome], path: Path) -> None:
         figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def _curves(axes: Axes, found: Sequence[Outcome], field: str) -> None:
+def _curves(axes: Axes, found: Sequence[RemedyOutcome], field: str) -> None:
     axes.set_xscale("log", base=2)
     lengths = sorted({one.length for one in found})
     axes.xaxis.set_major_locator(FixedLocator(lengths[::2]))

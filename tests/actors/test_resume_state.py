@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import actors.ledger
-import actors.plain
 import actors.resume
+import actors.state_format
 import learner.checkpoint
 import learner.checkpoint_files
 import learner.file_sums
@@ -129,5 +129,5 @@ def test_a_missing_file_is_refused(state: TrainingState, tmp_path: Path) -> None
 
 def test_reading_a_state_runs_nothing() -> None:
     """No module by which a checkpoint is read unpickles."""
-    for module in (actors.resume, actors.plain, actors.ledger, learner.file_sums, learner.checkpoint, learner.checkpoint_files):
+    for module in (actors.resume, actors.state_format, actors.ledger, learner.file_sums, learner.checkpoint, learner.checkpoint_files):
         assert "pickle." not in inspect.getsource(module).replace('"controller.pickle"', "")
