@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
     from correction.monitor import Event, State
+    from rollout.continuation import UnfinishedGroup
     from rollout.trajectory import Group, Prompt
 
 INVALID = "fewer than two valid trajectories"
@@ -38,6 +39,8 @@ class ActorInfo:
     """host:port of its Prometheus endpoint."""
     detail: str = ""
     """What a person should know of it besides."""
+    node: str = ""
+    """Ray's id of the node that it is on."""
 
     @property
     def key(self) -> str:
@@ -52,6 +55,13 @@ class Ticket:
     prompt: Prompt
     admitted_version: int
     """Published when it was admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTicket(Ticket):
+    """Of a group that another worker has handed back: its sampling goes on from there. In the pool only; the queue knows the Ticket."""
+
+    begun: UnfinishedGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Cluster:
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             return self
         os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: the others lower theirs themselves, see lower_priority
-        workers = self._config.rollout.workers
+        workers = self._config.rollout.most_workers
         arguments: dict[str, Any] = {
             "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
             "resources": {settings.rollout_resource: workers},

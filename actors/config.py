@@ -91,6 +91,9 @@ class DeadlinesConfig(Settings):
     """Longest optimizer step, or forward pass of the learner, seconds."""
     sync_s: PositiveFloat = 120.0
     """Longest wait for an engine to confirm new weights, seconds."""
+    drain_s: float = Field(default=20.0, ge=0)
+    """Longest time in which a rollout worker that leaves finishes what it has under way, seconds; then it hands the rest back, with the
+    tokens sampled so far. Keep it 10 s below what a preemption notice leaves (30 s on Kubernetes)."""
     checkpoint_s: PositiveFloat = 600.0
     """Longest time to write a checkpoint, seconds."""
     evaluation_s: PositiveFloat = 900.0

@@ -171,7 +171,7 @@ class Controller:
 
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
-        with self._watch.phase("wait_learner"):
+        with self._watch.phase("wait_learner"), self._pool.learner_waits():
             batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=self._config.deadlines.sync_s)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
 
@@ -253,7 +253,7 @@ class Controller:
         self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._state, observer.event)
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         self._folder.keep_model_files(self._weights)
-        workers, ranks = config.rollout.workers, config.learner.world_size
+        workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._start_queue()
         self._start_pool()
@@ -294,7 +294,8 @@ class Controller:
             seed=config.seed,
             topk=needs_topk(config.correction),
         )
-        self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
+        places = (config.max_staleness + 1) * config.groups_per_step
+        self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer, places)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._pool.start()
 

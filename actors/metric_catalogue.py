@@ -339,6 +339,16 @@ _ROLLOUT = [
         "pool/current_workers", _U.ONE, _R.LAST, "current workers",
         "Those of them that held the newest weights by then, before the step's own went out: all, unless one is slower than a step.",
     ),
+    _gauge(
+        "pool/target_workers", _U.ONE, _R.LAST, "wanted workers",
+        "Rollout workers that the run wants: the configured number, or what the load has led to (rollout.max_workers).",
+    ),
+    Metric(
+        "pool/scaled_total/", Kind.COUNTER, _U.ONE, _R.SUM,
+        "Times that the load changed the wanted number of rollout workers, by cause.", "changes of size", part="cause",
+    ),
+    _counter("pool/handed_back_total", "groups handed back", "Groups that a worker which left handed back; another one went on with them."),
+    _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),
     _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
     _gauge(

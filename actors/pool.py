@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
-from actors import workers
+from actors import preemption, workers
 from actors.carriers import Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
-from actors.dispatch import Questions, WaitingWork
+from actors.departures import Departures, first_to_leave
+from actors.dispatch import Questions, WaitingWork, continuing
+from actors.elastic import Elastic
 from actors.rollout_worker import WorkerSettings
 from actors.supervision import counted, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -24,6 +29,7 @@ from actors.weight_sync import SyncTarget, WeightSync
 from actors.workers import PoolObserver, WorkerHandle, WorkerState
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling
+from rollout.continuation import UnfinishedGroup
 from rollout.trajectory import Prompt, Trajectory
 
 log = logging.getLogger("evenkeel.pool")
@@ -38,14 +44,20 @@ _ANSWERS = 32
 class RolloutPool:
     """Starts workers, gives them groups, replaces those that fail. One event loop uses it."""
 
-    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver) -> None:
+    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver, places: int = 1) -> None:
+        """Args: places: groups that admission allows outstanding; an elastic pool grows to no more workers than they keep busy."""
         self._settings, self._config, self._deadlines = settings, settings.rollout, deadlines
         self._queue, self._observer = queue, observer
         self._sync: WeightSync | None = None
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._workers: dict[str, WorkerHandle] = {}
         self._born = 0
+        self._elastic = Elastic(self, self._config, places, lambda decision: observer.scaled(decision))
+        self.target = self._elastic.first
+        """Workers that are wanted; those that leave don't count."""
         self._replaced = 0
+        self._departures = Departures(self, observer, deadlines.drain_s)
+        self._lost_groups = workers.LostGroups(lambda text: observer.event("info", text))
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -56,9 +68,12 @@ class RolloutPool:
 
     def start(self) -> None:
         """Ask for all workers; they join as they come."""
-        for _ in range(self._config.workers):
-            self._start_worker()
-        self._spawn(self._watch())
+        if (note := self._elastic.note) is not None:
+            self._observer.event("info", note)
+        self._replenish()
+        self.spawn(self._watch())
+        if ray.is_initialized():
+            self.spawn(preemption.watch_nodes(self._node_leaves))
 
     def follow(self, sync: WeightSync) -> None:
         """From now on joined workers get their weights through `sync`."""
@@ -69,9 +84,9 @@ class RolloutPool:
     async def first_worker(self) -> None:
         """Wait until one engine is up. Raises: the error of its start."""
         await wait_for(
-            self._until(lambda: any(True for _ in self._joined())),
+            self.until(lambda: any(True for _ in self._joined())),
             "the first rollout worker",
-            deadline_s=self._deadlines.start_s,
+            deadline_s=math.inf,  # a node may be long in coming; once it is there, the start of an engine has a deadline
             notice=log.debug,  # each worker's own start gives notice
         )
 
@@ -88,12 +103,50 @@ class RolloutPool:
         """Never returns; raises when the pool can't go on."""
         await asyncio.shield(self._failure)
 
+    def learner_waits(self) -> AbstractContextManager[None]:
+        """Around the learner's wait for a batch, once a step."""
+        return self._elastic.learner_waits(self.spawn)
+
+    # -- size --------------------------------------------------------------------------------------------------------
+
+    def resize(self, target: int, why: str) -> None:
+        """Have so many workers: more are asked for, or some leave."""
+        self.target = target
+        staying = self._staying()
+        for worker in first_to_leave(staying)[: max(0, len(staying) - target)]:
+            self._let_go(worker, why)
+        self._replenish()
+
+    def _node_leaves(self, node: str, left_s: float | None) -> None:
+        for worker in self._staying():
+            if worker.info is not None and worker.info.node == node:
+                self._let_go(worker, "Ray drains its node", left_s)
+        self._replenish()
+
+    def _told_to_end(self, worker: WorkerHandle) -> None:
+        if worker.state is WorkerState.JOINED:
+            self._let_go(worker, "its process was told to end (SIGTERM)")
+            self._replenish()
+
+    def _let_go(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
+        if self._sync is not None:
+            self._sync.leave(worker.name)
+        self._departures.begin(worker, why, left_s)
+
+    def _staying(self) -> list[WorkerHandle]:
+        return [w for w in self._workers.values() if w.state is not WorkerState.LEAVING]
+
+    def _replenish(self) -> None:
+        """Ask for the workers that are missing."""
+        for _ in range(self.target - len(self._staying())):
+            self._start_worker()
+
     def _start_worker(self) -> None:
         name = str(self._born)
         self._born += 1
         worker = workers.create(name, self._settings, self._queue)
         self._workers[name] = worker
-        self._spawn(self._bring_up(worker))
+        self.spawn(self._bring_up(worker))
 
     async def _bring_up(self, worker: WorkerHandle) -> None:
         try:
@@ -101,7 +154,10 @@ class RolloutPool:
         except (EvenkeelError, RayError) as error:
             self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
             return
+        if worker.state is not WorkerState.STARTING:  # it is not wanted any more
+            return
         worker.state, worker.info = WorkerState.JOINED, info
+        self.spawn(self._departures.heed_end_notice(worker, self._told_to_end))
         self._observer.joined(info)
         if self._sync is not None:
             self._sync.join(worker.sync)
@@ -109,27 +165,34 @@ class RolloutPool:
 
     def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
         """Give a worker up; start another in its place, unless that has been tried too often."""
-        if worker.state is WorkerState.GONE or self._is_stopping:
+        if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self._is_stopping:
             return
         never_worked = worker.state is WorkerState.STARTING
-        worker.state = WorkerState.GONE
-        del self._workers[worker.name]
-        if self._sync is not None:
-            self._sync.leave(worker.name)
-        self._observer.left(f"rollout-{worker.name}")
+        self.forget(worker)
         workers.kill(worker.actor)
+        self._lost_groups.add(worker)
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
-        is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
-        self._replaced += not is_waiting_for_a_node
+        self._replaced += 1
         is_hopeless = never_worked and not self._workers
         if is_hopeless or self._replaced > _MAX_REPLACEMENTS:
             if not self._failure.done():
                 cause = error if isinstance(error, EvenkeelError) else EngineError(f"rollout worker {worker.name} {reason}")
                 self._failure.set_exception(cause)
         else:
-            self._start_worker()
+            self._replenish()
         self.wake()
+
+    def forget(self, worker: WorkerHandle) -> bool:
+        """It is gone. Returns: False if that was known."""
+        worker.state = WorkerState.GONE
+        if self._workers.pop(worker.name, None) is None:
+            return False
+        if self._sync is not None:
+            self._sync.leave(worker.name)
+        self._observer.left(f"rollout-{worker.name}")
+        self.wake()
+        return True
 
     def _engine_failed(self, worker: WorkerHandle, error: EvenkeelError) -> None:
         """A call to a worker failed: a dirty engine is synced again, anything else means that the worker is lost."""
@@ -192,8 +255,12 @@ class RolloutPool:
         ids = [ticket.group_id for ticket in tickets]
         try:
             call = worker.actor.generate_groups.remote(tickets)
-            for summary in await self._worked(call, f"groups {ids} <- rollout worker {worker.name}"):
-                self._observer.group_finished(summary)
+            for done in await self._worked(call, f"groups {ids} <- rollout worker {worker.name}"):
+                if isinstance(done, UnfinishedGroup):
+                    worker.handed_back.append(done)
+                    self._work.add_groups([continuing(ticket, done) for ticket in tickets if ticket.group_id == done.group_id])
+                else:
+                    self._observer.group_finished(done)
             worker.resyncs = 0
             self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
         except (EngineError, DeadlineExceeded) as error:
@@ -246,9 +313,9 @@ class RolloutPool:
     async def _watch(self) -> None:
         """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts too long."""
         while True:
-            await self._until(self._is_stuck)
+            await self.until(self._is_stuck)
             await wait_for(
-                self._until(lambda: not self._is_stuck()),
+                self.until(lambda: not self._is_stuck()),
                 f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
                 deadline_s=self._deadlines.start_s + 3 * self._deadlines.sync_s,  # of a new engine and its three attempts at a sync
                 notice_s=self._deadlines.notice_s,
@@ -257,7 +324,9 @@ class RolloutPool:
             )
 
     def _is_stuck(self) -> bool:
-        return bool(self._work) and not any(self._is_current(w) for w in self._joined())
+        """Workers that wait for a node are no reason: their own wait is told of."""
+        waits_for_nodes = not all(w.has_node for w in self._workers.values())
+        return bool(self._work) and not waits_for_nodes and not any(self._is_current(w) for w in self._joined())
 
     async def _missing(self) -> str:
         joined, current = self.counts()
@@ -289,9 +358,14 @@ class RolloutPool:
         current = [w for w in self._joined() if self._is_current(w)]
         soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
         for worker, work in self._work.take(current, soon):
-            self._spawn(self._ask(worker, work) if isinstance(work, Questions) else self._sample(worker, work))
+            if isinstance(work, Questions):
+                self.spawn(self._ask(worker, work))
+                continue
+            self._lost_groups.taken(ticket.group_id for ticket in work)
+            self.spawn(self._sample(worker, work))
 
-    async def _until(self, ready: Callable[[], bool]) -> None:
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a change that makes it true. Raises: what the pool has failed with."""
         while not ready():
             if self._failure.done():
                 self._failure.result()
@@ -301,7 +375,8 @@ class RolloutPool:
             except TimeoutError:
                 continue
 
-    def _spawn(self, work: Any) -> None:
+    def spawn(self, work: Any) -> None:
+        """Have a task of the pool: its error is the pool's."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self.note_end)
@@ -312,3 +387,4 @@ class RolloutPool:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._failure.done():
             self._failure.set_exception(error)
+

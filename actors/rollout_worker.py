@@ -10,14 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+import ray
+
+from actors.carriers import ActorInfo, BegunTicket, GroupSummary, Ticket, WorkerLoad
 from actors.exporter import MetricsEndpoint, listen_address
+from actors.preemption import EndNotice
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
 from rollout.config import AnswerSampling, RolloutConfig
+from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
 from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
 from rollout.weight_update import require_checksums
@@ -66,17 +70,25 @@ class RolloutWorker:
             topk=settings.topk,
             has_weights=False,
         )
-        return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
+        self._end_notice = EndNotice()
+        node = ray.get_runtime_context().get_node_id()
+        return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=node)
 
-    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary]:
-        """Sample several groups at once; each goes to the queue as soon as it is finished."""
+    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary | UnfinishedGroup]:
+        """Sample several groups at once; each goes to the queue as soon as it is finished. After `hand_back`: what there is of the rest."""
         return list(await asyncio.gather(*(self._generate_group(ticket) for ticket in tickets)))
 
-    async def _generate_group(self, ticket: Ticket) -> GroupSummary:
-        """Sample the G trajectories of a prompt, score them, put the group into the queue."""
+    async def _generate_group(self, ticket: Ticket) -> GroupSummary | UnfinishedGroup:
+        """Sample the G trajectories of a prompt, or go on with them, score them, put the group into the queue."""
         group = await self._sampler.group(
-            ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._settings.topk
+            ticket.prompt,
+            group_id=ticket.group_id,
+            admitted_version=ticket.admitted_version,
+            topk=self._settings.topk,
+            begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
         )
+        if isinstance(group, UnfinishedGroup):
+            return group
         self._count(group.trajectories)
         self._finished.append(group)
         await self._hand_over(group)
@@ -156,6 +168,14 @@ class RolloutWorker:
 
     async def load(self) -> WorkerLoad:
         return WorkerLoad(self._sampler.busy_s, self._sampler.up_s, self._sampler.generated_tokens, self._sampler.engine.requests_in_flight)
+
+    async def hand_back(self) -> None:
+        """Sample nothing more; `generate_groups` returns what there is. Returns when the engine has nothing under way."""
+        await self._sampler.engine.hand_back()
+
+    async def end_notice(self) -> None:
+        """Returns when the process has been told to end (SIGTERM)."""
+        await self._end_notice.told.wait()
 
     async def stop(self) -> None:
         await self._sampler.close()

@@ -44,15 +44,16 @@ async def wait_for(
         detail: asked for one clause on what exactly is missing, before each notice.
     Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; EngineError when its process is gone.
     """
-    began = time.monotonic()
+    now = asyncio.get_running_loop().time
+    began = now()
     task = asyncio.ensure_future(_as_coroutine(awaitable))
     try:
         while True:
-            remaining = began + deadline_s - time.monotonic()
+            remaining = began + deadline_s - now()
             done, _ = await asyncio.wait({task}, timeout=max(0.0, min(notice_s, remaining)))
             if done:
                 return task.result()
-            waited = time.monotonic() - began
+            waited = now() - began
             clause = f" ({await _ask(detail)})" if detail else ""
             if waited >= deadline_s:
                 raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}; the deadline is set under deadlines")

@@ -2,8 +2,9 @@
 
 States, and what moves a worker:
 
-    STARTING   created; Ray may still be looking for a node that offers the rollout resource
+    STARTING   created; Ray may still be looking for a node that offers the rollout resource, and then its engine starts
     JOINED     its engine is up; the weight sync owns its version from here
+    LEAVING    the pool shrinks, or its node is taken away: it gets no work, ends what it can, hands back the rest, and is ended
     GONE       its process or its engine died, or it took no weights; a replacement is started, its groups go to other workers
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -22,17 +25,22 @@ from actors.carriers import ActorInfo, GroupSummary, WorkerLoad
 from actors.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.scaling import ScalingDecision
 from actors.supervision import USUAL_START, wait_for
 from actors.weight_sync import SyncTarget
 from correction.errors import EvenkeelError
+from rollout.continuation import UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
+STOP_S = 20.0
+"""For the end of an engine."""
 
 
 class WorkerState(StrEnum):
     STARTING = "starting"
     JOINED = "joined"
+    LEAVING = "leaving"
     GONE = "gone"
 
 
@@ -51,6 +59,9 @@ class WorkerHandle:
     resyncs: int = 0
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
+    has_node: bool = False
+    """Its process runs."""
+    handed_back: list[UnfinishedGroup] = field(default_factory=list)
 
 
 class PoolObserver(Protocol):
@@ -63,7 +74,33 @@ class PoolObserver(Protocol):
 
     def group_finished(self, summary: GroupSummary) -> None: ...
 
+    def handed_back(self, groups: int, tokens: int) -> None:
+        """Groups that go on elsewhere, with so many tokens sampled."""
+
+    def scaled(self, decision: ScalingDecision) -> None: ...
+
     def event(self, level: str, text: str) -> None: ...
+
+
+class LostGroups:
+    """Groups whose worker was lost, until others sample them; says how long that took when the last ones are under way again."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._waiting: dict[int, str] = {}
+        """Worker that had it, by group."""
+        self._since: dict[str, float] = {}
+
+    def add(self, worker: WorkerHandle) -> None:
+        if worker.groups:
+            self._waiting |= dict.fromkeys(worker.groups, worker.name)
+            self._since[worker.name] = time.monotonic()
+
+    def taken(self, group_ids: Iterable[int]) -> None:
+        """Other workers have them."""
+        back = {self._waiting.pop(i) for i in group_ids if i in self._waiting}
+        for name in back.difference(self._waiting.values()):
+            self._tell(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
 
 
 def create(name: str, settings: WorkerSettings, queue: Any) -> WorkerHandle:
@@ -87,10 +124,21 @@ def create(name: str, settings: WorkerSettings, queue: Any) -> WorkerHandle:
 
 
 async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: DeadlinesConfig) -> ActorInfo:
-    """Wait until its engine is up. Raises: the error of its start."""
+    """Wait until its engine is up: without an end for a node, which an autoscaler may be long to bring, then until the deadline.
+
+    Raises: the error of its start.
+    """
+    await wait_for(
+        worker.actor.__ray_ready__.remote(),
+        f"a node with the resource {settings.resource!r} for rollout worker {worker.name}; an autoscaler is asked for one by that",
+        deadline_s=math.inf,
+        notice_s=deadlines.notice_s,
+        usual_s=USUAL_START * deadlines.start_s,
+    )
+    worker.has_node = True
     return await wait_for(
         worker.actor.start.remote(0),
-        f"start of rollout worker {worker.name} (a node with the resource {settings.resource!r}, then its engine)",
+        f"start of the engine of rollout worker {worker.name}",
         deadline_s=deadlines.start_s,
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
@@ -112,9 +160,9 @@ async def loads(joined: Sequence[WorkerHandle]) -> dict[str, WorkerLoad]:
 
 async def end(workers: Sequence[WorkerHandle]) -> None:
     """End them all, engines first."""
-    stopping = [w.actor.stop.remote() for w in workers if w.state is WorkerState.JOINED]
+    stopping = [w.actor.stop.remote() for w in workers if w.info is not None]
     if stopping:
-        await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=20.0)
+        await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=STOP_S)
     for worker in workers:
         kill(worker.actor)
 

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from correction.errors import ConfigError
 from correction.settings import Settings
 from rollout.engine_config import EngineConfig
+from rollout.pool_size import PoolSizeConfig
 
 # --- task -----------------------------------------------------------------------------------------------------------
 
@@ -312,11 +313,9 @@ class PenaliseOverlong(Settings):
 OverlongConfig = Annotated[TrainOverlong | MaskOverlong | PenaliseOverlong, Field(discriminator="kind")]
 
 
-class RolloutConfig(Settings):
+class RolloutConfig(PoolSizeConfig):
     """What happens to a prompt."""
 
-    workers: PositiveInt = Field(default=1, le=10**4)
-    """Rollout workers, each with an engine of its own."""
     slots: PositiveInt | None = None
     """Groups that a worker has under way at most; it takes the next one when one is finished. Unset: twice as many as
     max_running_requests has room for, so that places of a group's first answers don't stay empty until its last one."""

@@ -30,6 +30,7 @@ from actors.record.step_report import (
 )
 from actors.record.terminal import TerminalView
 from actors.repeated import Repeated
+from actors.scaling import ScalingDecision
 from actors.supervision import counted, wait_for
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
@@ -171,6 +172,14 @@ class Observer:
             if told := self._repeated.add(_kind_of_failure(error), f"group {summary.group_id}: a trajectory failed: {error}"):
                 self.event("warning", told)
 
+    def handed_back(self, groups: int, tokens: int) -> None:
+        self._count("pool/handed_back_total", groups)
+        self._count("pool/handed_back_tokens_total", tokens)
+
+    def scaled(self, decision: ScalingDecision) -> None:
+        self._count(f"pool/scaled_total/{decision.cause}", 1)
+        self.event("info", f"the pool goes to {counted(decision.target, 'rollout worker')} ({decision.cause}): {decision.reason}")
+
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
 
@@ -197,7 +206,7 @@ class Observer:
         """The step's training has ended and its weights go out now: what the workers hold is what they have worked with."""
         self._versions = self._pool.versions()
         joined, current = self._pool.counts()
-        self.note({"pool/workers": joined, "pool/current_workers": current})
+        self.note({"pool/workers": joined, "pool/current_workers": current, "pool/target_workers": self._pool.target})
 
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds

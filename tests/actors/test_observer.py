@@ -215,7 +215,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     async def scenario() -> None:
         observer, registry = seen.observer, SimpleNamespace(register=lambda *_: None, deregister=lambda _: None, close=lambda: None)
         observer._discovery = registry  # type: ignore[assignment]
-        pool = SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), versions=lambda: dict(held), counts=current)
+        pool = SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), versions=lambda: dict(held), counts=current, target=3)
         observer.follow(pool, None)  # type: ignore[arg-type]
         for name in held:
             observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
