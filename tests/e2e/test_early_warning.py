@@ -49,8 +49,9 @@ class Story:
 def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("warning") / "run"
     thresholds = [f"monitor.thresholds.{item}" for item in THRESHOLDS]
-    with ray_cluster() as address:
-        run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds, address=address)
+    with ray_cluster() as cluster:
+        words = [str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds]
+        run = Run(run_dir, *words, address=cluster.address, **cluster.variables)
         story = Story(run)
         try:
             until = time.monotonic() + 300.0
@@ -60,7 +61,7 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 story.scraped |= scraped
                 time.sleep(0.5)
             run.wait(1.0)
-            story.cluster_is_up = is_up(address)
+            story.cluster_is_up = is_up(cluster)
             yield story
         finally:
             run.close()
