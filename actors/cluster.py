@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
 from actors.descendants import adopted_orphans, descendants, end, end_new
-from actors.devices import shortage
+from actors.devices import check_rollout_resource, shortage
 from actors.security import loopback_only, protect_token, require_authentication
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
@@ -76,6 +76,7 @@ class Cluster:
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             try:
                 require_authentication(settings)
+                self._check_rollout_resource()
             except BaseException:
                 ray.shutdown()
                 raise
@@ -136,6 +137,18 @@ class Cluster:
     def gpu_shortage(self) -> str | None:
         """A sentence, if what has joined the cluster so far has fewer GPUs than the run asks for."""
         return shortage(self._config, ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
+
+    def _check_rollout_resource(self) -> None:
+        """Raises: ConfigError if no node, nor any that an autoscaler may start, can take a rollout worker."""
+        resource = self._config.ray.rollout_resource
+        offered = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
+        try:
+            possible = ray._private.state.state.get_max_resources_from_cluster_config()
+        except Exception as error:  # not told in this form: then it is not known
+            log.debug("node types of the cluster: %s", error)
+            possible = None
+        if note := check_rollout_resource(self._config, offered, None if possible is None else possible.get(resource, 0)):
+            log.warning(note)
 
     @property
     def log_folder(self) -> Path:

@@ -64,11 +64,37 @@ def shortage(config: RunConfig, offered: float) -> str | None:
     )
 
 
+def check_rollout_resource(config: RunConfig, offered: float, possible: float | None) -> str | None:
+    """Whether a joined cluster can ever place the rollout workers.
+
+    Args:
+        offered: units of the rollout resource on the nodes that are there.
+        possible: on all nodes that its autoscaler may start; None: there is no autoscaler, or it has not told yet.
+    Returns: what to say if there will never be enough for all.
+    Raises: ConfigError if an autoscaler is there, and no node, nor any type of node that it may start, offers it.
+    """
+    wanted, resource = config.rollout.most_workers, config.ray.rollout_resource
+    if possible is None or max(offered, possible) >= wanted:
+        return None
+    setting = f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {wanted}"
+    if max(offered, possible) < 1:
+        raise ConfigError(
+            f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers that resource, nor "
+            f"does any type of node that its autoscaler may start. Give a node type resources: {{{resource}: 1}} (deploy/ray-cluster.yaml)"
+        )
+    return (
+        f"{setting}: the cluster at {config.ray.address} offers the resource {resource!r} {max(offered, possible):g} times at most, with "
+        f"all nodes that its autoscaler may start; the other workers wait"
+    )
+
+
 def _wanted(config: RunConfig) -> tuple[int, str]:
     """GPUs in all, and which settings ask for them."""
     from actors.learner_group import is_on_gpu
 
-    engine, workers, ranks = config.rollout.engine, config.rollout.workers, config.learner.world_size
+    engine, workers, ranks = config.rollout.engine, config.rollout.first_workers, config.learner.world_size
+    if config.ray.address is None:  # a private Ray has to have them all from the beginning
+        workers = config.rollout.most_workers
     asking = []
     if engine.resolved_device == "cuda":
         asking.append((workers, f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}"))

@@ -261,6 +261,9 @@ class RolloutPool:
                     self._work.add_groups([continuing(ticket, done) for ticket in tickets if ticket.group_id == done.group_id])
                 else:
                     self._observer.group_finished(done)
+            if not worker.has_worked:
+                worker.has_worked = True
+                self._observer.event("info", workers.first_work(worker))
             worker.resyncs = 0
             self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
         except (EngineError, DeadlineExceeded) as error:

@@ -59,9 +59,18 @@ class WorkerHandle:
     resyncs: int = 0
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
-    has_node: bool = False
-    """Its process runs."""
+    asked_at: float = field(default_factory=time.monotonic)
+    placed_at: float | None = None
+    """When its process was there; None: it waits for a node. Like the others of time.monotonic."""
+    up_at: float = 0.0
+    """When its engine was."""
+    has_worked: bool = False
+    """It has finished a group."""
     handed_back: list[UnfinishedGroup] = field(default_factory=list)
+
+    @property
+    def has_node(self) -> bool:
+        return self.placed_at is not None
 
 
 class PoolObserver(Protocol):
@@ -135,14 +144,24 @@ async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: Dea
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
     )
-    worker.has_node = True
-    return await wait_for(
+    worker.placed_at = time.monotonic()
+    info: ActorInfo = await wait_for(
         worker.actor.start.remote(0),
         f"start of the engine of rollout worker {worker.name}",
         deadline_s=deadlines.start_s,
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
     )
+    worker.up_at = time.monotonic()
+    return info
+
+
+def first_work(worker: WorkerHandle) -> str:
+    """What to say when a worker has finished its first group: where the time went since it was asked for."""
+    now, placed_at = time.monotonic(), worker.placed_at or worker.asked_at
+    parts = {"node": placed_at - worker.asked_at, "engine": worker.up_at - placed_at, "weights and group": now - worker.up_at}
+    spent = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
+    return f"rollout worker {worker.name} sampled its first group {now - worker.asked_at:.1f} s after it was asked for: {spent}"
 
 
 async def loads(joined: Sequence[WorkerHandle]) -> dict[str, WorkerLoad]:

@@ -9,7 +9,7 @@ import torch
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.devices import check_devices, check_engine_device, check_types, shortage
+from actors.devices import check_devices, check_engine_device, check_rollout_resource, check_types, shortage
 from correction.errors import ConfigError
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
@@ -31,6 +31,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (0, "learner.device=cuda learner.data_parallel=2", "learner.device = cuda with 2 ranks: 2 GPUs are needed"),
         (1, "rollout.engine.device=cuda learner.device=cuda", "and learner.device = cuda with 1 rank: 2 GPUs are needed.*sees 1"),
         (1, "", "rollout.engine.device = auto with 1 worker and learner.device = auto with 1 rank: 2 GPUs"),
+        (3, "rollout.min_workers=1 rollout.max_workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
         (3, "rollout.workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
     ],
 )
@@ -91,3 +92,23 @@ def test_an_engine_of_another_type_than_the_learners_is_refused(monkeypatch: pyt
 def test_equal_types_and_those_that_a_cluster_decides_are_not(monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
     gpus(monkeypatch, 0)
     check_types(config(*overrides.split()))
+
+
+JOINED = ("ray.address=10.0.0.1:6379", "rollout.min_workers=1", "rollout.max_workers=4")
+
+
+def test_a_resource_that_no_node_can_offer_is_refused() -> None:
+    said = r"rollout.max_workers = 4 with ray.rollout_resource = .rollout.: no node .* Give a node type"
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_rollout_resource(config(*JOINED), 0, 0)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"rollout\.workers = 1 with"):
+        check_rollout_resource(config("ray.address=10.0.0.1:6379"), 0, 0)
+
+
+def test_fewer_nodes_than_the_pool_may_want_are_told_of() -> None:
+    note = check_rollout_resource(config(*JOINED), 1, 3)
+    assert note is not None and "rollout.max_workers = 4" in note and "3 times at most" in note
+    assert check_rollout_resource(config(*JOINED), 1, 4) is None
+    assert check_rollout_resource(config(*JOINED), 4, 0) is None, "nodes that somebody started by hand"
+    assert check_rollout_resource(config(*JOINED), 0, None) is None, "nodes may come that nobody knows of yet"
