@@ -188,8 +188,8 @@ class ElasticRun:
         return began
 
     def stop(self, limit_s: float = 240.0) -> int:
-        """By SIGTERM. Returns: the exit code."""
-        self.process.send_signal(signal.SIGTERM)
+        """After the step under way, by Ctrl-C. Returns: the exit code."""
+        self.process.send_signal(signal.SIGINT)
         try:
             return self.process.wait(limit_s)
         finally:

@@ -30,7 +30,7 @@ _START_S = 90.0
 class AutoscaledCluster:
     """A head, and up to `nodes` nodes that offer one unit of `resource` each; asks for a token."""
 
-    def __init__(self, nodes: int, *, resource: str = "rollout", head_cpus: int = 4, idle_s: float = 6.0, first_nodes: int = 1) -> None:
+    def __init__(self, nodes: int, *, resource: str = "rollout", head_cpus: int = 8, idle_s: float = 6.0, first_nodes: int = 1) -> None:
         """Args: idle_s: time after which a node without work is taken away."""
         self._nodes, self._resource, self._head_cpus, self._idle_s, self._first_nodes = nodes, resource, head_cpus, idle_s, first_nodes
         self._temp = Path(tempfile.mkdtemp(prefix="ek-as-", dir="/tmp"))  # Ray's sockets lie below it, and their paths have to stay short
