@@ -25,6 +25,7 @@ from actors.metrics import StepMetrics, by_worker
 from actors.record.observer import Observer
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.record.terminal import TerminalView
+from actors.scaling import Cause, ScalingDecision
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
@@ -199,6 +200,24 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
     (event,) = seen.folder.read_events()
     assert event.text == "step 1: 2 updates left out: the gradient overflowed in float16; the loss scale is 32768 now"
     assert not (seen.folder.path / "skipped_batches").exists()
+
+
+def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> None:
+    observer = seen.observer
+    observer.scaled(ScalingDecision(3, Cause.LEARNER_WAITS, "the learner waited for 62%"))
+    observer.scaled(ScalingDecision(1, Cause.WORKERS_WAIT, "3 workers waited for 80%"))
+    observer.scaled(ScalingDecision(2, Cause.LEARNER_WAITS, "the learner waited for 30%"))
+    observer.handed_back(4, 120)
+    observer.handed_back(1, 5)
+    totals = observer.totals()
+    assert totals == {
+        "pool/scaled_total/learner_waits": 2, "pool/scaled_total/workers_wait": 1,
+        "pool/handed_back_total": 5, "pool/handed_back_tokens_total": 125,
+    }  # fmt: skip
+    assert dict(StepMetrics(1, totals)) == totals | {"step": 1}, "the catalogue knows them"
+    told = [event.text for event in seen.folder.read_events()]
+    assert told[0] == "the pool goes to 3 rollout workers (learner_waits): the learner waited for 62%"
+    assert told[1].startswith("the pool goes to 1 rollout worker (workers_wait)")
 
 
 def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,10 @@ def test_other_workers_take_over_without_waiting_for_the_replacement(monkeypatch
         await scene.begin()
         await scene.until_finished(8)
         assert sorted(scene.workers["1"].sampled) == list(range(8))
+        (told,) = [event for event in scene.events if "under way again" in event]
+        assert told.startswith("all groups of rollout worker 0 are under way again, ")
+        (first,) = [event for event in scene.events if event.startswith("rollout worker 1 sampled its first group")]
+        assert [part.split()[0] for part in first.split(": ")[1].split(", ")] == ["node", "engine", "weights"]
 
     play(scenario)
 
