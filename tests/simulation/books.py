@@ -22,6 +22,8 @@ class Books:
     def __init__(self, *, max_staleness: int, groups_per_step: int) -> None:
         self._max_staleness, self._places = max_staleness, (max_staleness + 1) * groups_per_step
         self._groups_per_step = groups_per_step
+        self.violation = ""
+        """The first thing that was wrong."""
         self.weights: Weights | None = None
         """Those that the learner has."""
         self.receipts: dict[str, int] = {}
@@ -33,8 +35,9 @@ class Books:
         self.saved: dict[str, int] = {}
         """Checkpoints that the run has called complete, by folder name: their steps."""
 
-    @staticmethod
-    def refuse(what: str) -> None:
+    def refuse(self, what: str) -> None:
+        """Raises: ViolationError, which ends the run even if who called this catches it."""
+        self.violation = self.violation or what
         raise ViolationError(what)
 
     # -- at every step of the loop -----------------------------------------------------------------------------------

@@ -15,6 +15,10 @@ from typing import Any
 from unittest import mock
 
 
+_LEAST_S = 1e-9
+"""By which time goes on at least: a wait for the rest of a wait, which rounding has made 0, has to end."""
+
+
 class NothingLeftError(AssertionError):
     """Everybody waits for somebody: neither a callback nor a timer is left."""
 
@@ -38,7 +42,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if not ready:
             if not timers:
                 raise NothingLeftError("nothing is left to do: everybody waits for somebody else")
-            self.now = max(self.now, timers[0]._when)
+            self.now = max(self.now + _LEAST_S, timers[0]._when)
         while timers and timers[0]._when <= self.now:
             timer = heapq.heappop(timers)
             timer._scheduled = False

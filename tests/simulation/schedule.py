@@ -11,8 +11,8 @@ from typing import Any
 
 from actors.config import RunConfig
 
-HORIZON_S = 120.0
-"""Faults begin within it; an undisturbed run takes about half as long."""
+_START_S, _STEP_S = 10.0, 7.0
+"""An undisturbed run's: faults begin while that would be under way."""
 ENDS_A_RUN = {"kill_learner", "kill_queue", "kill_service", "crash_driver", "stop_driver", "full_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
 
@@ -152,14 +152,15 @@ _AFTER_A_CRASH = ("", "", "truncated", "missing file", "no manifest", "flipped b
 
 def schedule_of(seed: int) -> Schedule:
     chance = random.Random(seed)
-    groups = chance.choice((1, 2, 2, 3, 4))
-    faults = sorted((_fault(chance) for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 6)))), key=lambda fault: fault.at)
+    groups, steps = chance.choice((1, 2, 2, 3, 4)), chance.choice((3, 4, 5, 6))
+    until_s = _START_S + steps * _STEP_S
+    faults = sorted((_fault(chance, until_s) for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 6)))), key=lambda fault: fault.at)
     return Schedule(
         seed=seed,
         workers=chance.choice((1, 1, 2, 2, 3, 4)),
         groups_per_step=groups,
         max_staleness=chance.choice((0, 1, 1, 2, 3)),
-        steps=chance.choice((3, 4, 5, 6)),
+        steps=steps,
         checkpoint_every=chance.choice((0, 1, 1, 2, 3)),
         evaluate_every=chance.choice((0, 0, 0, 2)),
         dynamic_sampling=chance.random() < 0.3,
@@ -170,7 +171,7 @@ def schedule_of(seed: int) -> Schedule:
     )
 
 
-def _fault(chance: random.Random) -> Fault:
+def _fault(chance: random.Random, until_s: float) -> Fault:
     kinds: dict[str, Any] = _FAULTS
     kind = chance.choices(list(kinds), [often for often, _ in kinds.values()])[0]
     lasts: float = 0.0
@@ -179,4 +180,4 @@ def _fault(chance: random.Random) -> Fault:
         lasts = chance.randint(*limits) if is_count else round(limits[0] * (limits[1] / limits[0]) ** chance.random(), 1)
     methods = {"late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED, "crash_driver": _AFTER_A_CRASH}
     what = chance.choice(methods[kind]) if kind in methods else ""
-    return Fault(round(chance.uniform(0.0, HORIZON_S), 1), kind, chance.randrange(4), lasts, what)
+    return Fault(round(chance.uniform(0.0, until_s), 1), kind, chance.randrange(4), lasts, what)

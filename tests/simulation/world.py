@@ -169,7 +169,7 @@ class World:
             with installed(self.now, self.schedule.seed), self.disk.in_place(self._root), self._doubles():
                 self._play()
         except (ViolationError, NothingLeftError) as error:
-            violation = str(error)
+            violation = self.books.violation or str(error)
         except Exception as error:
             violation = f"{type(error).__name__}: {error}"
             where = "".join(traceback.format_exception(error)[-6:])
@@ -251,6 +251,10 @@ class World:
             self._folder.rename(gone)  # what the dead one still does, it does elsewhere
             self._dead = gone
             return "crash"
+        except asyncio.CancelledError:
+            if self._controller.ended_by is None:
+                raise
+            return "stopped"
         except LedgerError:
             raise
         except (EvenkeelError, ray.exceptions.RayError) as error:
@@ -316,6 +320,8 @@ class World:
 
     def _after_step(self) -> None:
         self._now = self._loop.now
+        if self.books.violation:
+            raise ViolationError(self.books.violation)
         queue = self._queue
         if queue is not None:
             self.books.check_queue(queue)
