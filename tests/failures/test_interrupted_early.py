@@ -44,7 +44,7 @@ def test_a_signal_ends_a_start_and_leaves_nothing(model: Path, tmp_path: Path, n
                     break
             except psutil.Error:  # a child that has just ended
                 pass
-            time.sleep(0.01)  # without a pause the test would take the core that the start needs
+            time.sleep(0.05)  # with a shorter pause the test would take the core that the start needs
         os.kill(run.process.pid, number)
         assert run.wait(60.0) == 128 + number, run.output()[-4000:]
         said = run.output()
