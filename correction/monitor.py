@@ -6,7 +6,7 @@ are held against the scatter of the first steps, and must be large in themselves
 when a symptom's state changes; others act on it.
 
 What comes first was measured for the KL of stale tokens: on recorded collapses it warns with bad updates or before, then gradient norm and
-reward, entropy last. That mismatch at equal weights comes first is what papers report (correction.findings); those runs had none to follow.
+reward, entropy last. That mismatch at equal weights comes first is what papers report (docs/correction.md); those runs had none to follow.
 Entropy alone is no symptom: it falls in most runs that go well.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
