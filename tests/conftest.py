@@ -27,6 +27,9 @@ _ENGINES = (
 )
 """Files whose tests own engines: of several processes only one imports SGLang, and starts the shared engine."""
 
+_RANKS = ("tests/learner/test_learner_kept_weights.py", "tests/learner/test_learner_ranks.py")
+"""Files whose tests share processes for the learner's ranks."""
+
 _RUNS = (
     "tests/e2e/test_several_workers.py",
     "tests/e2e/test_asynchronous_run.py",
@@ -41,6 +44,7 @@ _COMPUTING = (
     "tests/rollout/test_rewards.py",
     "tests/rollout",
     "tests/learner",
+    "ranks",
     "engines",
 )
 """What computes, the longest last: the other process begins there. What is short lies between, and they end together."""
@@ -49,7 +53,7 @@ _COMPUTING = (
 def group_of(node_id: str) -> str:
     """A file stays in one process, and so does all that owns engines: engines, ranks and whole runs are then made once."""
     file = node_id.split("::")[0]
-    return "engines" if file in _ENGINES else file
+    return "engines" if file in _ENGINES else "ranks" if file in _RANKS else file
 
 
 def _rank(group: str) -> int:

@@ -10,6 +10,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -35,9 +36,18 @@ def source_files(package: str) -> list[Path]:
     return files
 
 
+_READ = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Imports, classes and functions of a file, wherever they stand in it. Each file is read by a dozen tests."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, _READ)]
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, top-level name) of every absolute import in a file, those inside functions and `if TYPE_CHECKING` too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -103,7 +113,7 @@ def imported_from(node: ast.ImportFrom, path: Path, root: Path = ROOT) -> str:
 def imported_modules(path: Path, modules: set[str]) -> set[str]:
     """Those of `modules` that a file imports, by their full names; those for types alone and relative ones too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (module := imported_from(node, path)):
@@ -149,7 +159,7 @@ def test_files_and_functions_stay_of_a_size_to_read(package: str) -> None:
     too_long += [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines"
         for path in source_files(package)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST_FUNCTION
     ]
@@ -181,7 +191,7 @@ def test_a_circle_is_seen() -> None:
 
 
 def classes(path: Path) -> list[str]:
-    return [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    return [node.name for node in nodes(path) if isinstance(node, ast.ClassDef)]
 
 
 def test_no_class_name_twice() -> None:
