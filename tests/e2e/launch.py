@@ -37,7 +37,7 @@ def environment(mark: str = "") -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, _MARK: mark}
 
 
-def evenkeel(*words: str, timeout_s: float = 120.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def evenkeel(*words: str, timeout_s: float = 300.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a short command to its end."""
     return subprocess.run([*EVENKEEL, *words], capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd, check=False)
 
