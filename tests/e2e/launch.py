@@ -55,7 +55,7 @@ def refused(*words: str) -> str:
 class Run:
     """`evenkeel train` in a session of its own, with its own Ray session in a short path, or on the cluster at `address`."""
 
-    def __init__(self, run_dir: Path, *words: str, address: str = "") -> None:
+    def __init__(self, run_dir: Path, *words: str, address: str = "", **variables: str) -> None:
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
         self._temp = tempfile.mkdtemp(prefix="ek-", dir="/tmp")  # socket paths must stay below 108 characters
@@ -65,7 +65,7 @@ class Run:
                 [*EVENKEEL, "train", *words, f"ray.address={address}" if address else f"ray.temp_dir={self._temp}"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(self._mark) | ({"RAY_AUTH_MODE": "disabled"} if address else {}),
+                env=environment(self._mark) | variables,
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -146,6 +146,15 @@ class Run:
     def pids(self, command: str) -> list[int]:
         """Live processes whose command line contains `command`."""
         return [process.pid for process in self.processes() if command in command_of(process)]
+
+    def listening(self) -> set[tuple[str, str]]:
+        """Command and address of each TCP socket that a process of the run listens on now."""
+        found = set()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                addresses = {one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+                found |= {(command_of(process), address) for address in addresses}
+        return found
 
     def close(self) -> None:
         """End what is left, by process id."""

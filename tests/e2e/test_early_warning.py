@@ -53,8 +53,9 @@ class Story:
 def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("warning") / "run"
     thresholds = [f"monitor.thresholds.{item}" for item in THRESHOLDS]
-    with ray_cluster() as address:
-        run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds, address=address)
+    with ray_cluster() as cluster:
+        words = [str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds]
+        run = Run(run_dir, *words, address=cluster.address, **cluster.variables)
         story = Story(run)
         try:
             until = time.monotonic() + 300.0
@@ -65,7 +66,7 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 with suppress(subprocess.TimeoutExpired):
                     run.process.wait(0.5 if story.scraped < ROLES else 5.0)  # each page costs the actors some time
             run.wait(1.0)
-            story.cluster_is_up = is_up(address)
+            story.cluster_is_up = is_up(cluster)
             yield story
         finally:
             run.close()
