@@ -151,7 +151,7 @@ class _Series:
 
 @dataclass(slots=True)
 class _SymptomState:
-    """The state of a symptom, and the state that the last steps speak for."""
+    """The state of a symptom, and the one that the last steps would give it."""
 
     state: State = State.OK
     candidate: State = State.OK
@@ -303,7 +303,7 @@ class Monitor:
         return f", above {level.alarm:.2g}, the alarm level for {level.text} ({level.low:.2g} to {level.high:.2g} is usual)"
 
     def _place(self, name: str, diagnostics: Mapping[str, float]) -> str:
-        """Which tokens it is in, or which criterion does it, as far as the numbers tell."""
+        """Which tokens show the symptom, or which criterion causes it, as far as the numbers tell."""
         words = []
         by = {label: share for label, share in diagnostics.items() if label.startswith("rejected_by_")}
         if name == "rejected_share" and by:
