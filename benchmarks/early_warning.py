@@ -6,8 +6,8 @@
     python benchmarks/early_warning.py --series benchmarks/series/mismatch --rlwatch /tmp/rlwatch     # fresh batches, other engines
 
 The series are in benchmarks/series, those of engines in other number formats, with a mismatch in every step, in its folder mismatch
-(lab/record_collapse.py records both). A run has collapsed if the reward of its own samples has fallen, for good, under half of the best that
-it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
+(lab/record_collapse.py records both). A run has collapsed if the reward of its own samples has fallen, for good, under half of the best
+that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
 Both systems are scored as they are shipped, and with thresholds that were chosen on the runs of even seeds, by the same rule from as many
 candidates; the scores are of the odd seeds.
 What our monitor ships with is itself from the even seeds. What it follows, and over how many steps, was settled with an eye on all seeds up
