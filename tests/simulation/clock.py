@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-
 _LEAST_S = 1e-9
 """By which time goes on at least: a wait for the rest of a wait, which rounding has made 0, has to end."""
 
