@@ -121,7 +121,8 @@ class RolloutWorker:
         try:
             return await self._sampler.answer(prompt, how)
         except UNANSWERED as error:
-            nothing = Trajectory(prompt.prompt_id, ids_of(prompt.token_ids), ids_of(()), logprobs_of(()), (), FinishReason.ABORT, error=str(error))
+            asked, no_ids, no_logprobs = ids_of(prompt.token_ids), ids_of(()), logprobs_of(())
+            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT, error=str(error))
             return (nothing,) * how.samples
 
     def _count(self, trajectories: Sequence[Trajectory]) -> None:
