@@ -48,7 +48,7 @@ class Departures:
             left_s: seconds until it is taken away; half of them are for what is under way, the others for handing back, and for the end.
         """
         within_s = self._drain_s if left_s is None else min(self._drain_s, left_s / 2)
-        worker.state = WorkerState.LEAVING
+        worker.state, worker.leaves = WorkerState.LEAVING, True
         under_way = f"with {counted(len(worker.groups), 'group')} under way and {within_s:.0f} s for them"
         self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
         self._pool.spawn(self._leave(worker, within_s))

@@ -1,4 +1,5 @@
-"""The rollout pool: workers come, take work, fail and are replaced; it works with as many as are there. (A worker's life: workers.py.)
+"""The rollout pool: workers take work, and what fails goes to others; it works with as many as are there. (Who is there: membership.py. A
+worker's life: workers.py. What became of it and of groups: faults.py.)
 
 A joined worker takes work while it holds a receipt for the published version; how much of it, dispatch.py says. One whose engine says that
 it is dirty (a weight update failed half-way) stays joined, and works again after a full sync.
@@ -8,191 +9,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
-from actors import preemption, workers
-from actors.carriers import Ticket, WorkerLoad
+from actors import workers
+from actors.admission import PatientQueue
+from actors.carriers import FAILED, LOST, GroupFailure, Ticket
 from actors.config import DeadlinesConfig
-from actors.departures import Departures, first_to_leave
+from actors.deadlines import group_s
 from actors.dispatch import Questions, WaitingWork, continuing
-from actors.elastic import Elastic
-from actors.rollout_worker import WorkerSettings
-from actors.supervision import counted, unwrapped, wait_for
+from actors.faults import STRIKES, GroupBook
+from actors.membership import Membership
+from actors.rollout_worker import GroupOutcome, WorkerSettings
+from actors.supervision import counted, wait_for
 from actors.trajectory_queue import ANSWER_S
-from actors.weight_sync import SyncTarget, WeightSync
-from actors.workers import PoolObserver, WorkerHandle, WorkerState
-from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
+from actors.weight_sync import SyncTarget
+from actors.workers import PoolObserver, WorkerHandle
+from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
 from rollout.config import AnswerSampling
 from rollout.continuation import UnfinishedGroup
 from rollout.trajectory import Prompt, Trajectory
 
 log = logging.getLogger("evenkeel.pool")
-_MAX_REPLACEMENTS = 10
 _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
-_SCORING_S = 300.0
 _ANSWERS = 32
 """Of an evaluation, in one call to a worker."""
 
 
-class RolloutPool:
+class RolloutPool(Membership):
     """Starts workers, gives them groups, replaces those that fail. One event loop uses it."""
 
     def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver, places: int = 1) -> None:
-        """Args: places: groups that admission allows outstanding; an elastic pool grows to no more workers than they keep busy."""
-        self._settings, self._config, self._deadlines = settings, settings.rollout, deadlines
-        self._queue, self._observer = queue, observer
-        self._sync: WeightSync | None = None
+        """Args: places: groups that admission allows outstanding."""
+        super().__init__(settings, deadlines, queue, observer, places)
+        self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
-        self._workers: dict[str, WorkerHandle] = {}
-        self._born = 0
-        self._elastic = Elastic(self, self._config, places, lambda decision: observer.scaled(decision))
-        self.target = self._elastic.first
-        """Workers that are wanted; those that leave don't count."""
-        self._replaced = 0
-        self._departures = Departures(self, observer, deadlines.drain_s)
-        self._lost_groups = workers.LostGroups(lambda text: observer.event("info", text))
-        self._is_stopping = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._changed = asyncio.Event()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
-
-    # -- workers -----------------------------------------------------------------------------------------------------
+        self._groups = GroupBook()
+        self._lost_with: dict[Questions, int] = {}
+        """Engines, by the part of an evaluation that they were asked."""
 
     def start(self) -> None:
         """Ask for all workers; they join as they come."""
-        if (note := self._elastic.note) is not None:
-            self._observer.event("info", note)
-        self._replenish()
+        super().start()
         self.spawn(self._watch())
-        if ray.is_initialized():
-            self.spawn(preemption.watch_nodes(self._node_leaves))
 
-    def follow(self, sync: WeightSync) -> None:
-        """From now on joined workers get their weights through `sync`."""
-        self._sync = sync
-        for worker in self._joined():
-            sync.join(worker.sync)
-
-    async def first_worker(self) -> None:
-        """Wait until one engine is up. Raises: the error of its start."""
-        await wait_for(
-            self.until(lambda: any(True for _ in self._joined())),
-            "the first rollout worker",
-            deadline_s=math.inf,  # a node may be long in coming; once it is there, the start of an engine has a deadline
-            notice=log.debug,  # each worker's own start gives notice
-        )
-
-    def versions(self) -> dict[str, int]:
-        """Weight version of each worker that has joined, by its last receipt; -1 before the first, and for one that is dirty."""
-        return {worker.name: worker.sync.version for worker in self._joined()}
-
-    def counts(self) -> tuple[int, int]:
-        """(workers that have joined, of these with a receipt for the published version)."""
-        joined = list(self._joined())
-        return len(joined), sum(self._is_current(w) for w in joined)
-
-    async def raise_on_failure(self) -> None:
-        """Never returns; raises when the pool can't go on."""
-        await asyncio.shield(self._failure)
-
-    def learner_waits(self) -> AbstractContextManager[None]:
-        """Around the learner's wait for a batch, once a step."""
-        return self._elastic.learner_waits(self.spawn)
-
-    # -- size --------------------------------------------------------------------------------------------------------
-
-    def resize(self, target: int, why: str) -> None:
-        """Have so many workers: more are asked for, or some leave."""
-        self.target = target
-        staying = self._staying()
-        for worker in first_to_leave(staying)[: max(0, len(staying) - target)]:
-            self._let_go(worker, why)
-        self._replenish()
-
-    def _node_leaves(self, node: str, left_s: float | None) -> None:
-        for worker in self._staying():
-            if worker.info is not None and worker.info.node == node:
-                self._let_go(worker, "Ray drains its node", left_s)
-        self._replenish()
-
-    def _told_to_end(self, worker: WorkerHandle) -> None:
-        if worker.state is WorkerState.JOINED:
-            self._let_go(worker, "its process was told to end (SIGTERM)")
-            self._replenish()
-
-    def _let_go(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
-        if self._sync is not None:
-            self._sync.leave(worker.name)
-        self._departures.begin(worker, why, left_s)
-
-    def _staying(self) -> list[WorkerHandle]:
-        return [w for w in self._workers.values() if w.state is not WorkerState.LEAVING]
-
-    def _replenish(self) -> None:
-        """Ask for the workers that are missing."""
-        for _ in range(self.target - len(self._staying())):
-            self._start_worker()
-
-    def _start_worker(self) -> None:
-        name = str(self._born)
-        self._born += 1
-        worker = workers.create(name, self._settings, self._queue)
-        self._workers[name] = worker
-        self.spawn(self._bring_up(worker))
-
-    async def _bring_up(self, worker: WorkerHandle) -> None:
-        try:
-            info = await workers.started(worker, self._settings, self._deadlines)
-        except (EvenkeelError, RayError) as error:
-            self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
-            return
-        if worker.state is not WorkerState.STARTING:  # it is not wanted any more
-            return
-        worker.state, worker.info = WorkerState.JOINED, info
-        self.spawn(self._departures.heed_end_notice(worker, self._told_to_end))
-        self._observer.joined(info)
-        if self._sync is not None:
-            self._sync.join(worker.sync)
-        self.wake()
-
-    def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
-        """Give a worker up; start another in its place, unless that has been tried too often."""
-        if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self._is_stopping:
-            return
-        never_worked = worker.state is WorkerState.STARTING
-        self.forget(worker)
-        workers.kill(worker.actor)
-        self._lost_groups.add(worker)
-        groups = counted(len(worker.groups), "group")
-        self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
-        self._replaced += 1
-        is_hopeless = never_worked and not self._workers
-        if is_hopeless or self._replaced > _MAX_REPLACEMENTS:
-            if not self._failure.done():
-                cause = error if isinstance(error, EvenkeelError) else EngineError(f"rollout worker {worker.name} {reason}")
-                self._failure.set_exception(cause)
-        else:
-            self._replenish()
-        self.wake()
-
-    def forget(self, worker: WorkerHandle) -> bool:
-        """It is gone. Returns: False if that was known."""
-        worker.state = WorkerState.GONE
-        if self._workers.pop(worker.name, None) is None:
-            return False
-        if self._sync is not None:
-            self._sync.leave(worker.name)
-        self._observer.left(f"rollout-{worker.name}")
-        self.wake()
-        return True
+    # -- workers that fail -------------------------------------------------------------------------------------------
 
     def _engine_failed(self, worker: WorkerHandle, error: EvenkeelError) -> None:
         """A call to a worker failed: a dirty engine is synced again, anything else means that the worker is lost."""
@@ -224,54 +86,70 @@ class RolloutPool:
         try:
             self._work.add_groups(unfinished)
             self.wake()
-            await self._admit(prompts, on_admitted)
+            async for tickets in self._queue.admit(prompts, self._deadlines.notice_s):
+                on_admitted(tickets)
+                self._work.add_groups(tickets)
+                self.wake()
         finally:
             self._work.is_fed = False
-
-    async def _admit(self, prompts: Iterator[Prompt], on_admitted: Callable[[list[Ticket]], None]) -> None:
-        held: list[Prompt] = []
-        places = 0
-        while True:
-            call = self._queue.wait_for_places.remote(self._deadlines.notice_s)  # no place for long is no fault; no answer is one
-            limit_s = self._deadlines.notice_s + ANSWER_S
-            waiting = asyncio.ensure_future(wait_for(call, "free places <- trajectory queue", deadline_s=limit_s, notice_s=ANSWER_S))
-            while len(held) < places and not waiting.done():  # as many as last time, made while the engines are at work
-                held.append(next(prompts))
-                await asyncio.sleep(0)
-            places = await waiting
-            while len(held) < places:
-                held.append(next(prompts))
-            if not places:
-                continue
-            call = self._queue.admit.remote(held[:places])
-            tickets = await wait_for(call, f"admission of {places} groups <- trajectory queue", deadline_s=ANSWER_S)
-            held = held[len(tickets) :]
-            on_admitted(tickets)
-            self._work.add_groups(tickets)
-            self.wake()
 
     async def _sample(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
         """Have a worker sample groups that it took; if it fails they wait again, and the queue takes each once."""
         ids = [ticket.group_id for ticket in tickets]
+        lived = False
         try:
+            if self._groups.were_lost(ids):  # on a worker that died together with others, without it
+                await wait_for(worker.actor.load.remote(), f"sign of life <- rollout worker {worker.name}", deadline_s=ANSWER_S)
+            lived = True
             call = worker.actor.generate_groups.remote(tickets)
-            for done in await self._worked(call, f"groups {ids} <- rollout worker {worker.name}"):
-                if isinstance(done, UnfinishedGroup):
-                    worker.handed_back.append(done)
-                    self._work.add_groups([continuing(ticket, done) for ticket in tickets if ticket.group_id == done.group_id])
-                else:
-                    self._observer.group_finished(done)
-            if not worker.has_worked:
-                worker.has_worked = True
-                self._observer.event("info", workers.first_work(worker))
-            worker.resyncs = 0
-            self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
-        except (EngineError, DeadlineExceeded) as error:
+            outcomes = await self._worked(call, f"groups {ids} <- rollout worker {worker.name}")
+        except EngineError as error:
             self._engine_failed(worker, error)
+            is_loss = lived and not worker.leaves and not isinstance(error, EngineDirty)
+            guilty = self._groups.lost(ids, worker.name) if is_loss else []
+            for ticket in tickets:
+                if ticket.group_id in guilty:
+                    self._discard(ticket, LOST, f"a third engine was lost while it was sampled: {error}")
+                elif self._groups.is_suspect(ticket.group_id):
+                    self._work.suspect(ticket.group_id)
+            self._work.add_groups([ticket for ticket in tickets if ticket.group_id not in guilty])
+        except (DeadlineExceeded, LateError) as error:  # the worker answers its heartbeat: it waits for others
+            self._observer.event("warning", f"others sample groups {ids} again, worker {worker.name} goes on: {error}")
             self._work.add_groups(tickets)
+        else:
+            self._take(worker, tickets, outcomes)
         finally:
             worker.groups.difference_update(ids)
         self.wake()
+
+    def _take(self, worker: WorkerHandle, tickets: Sequence[Ticket], outcomes: Sequence[GroupOutcome]) -> None:
+        """What became of the groups of a call."""
+        for ticket, outcome in zip(tickets, outcomes, strict=True):
+            if isinstance(outcome, UnfinishedGroup):
+                worker.handed_back.append(outcome)
+                self._work.add_groups([continuing(ticket, outcome)])
+            elif not isinstance(outcome, GroupFailure):
+                if not worker.has_worked:
+                    worker.has_worked = True
+                    self._observer.event("info", workers.first_work(worker))
+                worker.resyncs, self._progressed = 0, self._now()
+                self._losses.worked()
+                self._groups.finished(ticket.group_id, worker.name)
+                self._work.forget(ticket.group_id)
+                self._observer.group_finished(outcome)
+            elif not outcome.is_final and self._groups.failed(ticket.group_id, worker.name):
+                self._observer.event("warning", f"group {ticket.group_id} is sampled again: {outcome.reason}")
+                self._work.add_failed(ticket, worker)
+            else:
+                self._discard(ticket, FAILED, outcome.reason)
+        if self._groups.is_sick(worker.name):
+            self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
+
+    def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
+        self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
+        self._work.forget(ticket.group_id)
+        self.spawn(self._queue.ask("give_up", ticket.group_id, reason))
+        self._groups.discarded(ticket.group_id, why)
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt, spread over the workers."""
@@ -291,10 +169,13 @@ class RolloutPool:
         try:
             call = worker.actor.answer.remote(list(part.prompts), part.how)
             answers = await self._worked(call, f"evaluation answers <- rollout worker {worker.name}")
+            self._progressed = self._now()
             if not part.answers.done():
                 part.answers.set_result(answers)
-        except (EngineError, DeadlineExceeded) as error:
+        except EngineError as error:
             self._engine_failed(worker, error)
+            if not worker.leaves and self._is_too_dangerous(part, error) and not part.answers.done():
+                part.answers.set_exception(error)
             self._work.add_questions([part])
         except Exception as error:  # is the evaluation's, which need not end the run
             if not part.answers.done():
@@ -303,55 +184,36 @@ class RolloutPool:
             worker.questions -= part.size
         self.wake()
 
+    def _is_too_dangerous(self, part: Questions, error: EngineError) -> bool:
+        """So many engines were lost with these questions that the evaluation is ended rather than another one."""
+        if not isinstance(error, EngineDirty):
+            self._lost_with[part] = self._lost_with.get(part, 0) + 1
+        return self._lost_with.get(part, 0) >= STRIKES
+
     async def _worked(self, call: Any, what: str) -> Any:
-        """The result of a call to a worker. The engine's own deadline comes first, unless its process hangs."""
-        limit_s = self._config.engine.deadlines.generate_s + _SCORING_S
+        """The result of a call to a worker. Requests and rewards have deadlines of their own, which come first."""
+        limit_s = group_s(self._config)
         return await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s)
 
-    async def loads(self) -> dict[str, WorkerLoad]:
-        """Running totals, by name, of the workers that answer within a few seconds."""
-
-        return await workers.loads(list(self._joined()))
-
     async def _watch(self) -> None:
-        """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts too long."""
+        """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""
         while True:
             await self.until(self._is_stuck)
             await wait_for(
                 self.until(lambda: not self._is_stuck()),
                 f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
-                deadline_s=self._deadlines.start_s + 3 * self._deadlines.sync_s,  # of a new engine and its three attempts at a sync
+                deadline_s=self._no_workers_s,
                 notice_s=self._deadlines.notice_s,
                 notice=lambda text: self._observer.event("warning", text),
                 detail=self._missing,
             )
 
     def _is_stuck(self) -> bool:
-        """Workers that wait for a node are no reason: their own wait is told of."""
-        waits_for_nodes = not all(w.has_node for w in self._workers.values())
-        return bool(self._work) and not waits_for_nodes and not any(self._is_current(w) for w in self._joined())
+        return bool(self._work) and not any(self._is_current(w) for w in self._joined())
 
     async def _missing(self) -> str:
         joined, current = self.counts()
         return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self._workers) - joined} starting"
-
-    # -- end ---------------------------------------------------------------------------------------------------------
-
-    async def stop(self) -> None:
-        """End all workers, engines first."""
-        self._is_stopping = True
-        for task in list(self._tasks):
-            task.cancel()
-        await workers.end(list(self._workers.values()))
-        self._workers.clear()
-
-    # -- helpers -----------------------------------------------------------------------------------------------------
-
-    def _joined(self) -> Iterator[WorkerHandle]:
-        return (w for w in list(self._workers.values()) if w.state is WorkerState.JOINED)
-
-    def _is_current(self, worker: WorkerHandle) -> bool:
-        return self._sync is not None and worker.sync.version >= 0 and worker.sync.version == self._sync.version
 
     def wake(self) -> None:
         """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
@@ -366,28 +228,3 @@ class RolloutPool:
                 continue
             self._lost_groups.taken(ticket.group_id for ticket in work)
             self.spawn(self._sample(worker, work))
-
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a change that makes it true. Raises: what the pool has failed with."""
-        while not ready():
-            if self._failure.done():
-                self._failure.result()
-            self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), 0.5)
-            except TimeoutError:
-                continue
-
-    def spawn(self, work: Any) -> None:
-        """Have a task of the pool: its error is the pool's."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self.note_end)
-
-    def note_end(self, task: asyncio.Task[Any]) -> None:
-        """A task of the pool has ended; its error, if any, is the pool's."""
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self._failure.done():
-            self._failure.set_exception(error)
-

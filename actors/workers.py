@@ -20,21 +20,26 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import ray
+from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
 from actors.carriers import ActorInfo, GroupSummary, WorkerLoad
 from actors.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.scaling import ScalingDecision
-from actors.supervision import USUAL_START, wait_for
+from actors.supervision import USUAL_START, unwrapped, wait_for
 from actors.weight_sync import SyncTarget
-from correction.errors import EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.continuation import UnfinishedGroup
+from rollout.heartbeat import MISSES
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
 STOP_S = 20.0
 """For the end of an engine."""
+_NODE_ID = "ray.io/node-id"
+_PROBES = 6
+"""In the time after which a worker without an answer is lost."""
 
 
 class WorkerState(StrEnum):
@@ -66,6 +71,8 @@ class WorkerHandle:
     """When its engine was."""
     has_worked: bool = False
     """It has finished a group."""
+    leaves: bool = False
+    """It is or was LEAVING: that its calls fail says nothing about their groups."""
     handed_back: list[UnfinishedGroup] = field(default_factory=list)
 
     @property
@@ -112,8 +119,11 @@ class LostGroups:
             self._tell(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
 
 
-def create(name: str, settings: WorkerSettings, queue: Any) -> WorkerHandle:
-    """A worker whose actor Ray has been asked for."""
+def create(name: str, settings: WorkerSettings, queue: Any, avoided: Sequence[str] = ()) -> WorkerHandle:
+    """A worker whose actor Ray has been asked for.
+
+    Args: avoided: ids of nodes that it gets only if there is no room elsewhere.
+    """
     engine = settings.rollout.engine
     on_gpu = engine.resolved_device == "cuda"
     actor = (
@@ -125,6 +135,7 @@ def create(name: str, settings: WorkerSettings, queue: Any) -> WorkerHandle:
             max_concurrency=4096,
             max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
+            scheduling_strategy=NodeLabelSchedulingStrategy({}, soft={_NODE_ID: NotIn(*avoided)}) if avoided else None,  # type: ignore[no-untyped-call]
         )
         .remote(name, settings, queue)
     )
@@ -133,21 +144,18 @@ def create(name: str, settings: WorkerSettings, queue: Any) -> WorkerHandle:
 
 
 async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: DeadlinesConfig) -> ActorInfo:
-    """Wait until its engine is up: without an end for a node, which an autoscaler may be long to bring, then until the deadline.
-
-    Raises: the error of its start.
-    """
+    """Wait for its node, as long as that takes, and until its engine is up. Raises: the error of its start."""
     await wait_for(
         worker.actor.__ray_ready__.remote(),
-        f"a node with the resource {settings.resource!r} for rollout worker {worker.name}; an autoscaler is asked for one by that",
-        deadline_s=math.inf,
+        f"a node with the resource {settings.resource!r} for rollout worker {worker.name}",
+        deadline_s=math.inf,  # who waits for work has deadlines.no_workers_s
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
     )
     worker.placed_at = time.monotonic()
     info: ActorInfo = await wait_for(
         worker.actor.start.remote(0),
-        f"start of the engine of rollout worker {worker.name}",
+        f"start of rollout worker {worker.name}",
         deadline_s=deadlines.start_s,
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
@@ -162,6 +170,26 @@ def first_work(worker: WorkerHandle) -> str:
     parts = {"node": placed_at - worker.asked_at, "engine": worker.up_at - placed_at, "weights and group": now - worker.up_at}
     spent = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
     return f"rollout worker {worker.name} sampled its first group {now - worker.asked_at:.1f} s after it was asked for: {spent}"
+
+
+async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
+    """Ask a worker for its load every few seconds: whether its engine lives, it looks after itself. Returns why, when it is lost.
+
+    Args: limit_s: seconds without an answer.
+    """
+    what, missed = f"heartbeat <- rollout worker {worker.name}", 0
+    while missed < MISSES:
+        if not missed:
+            await asyncio.sleep(limit_s / _PROBES)
+        try:
+            await wait_for(worker.actor.load.remote(), what, deadline_s=limit_s / MISSES, notice=log.debug)
+        except DeadlineExceeded:  # a probe, not the time: that this process stood still is none of the worker's faults
+            missed += 1
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            return str(unwrapped(error))
+        else:
+            missed = 0
+    return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 
 
 async def loads(joined: Sequence[WorkerHandle]) -> dict[str, WorkerLoad]:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import psutil
@@ -44,6 +45,16 @@ RUN = [
     *("evaluation.problems=8", "evaluation.every_steps=0", "checkpoint.every_steps=0"),
 ]
 _POLL_S = 0.05
+_LIST_NODES = """
+import json, sys, time
+import ray
+
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False, namespace="watcher")
+while True:
+    there = {n["NodeID"]: n["RayletSocketName"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("rollout")}
+    print(json.dumps(there), flush=True)
+    time.sleep(0.2)
+"""
 _TOLD = {
     "decision": r"the pool goes to (\d+) rollout workers?",
     "engine up": r"rollout (\d+) is up",
@@ -97,6 +108,9 @@ class ElasticRun:
         self._log = run_dir.with_suffix(".log").open("wb")
         environment = os.environ | cluster.variables | variables
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self._log, stderr=subprocess.STDOUT)
+        self.nodes: dict[str, str] = {}
+        """Rollout nodes that are there: the socket of each one's daemon, by id."""
+        self._node_lister = subprocess.Popen([sys.executable, "-c", _LIST_NODES, cluster.address], env=environment, stdout=PIPE, text=True)
         self._is_over = threading.Event()
         self._watchers = [threading.Thread(target=watch, daemon=True) for watch in (self._watch_events, self._watch_nodes)]
         for watcher in self._watchers:
@@ -119,21 +133,14 @@ class ElasticRun:
             seen = len(whole)
 
     def _watch_nodes(self) -> None:
-        known: set[str] = set()
-        while not self._is_over.wait(_POLL_S):
-            with contextlib.suppress(Exception):  # the head is busy
-                alive = {node["NodeID"] for node in self.nodes()}
-                for node in alive - known:
-                    self.timeline.add("node up", f"node {node[:8]}; {len(alive)} rollout nodes", node)
-                for node in known - alive:
-                    self.timeline.add("node gone", f"node {node[:8]}; {len(alive)} rollout nodes", node)
-                known = alive
-
-    @staticmethod
-    def nodes() -> list[dict[str, Any]]:
-        import ray
-
-        return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("rollout")]
+        """Through a process of its own: a process decides on Ray's token once, and this one may have used another Ray before."""
+        assert self._node_lister.stdout is not None
+        for line in self._node_lister.stdout:
+            before, self.nodes = set(self.nodes), json.loads(line)
+            for node in self.nodes.keys() - before:
+                self.timeline.add("node up", f"node {node[:8]}; {len(self.nodes)} rollout nodes", node)
+            for node in before - self.nodes.keys():
+                self.timeline.add("node gone", f"node {node[:8]}; {len(self.nodes)} rollout nodes", node)
 
     def until(self, what: str, ready: Any, limit_s: float) -> None:
         """Raises: TimeoutError, with the run's last events."""
@@ -180,8 +187,7 @@ class ElasticRun:
         found = re.search(rf"rollout {newest} is up \(process (\d+)", self.events())
         assert found is not None
         parents = psutil.Process(int(found[1])).parents()
-        sockets = {node["RayletSocketName"] for node in self.nodes()}
-        (socket,) = (s for s in sockets if any(s in " ".join(parent.cmdline()) for parent in parents))
+        (socket,) = (s for s in self.nodes.values() if any(s in " ".join(parent.cmdline()) for parent in parents))
         began = self.timeline.now
         self.timeline.add("node killed", f"the node of rollout worker {newest}", newest)
         self.cluster.kill_node(socket)
@@ -197,6 +203,8 @@ class ElasticRun:
 
     def close(self) -> None:
         self._is_over.set()
+        self._node_lister.kill()
+        self._node_lister.wait(10)
         for watcher in self._watchers:
             watcher.join(10)
         if self.process.poll() is None:
@@ -224,11 +232,7 @@ def prompts_of(run_dir: Path) -> list[str]:
 @contextlib.contextmanager
 def started(nodes: int, folder: Path, words: list[str], timeline: Timeline, **variables: str) -> Iterator[ElasticRun]:
     """A cluster of one rollout node that may have `nodes`, with a run on it whose pool has the same bounds."""
-    import ray
-
     with AutoscaledCluster(nodes) as cluster:
-        os.environ.update(cluster.variables)
-        ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False, namespace="watcher")
         timeline.add("cluster", f"a head, and up to {nodes} rollout nodes")
         bounds = ["rollout.min_workers=1", f"rollout.max_workers={nodes}"]
         run = ElasticRun(cluster, folder / "run", [*words, *bounds], timeline, **variables)
@@ -236,7 +240,6 @@ def started(nodes: int, folder: Path, words: list[str], timeline: Timeline, **va
             yield run
         finally:
             run.close()
-            ray.shutdown()
 
 
 def grown(run: ElasticRun, nodes: int) -> list[str]:
@@ -263,7 +266,7 @@ def lost(run: ElasticRun, nodes: int) -> list[str]:
 def shrunk(run: ElasticRun) -> list[str]:
     began = run.timeline.now
     with run.slow_learner(0.05):
-        run.until("one worker", lambda: run.workers() == 1 and len(run.nodes()) == 1, 420)
+        run.until("one worker", lambda: run.workers() == 1 and len(run.nodes) == 1, 420)
     leaves, left, gone = (run.timeline.all_of(kind, after_s=began) for kind in ("leaves", "left", "node gone"))
     drained = max(moment.at_s for moment in left) - leaves[0].at_s
     return [f"shrinking: {drained:.1f} s from the decision until drained, {gone[-1].at_s - leaves[0].at_s:.1f} s until the nodes are gone"]

@@ -67,7 +67,7 @@ class AutoscaledCluster:
         configuration = self._temp / "autoscaler.json"
         configuration.write_text(json.dumps(self._configuration()))
         own = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_enable_autoscaler_v2": "0"}
-        own |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "RAY_worker_niceness": "0"}
+        own |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"}
         ports = [f"--port={self._port}", f"--ray-client-server-port={_free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
         command = [
             *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1", *ports),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from correction.errors import ConfigError, DataError, EngineDirty, EngineError, EvenkeelError
+from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities, EngineProcess
@@ -73,6 +73,7 @@ class RolloutEngine(UpdatableEngine):
             await engine.weight_specs()
             # Full garbage collections walk through all that the imports made: in this process a third of its time. Freeze it, everywhere.
             await engine._manager.freeze_gc()
+            engine.watch_heartbeat()
         except BaseException:
             await process.shutdown()
             raise
@@ -128,7 +129,8 @@ class RolloutEngine(UpdatableEngine):
             begun: what another engine has of each sample (rollout.continuation): whole ones stay as they are, others are continued.
         Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error, and
             after `hand_back` the tokens that are kept of it.
-        Raises: DataError for ids or lengths that the engine can't take, EngineDirty, EngineError if it is lost, DeadlineExceeded.
+        Raises: DataError for ids or lengths that the engine can't take; RequestError for an answer that can't be used, DeadlineExceeded,
+            and the engine goes on; EngineDirty, EngineError if it is lost.
         """
         self._check_request(prompt_ids, max_tokens, temperature)
         found = list(begun) or [unsampled(prompt_ids, prompt_id)] * samples
@@ -203,7 +205,7 @@ class RolloutEngine(UpdatableEngine):
                 for request_id in request_ids:
                     self._manager.abort_request(rid=request_id)
             if isinstance(error, Exception) and not isinstance(error, EvenkeelError):
-                raise EngineError(f"{self.name}: SGLang refused a request ({phase}): {error}") from error
+                raise RequestError(f"{self.name}: SGLang refused a request ({phase}): {error}") from error
             raise
         finally:
             self._requests -= len(samplings)

@@ -25,7 +25,7 @@ from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup, unsampled
-from rollout.trajectory import FinishReason, Trajectory, VersionSpan
+from rollout.trajectory import FinishReason, Trajectory, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import FakeActor, group, prompt
 from tests.actors.simulated_time import simulate
 
@@ -76,7 +76,7 @@ class ElasticEngine:
             raise ray.exceptions.ActorDiedError()
         n = before + int((self.scene.now - began) / self.scene.group_s * TOKENS)
         spans = (*begun.version_spans, VersionSpan(self.scene.sync.version, before, n))
-        half = replace(begun, response_ids=(7,) * n, behavior_logprobs=(-1.0,) * n, version_spans=spans)
+        half = replace(begun, response_ids=ids_of([7] * n), behavior_logprobs=logprobs_of([-1.0] * n), version_spans=spans)
         return UnfinishedGroup(ticket.group_id, (half, half), 0.0)
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
@@ -301,7 +301,7 @@ def test_an_engine_that_does_not_start_on_its_node_is_a_failure(monkeypatch: pyt
         scene = ElasticScene(monkeypatch, workers=1)
         scene.engine_s = 51.0
         scene.pool.start()
-        with pytest.raises(Exception, match="start of the engine of rollout worker 0: not done in 50 s"):
+        with pytest.raises(Exception, match="start of rollout worker 0: not done in 50 s"):
             await scene.pool.first_worker()
 
     simulate(scenario)
@@ -449,7 +449,8 @@ def test_what_is_handed_back_carries_versions_and_logprobs() -> None:
     from actors.dispatch import continuing
 
     ticket = Ticket(5, prompt(5), 2)
-    half = Trajectory("p", (1,), (7, 8), (-0.5, -0.25), (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)), FinishReason.ABORT)
+    logprobs = logprobs_of([-0.5, -0.25])
+    half = Trajectory("p", ids_of([1]), ids_of([7, 8]), logprobs, (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)), FinishReason.ABORT)
     again = continuing(ticket, UnfinishedGroup(5, (half, half)))
     assert (again.group_id, again.prompt, again.admitted_version) == (5, ticket.prompt, 2)
     assert again.begun.answers == (half, half) and again.begun.tokens == 4

@@ -8,8 +8,10 @@ the step under way with a checkpoint from which it can go on, and with an exit c
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,8 @@ THRESHOLDS = ["skip_steps=1", "baseline_steps=8", "level_steps=3", "trend_steps=
               "watch_deviations=0.1", "alarm_deviations=0.1", "patience=1"]
 OVERRIDES = ["steps=60", "learner.learning_rate=0.1", "learner.warmup_steps=60", "checkpoint.every_steps=0", "monitor.on_alarm=stop",
              "rollout.sampling.max_tokens=24"]
+
+ROLES = {"controller", "learner", "rollout"}
 
 
 @dataclass
@@ -59,7 +63,8 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 discovered, scraped = scraped_roles(run_dir)
                 story.discovered |= discovered
                 story.scraped |= scraped
-                time.sleep(0.5)
+                with suppress(subprocess.TimeoutExpired):
+                    run.process.wait(0.5 if story.scraped < ROLES else 5.0)  # each page costs the actors some time
             run.wait(1.0)
             story.cluster_is_up = is_up(cluster)
             yield story
@@ -74,7 +79,7 @@ def run(story: Story) -> Run:
 
 def test_run_joins_a_cluster_and_its_actors_can_be_scraped(story: Story) -> None:
     """Every actor that joined is in the service discovery, serves evenkeel_ metrics, and the cluster outlives the run."""
-    assert story.discovered == story.scraped == {"controller", "learner", "rollout"}
+    assert story.discovered == story.scraped == ROLES
     assert story.cluster_is_up
     assert "raylet" not in story.run.seen_commands, "it would be a Ray of the run's own"
 

@@ -13,7 +13,7 @@ import torch
 from correction.engines.weight_bucket import WeightBucket
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine import RolloutEngine
-from rollout.trajectory import FinishReason, TopLogprobs, Trajectory, VersionSpan
+from rollout.trajectory import FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights
 
@@ -24,25 +24,27 @@ def part(ids: list[int], spans: list[tuple[int, int, int]], *, prompt: tuple[int
     """Token t has logprob -t, and the pairs (t, -t) and (t + 1, -t - 1) as its top 2."""
     top = TopLogprobs(2, array("i", [i for t in ids for i in (t, t + 1)]), array("f", [-float(i) for t in ids for i in (t, t + 1)]))
     versions = tuple(VersionSpan(*span) for span in spans)
-    return Trajectory("p", prompt, tuple(ids), tuple(-float(t) for t in ids), versions, FinishReason(reason), top_logprobs=top)
+    logprobs = logprobs_of(-float(t) for t in ids)
+    return Trajectory("p", ids_of(prompt), ids_of(ids), logprobs, versions, FinishReason(reason), top_logprobs=top)
 
 
 def test_the_last_token_of_an_answer_under_way_is_sampled_again() -> None:
     """It may be the end of the sequence: the engine says "abort" of that, too."""
     found = kept(part([10, 11, 12, 13], [(3, 0, 2), (4, 2, 4)]), longest=100)
-    assert found.response_ids == (10, 11, 12) and found.behavior_logprobs == (-10.0, -11.0, -12.0)
+    assert found.response_ids.tolist() == [10, 11, 12] and found.behavior_logprobs.tolist() == [-10.0, -11.0, -12.0]
     assert found.version_spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
     assert found.top_logprobs is not None and found.top_logprobs.ids.tolist() == [10, 11, 11, 12, 12, 13]
     assert kept(part([10], [(3, 0, 1)]), longest=100).version_spans == ()
     assert kept(part([10, 11, 12, 13], [(3, 0, 2), (4, 2, 4)]), longest=4).version_spans == (VersionSpan(3, 0, 2),), "2 of prompt, 2 of it"
-    assert kept(unsampled([1, 2], "p"), longest=100).response_ids == ()
+    assert kept(unsampled([1, 2], "p"), longest=100).response_ids.tolist() == []
 
 
 def test_both_parts_are_one_answer() -> None:
     begun = kept(part([10, 11, 12], [(3, 0, 1), (4, 1, 3)]), longest=100)
     whole = continued(begun, part([12, 13], [(4, 0, 1), (5, 1, 2)], prompt=(1, 2, 10, 11), reason="stop"))
-    assert whole.prompt_ids == (1, 2) and whole.response_ids == (10, 11, 12, 13) and whole.finish_reason is FinishReason.STOP
-    assert whole.behavior_logprobs == (-10.0, -11.0, -12.0, -13.0)
+    assert whole.prompt_ids.tolist() == [1, 2] and whole.response_ids.tolist() == [10, 11, 12, 13]
+    assert whole.finish_reason is FinishReason.STOP
+    assert whole.behavior_logprobs.tolist() == [-10.0, -11.0, -12.0, -13.0]
     assert whole.version_spans == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3), VersionSpan(5, 3, 4)), "version 4 has one span"
     assert whole.top_logprobs is not None and whole.top_logprobs.ids.tolist() == [10, 11, 11, 12, 12, 13, 13, 14]
     assert whole.retractions == 1 and whole.error is None
@@ -83,7 +85,7 @@ def test_answers_handed_back_are_continued_from_their_tokens(
     for first, answer in list(zip(begun, whole, strict=True))[::7]:
         assert len(answer.response_ids) == 300 and answer.finish_reason is FinishReason.LENGTH and answer.error is None
         assert answer.response_ids[: len(first.response_ids)] == first.response_ids
-        assert answer.prompt_ids == tuple(PROMPT) and answer.retractions == first.retractions + bool(first.response_ids)
+        assert answer.prompt_ids.tolist() == PROMPT and answer.retractions == first.retractions + bool(first.response_ids)
         for span in answer.version_spans:
             expected = response_logprobs(models[span.version], PROMPT, answer.response_ids)[span.start : span.end]
             assert largest_difference(answer.behavior_logprobs[span.start : span.end], expected) < 2e-5
