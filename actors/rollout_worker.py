@@ -21,7 +21,7 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import ActorLost, DataError, DeadlineExceeded, LateError, RequestError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
-from rollout.trajectory import FinishReason, Group, Prompt, SyncReceipt, Trajectory
+from rollout.trajectory import FinishReason, Group, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
@@ -121,7 +121,8 @@ class RolloutWorker:
         try:
             return await self._sampler.answer(prompt, how)
         except UNANSWERED as error:
-            nothing = Trajectory(prompt.prompt_id, prompt.token_ids, (), (), (), FinishReason.ABORT, error=str(error))
+            asked, no_ids, no_logprobs = ids_of(prompt.token_ids), ids_of(()), logprobs_of(())
+            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT, error=str(error))
             return (nothing,) * how.samples
 
     def _count(self, trajectories: Sequence[Trajectory]) -> None:

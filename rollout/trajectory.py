@@ -57,6 +57,16 @@ class VersionSpan:
     end: int
 
 
+def ids_of(tokens: Iterable[int]) -> array[int]:
+    """Token ids as all trajectories have them: 32 bits each, one after the other."""
+    return array("i", tokens)
+
+
+def logprobs_of(values: Iterable[float]) -> array[float]:
+    """Logprobs likewise: float32."""
+    return array("f", values)
+
+
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
     """The K most likely tokens at each of T positions, row after row; compact, because a trajectory may have K times 10,000 of them."""
@@ -71,7 +81,7 @@ class TopLogprobs:
     def of(cls, k: int, rows: Iterable[Iterable[tuple[float, int]]]) -> TopLogprobs:
         """From (logprob, token id) pairs, row by row."""
         pairs = [pair for row in rows for pair in row]
-        return cls(k, array("i", (token for _, token in pairs)), array("f", (logprob for logprob, _ in pairs)))
+        return cls(k, ids_of(token for _, token in pairs), logprobs_of(logprob for logprob, _ in pairs))
 
     @property
     def positions(self) -> int:
@@ -110,10 +120,11 @@ class Trajectory:
 
     prompt_id: str
     """Of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+    prompt_ids: array[int]
+    """32-bit token ids, as the next."""
+    response_ids: array[int]
     """Sampled tokens, the end-of-sequence token included when there is one."""
-    behavior_logprobs: tuple[float, ...]
+    behavior_logprobs: array[float]
     """Natural log of mu for each response token: its log_softmax(logits / temperature), float32."""
     version_spans: tuple[VersionSpan, ...]
     """In order, without gaps, over all response tokens."""
@@ -155,8 +166,8 @@ class Trajectory:
         Raises: RequestError if logprobs, version spans or routes do not cover the tokens one to one, or a logprob is not finite.
         """
         meta = answer["meta_info"]
-        response_ids = tuple(answer["output_ids"])
-        logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+        response_ids = ids_of(answer["output_ids"])
+        logprobs = logprobs_of(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
         if len(logprobs) != len(response_ids) or not all(math.isfinite(value) for value in logprobs):
             raise RequestError(
                 f"{engine_name}: {len(response_ids)} tokens came with {len(logprobs)} logprobs, or one is not finite: the weights hold a "
@@ -167,7 +178,7 @@ class Trajectory:
         wants_routes = experts is not None and not is_aborted      # an aborted request may not have been read at all
         return cls(
             prompt_id=prompt_id,
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=ids_of(prompt_ids),
             response_ids=response_ids,
             behavior_logprobs=logprobs,
             version_spans=_version_spans(meta, len(response_ids), engine_name),
