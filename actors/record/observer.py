@@ -19,6 +19,7 @@ from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics import DISCARD_COUNTERS, StepMetrics
 from actors.record.metric_views import MetricViews
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
+from actors.record.slowest import SlowestPrompts
 from actors.record.step_report import (
     batch_metrics,
     diagnostic_metrics,
@@ -95,6 +96,7 @@ class Observer:
         # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
         self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}
         self._finished: list[GroupSummary] = []
+        self._slowest = SlowestPrompts(folder)
         self._receipts: list[SyncReceipt] = []
         self._differences: list[float] = []
         self._versions: dict[str, int] = {}
@@ -163,6 +165,7 @@ class Observer:
 
     def group_finished(self, summary: GroupSummary) -> None:
         self._finished.append(summary)
+        self._slowest.add(summary)
         self._count("rollout/generated_tokens_total", summary.response_tokens)
         self._count("rollout/finished_groups_total", 1)
         for error in summary.reward_errors:
@@ -329,6 +332,7 @@ class Observer:
             self.event("warning", f"no diagnostics of step {metrics.step}: {error}")
         metrics.update(self._raised)
         self._folder.append_metrics(metrics)
+        self._slowest.save()
         self._views.step(metrics)
         self._endpoint.publish(dict(metrics))
         self._endpoint.keep_only("worker", self._workers)
