@@ -7,7 +7,7 @@ when a symptom's state changes; others act on it.
 
 What comes first was measured on recorded runs of a nano model that a learning rate, a queue or noise ruined: drift, bad updates and the KL of
 stale tokens warn before gradient norm and reward, entropy last. Mismatch at equal weights, which papers report as the first sign
-(correction.findings), didn't warn there: it says that the engines disagree. Entropy alone is no symptom: it falls in most runs that go well.
+(docs/correction.md), didn't warn there: it says that the engines disagree. Entropy alone is no symptom: it falls in most runs that go well.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
 alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 6 runs where a step keeps 0.8 of the one before), and as few
@@ -151,7 +151,7 @@ class _Series:
 
 @dataclass(slots=True)
 class _SymptomState:
-    """The state of a symptom, and the state that the last steps speak for."""
+    """The state of a symptom, and the one that the last steps would give it."""
 
     state: State = State.OK
     candidate: State = State.OK
@@ -303,7 +303,7 @@ class Monitor:
         return f", above {level.alarm:.2g}, the alarm level for {level.text} ({level.low:.2g} to {level.high:.2g} is usual)"
 
     def _place(self, name: str, diagnostics: Mapping[str, float]) -> str:
-        """Which tokens it is in, or which criterion does it, as far as the numbers tell."""
+        """Which tokens show the symptom, or which criterion causes it, as far as the numbers tell."""
         words = []
         by = {label: share for label, share in diagnostics.items() if label.startswith("rejected_by_")}
         if name == "rejected_share" and by:
