@@ -5,8 +5,8 @@ steps alone are held against them as well, for jumps; its trend is the median of
 are held against the scatter of the first steps, and must be large in themselves: a tiny change is no event, however certain. An event says
 when a symptom's state changes; others act on it.
 
-What comes first was measured on recorded runs of a nano model that a learning rate, a queue or noise ruined: drift, bad updates and the KL of
-stale tokens warn before gradient norm and reward, entropy last. Mismatch at equal weights, which papers report as the first sign
+What comes first was measured on recorded runs of a nano model that a learning rate, a queue or noise ruined: drift, bad updates and the KL
+of stale tokens warn before gradient norm and reward, entropy last. Mismatch at equal weights, which papers report as the first sign
 (docs/correction.md), didn't warn there: it says that the engines disagree. Entropy alone is no symptom: it falls in most runs that go well.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
