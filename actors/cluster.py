@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
+from actors.descendants import adopted_orphans, descendants, end, end_new
 from actors.devices import shortage
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
@@ -53,7 +54,7 @@ class Cluster:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._before = _descendants()
+        self._before = descendants()
 
     def __enter__(self) -> Cluster:
         """Raises: ConfigError for an address or a folder that can't be used; EngineError when Ray does not start, with what to do."""
@@ -85,6 +86,7 @@ class Cluster:
             self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
         return self
 
+    @adopted_orphans()
     def _try(self, start: Callable[[], object], what: str, deadline_s: float) -> None:
         """Call `start` until it succeeds, `_TRIES` times at most, and not again after `deadline_s`."""
         began = time.monotonic()
@@ -112,14 +114,14 @@ class Cluster:
                 log.warning("%s; trying again, %d of %d", reason, _TRIES - left + 1, _TRIES)
                 time.sleep(_PAUSE_S)
             except BaseException:
-                _end([process for process in _descendants() if process not in self._before])
+                end_new(self._before)
                 raise
 
     def _clear(self) -> str:
         """End what a start that failed has left. Returns: where its logs are, as a sentence, if that can be told."""
-        left = [process for process in _descendants() if process not in self._before]
+        left = [process for process in descendants() if process not in self._before]
         session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", _command(process)))), None)
-        _end(left)
+        end_new(self._before)
         with contextlib.suppress(Exception):  # it may not be up far enough to be shut down
             ray.shutdown()
         return f" Ray's own logs: {session}/logs" if session else ""
@@ -138,11 +140,11 @@ class Cluster:
         node: Any = ray._private.worker._global_node
         pids = [info.process.pid for infos in node.all_processes.values() for info in infos] if node is not None else []
         daemons = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        ours = [*daemons, *(child for daemon in daemons for child in _descendants(daemon))]
+        ours = [*daemons, *(child for daemon in daemons for child in descendants(daemon))]
         try:
             ray.shutdown()
         finally:
-            _end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
+            end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
 
 
 def check_ray(settings: RayConfig) -> None:
@@ -236,22 +238,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
-
-
-def _descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
-    try:
-        return (process or psutil.Process()).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _end(processes: list[psutil.Process], *, grace_s: float = 0.0) -> None:
-    """Kill those that are there after `grace_s`, and wait a little for them to be gone."""
-    _, left = psutil.wait_procs(processes, timeout=grace_s)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=_ENDED_S)
 
 
 def _command(process: psutil.Process) -> str:
