@@ -219,7 +219,7 @@ class Controller:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         await self._evaluations.finished()
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
-        await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
         return await self._evaluations.whole(when, self._step, self._version)
 
     async def _evaluate_last(self) -> Evaluation | None:
@@ -322,7 +322,7 @@ class Controller:
         self._observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
-        await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
 
     def _service_config(self) -> ServiceConfig:
         config = self._config

@@ -1,10 +1,4 @@
-"""The rollout pool: workers come, take work, fail and are replaced; it works with as many as are there.
-
-States of a worker, and what moves it:
-
-    STARTING   created; Ray may still be looking for a node that offers the rollout resource
-    JOINED     its engine is up; the weight sync owns its version from here
-    GONE       its process or its engine died, or it took no weights; a replacement is started, its groups go to other workers
+"""The rollout pool: workers come, take work, fail and are replaced; it works with as many as are there. (A worker's life: workers.py.)
 
 A joined worker takes work while it holds a receipt for the published version; how much of it, dispatch.py says. One whose engine says that
 it is dirty (a weight update failed half-way) stays joined, and works again after a full sync.
@@ -15,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
-import ray
+from ray.exceptions import RayError
 
-from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
-from actors.cluster import lower_priority
+from actors import workers
+from actors.carriers import Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.dispatch import Questions, WaitingWork
-from actors.rollout_worker import RolloutWorker, WorkerSettings
-from actors.supervision import USUAL_START, counted, unwrapped, wait_for
+from actors.rollout_worker import WorkerSettings
+from actors.supervision import counted, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S
 from actors.weight_sync import SyncTarget, WeightSync
+from actors.workers import PoolObserver, WorkerHandle, WorkerState
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
@@ -38,45 +31,8 @@ _MAX_REPLACEMENTS = 10
 _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
 _SCORING_S = 300.0
-_LOAD_S = 5.0
 _ANSWERS = 32
 """Of an evaluation, in one call to a worker."""
-
-
-class WorkerState(StrEnum):
-    STARTING = "starting"
-    JOINED = "joined"
-    GONE = "gone"
-
-
-@dataclass(slots=True)
-class WorkerHandle:
-    """One rollout worker, as the pool sees it."""
-
-    name: str
-    actor: Any
-    sync: SyncTarget
-    state: WorkerState = WorkerState.STARTING
-    groups: set[int] = field(default_factory=set)
-    """Groups that it is sampling."""
-    questions: int = 0
-    """Answers to questions of evaluations that it is sampling."""
-    resyncs: int = 0
-    """Full syncs asked for since its last finished group."""
-    info: ActorInfo | None = None
-
-
-class PoolObserver(Protocol):
-    """Is told what happens in the pool."""
-
-    def joined(self, info: ActorInfo) -> None: ...
-
-    def left(self, key: str) -> None:
-        """key: as ActorInfo.key."""
-
-    def group_finished(self, summary: GroupSummary) -> None: ...
-
-    def event(self, level: str, text: str) -> None: ...
 
 
 class RolloutPool:
@@ -135,35 +91,14 @@ class RolloutPool:
     def _start_worker(self) -> None:
         name = str(self._born)
         self._born += 1
-        engine = self._config.engine
-        on_gpu = engine.resolved_device == "cuda"
-        actor = (
-            ray.remote(RolloutWorker)
-            .options(
-                num_cpus=1,
-                num_gpus=1 if on_gpu else 0,
-                resources={self._settings.resource: 1},
-                max_concurrency=4096,
-                max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
-            )
-            .remote(name, self._settings, self._queue)
-        )
-        lower_priority(actor)
-        worker = WorkerHandle(name, actor, SyncTarget(name, actor))
+        worker = workers.create(name, self._settings, self._queue)
         self._workers[name] = worker
         self._spawn(self._bring_up(worker))
 
     async def _bring_up(self, worker: WorkerHandle) -> None:
         try:
-            info = await wait_for(
-                worker.actor.start.remote(0),
-                f"start of rollout worker {worker.name} (a node with the resource {self._settings.resource!r}, then its engine)",
-                deadline_s=self._deadlines.start_s,
-                notice_s=self._deadlines.notice_s,
-                usual_s=USUAL_START * self._deadlines.start_s,
-            )
-        except (EvenkeelError, ray.exceptions.RayError) as error:
+            info = await workers.started(worker, self._settings, self._deadlines)
+        except (EvenkeelError, RayError) as error:
             self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
             return
         worker.state, worker.info = WorkerState.JOINED, info
@@ -182,7 +117,7 @@ class RolloutPool:
         if self._sync is not None:
             self._sync.leave(worker.name)
         self._observer.left(f"rollout-{worker.name}")
-        _kill(worker.actor)
+        workers.kill(worker.actor)
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
@@ -306,15 +241,7 @@ class RolloutPool:
     async def loads(self) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds."""
 
-        async def ask(worker: WorkerHandle) -> WorkerLoad | None:
-            try:
-                return await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
-            except (EvenkeelError, ray.exceptions.RayError):
-                return None
-
-        workers = list(self._joined())
-        answers = await asyncio.gather(*(ask(w) for w in workers))
-        return {worker.name: load for worker, load in zip(workers, answers, strict=True) if load is not None}
+        return await workers.loads(list(self._joined()))
 
     async def _watch(self) -> None:
         """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts too long."""
@@ -343,11 +270,7 @@ class RolloutPool:
         self._is_stopping = True
         for task in list(self._tasks):
             task.cancel()
-        stopping = [w.actor.stop.remote() for w in self._joined()]
-        if stopping:
-            await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=20.0)
-        for worker in self._workers.values():
-            _kill(worker.actor)
+        await workers.end(list(self._workers.values()))
         self._workers.clear()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
@@ -389,11 +312,3 @@ class RolloutPool:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._failure.done():
             self._failure.set_exception(error)
-
-
-def _kill(actor: Any) -> None:
-    """Kill an actor that may be gone already."""
-    try:
-        ray.kill(actor)
-    except Exception as error:  # nothing to kill is what we wanted
-        log.debug("kill: %s", error)

@@ -21,6 +21,22 @@ class EngineDirty(EngineError):
     """The engine lives, but its weights are of no version: a weight update failed half-way. A whole one mends it."""
 
 
+class ActorLost(EngineError):
+    """The process behind a call is gone, or cannot be reached: the call may or may not have run."""
+
+
+class ActorUnavailable(ActorLost):
+    """It cannot be reached just now; it may be again in a moment, and what may run twice may be asked again."""
+
+
+class RequestError(EvenkeelError, RuntimeError):
+    """One request got no answer that can be used. The engine goes on: others have had theirs."""
+
+
+class LateError(EvenkeelError, TimeoutError):
+    """What was needed of another part is late or lost: whoever waited for it is not to blame."""
+
+
 class SyncError(EvenkeelError, RuntimeError):
     """Weights of the learner and of an engine do not agree."""
 

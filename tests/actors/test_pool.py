@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.pool
+import actors.workers
 from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.pool import RolloutPool
@@ -124,7 +124,7 @@ class Scene:
             wait=lambda *_, **__: None,
             exceptions=ray.exceptions,
         )
-        monkeypatch.setattr(actors.pool, "ray", fake_ray)
+        monkeypatch.setattr(actors.workers, "ray", fake_ray)
         config = RolloutConfig.model_validate(
             {
                 "workers": workers,
@@ -243,7 +243,7 @@ def test_a_wait_for_the_published_weights_says_so_and_ends(monkeypatch: pytest.M
 
 def test_loads_are_asked_for_at_once_and_a_worker_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(actors.pool, "_LOAD_S", 0.3)
+        monkeypatch.setattr(actors.workers, "_LOAD_S", 0.3)
         together = asyncio.Barrier(3)
         scene = Scene(monkeypatch, workers=4, faults={"2": hang} | dict.fromkeys("013", together.wait))
         scene.pool.start()
