@@ -9,8 +9,6 @@ import sys
 
 from correction.errors import ConfigError
 
-NOT_AGAIN = 78
-"""Exit code after wrong settings, which would be as wrong the next time; EX_CONFIG of sysexits.h."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -21,6 +19,7 @@ def main() -> None:
         if parent == 1 or os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
     from actors.commands.cli import main as command_line
+    from actors.commands.retries import NOT_AGAIN
 
     try:
         command_line()

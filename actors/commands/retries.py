@@ -7,8 +7,6 @@ of this process, as of a small init, and is ended before the next attempt.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -19,18 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from actors import interrupts
-from actors.commands.attempt import NOT_AGAIN
+from actors.descendants import adopted_orphans, end_new
 from actors.record.run_folder import RunFolder
 
+NOT_AGAIN = 78
+"""Exit code of an attempt with wrong settings, which would be as wrong the next time; EX_CONFIG of sysexits.h."""
 _COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
-_PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Before the first retry, twice as long before each next one, and at most."""
-_ENDED_S = 10.0
-"""For processes that were killed to be gone."""
 _TAIL_BYTES = 1 << 16
 _FINAL = (0, 3, NOT_AGAIN, *(code for number in interrupts.SIGNALS for code in (-number, interrupts.exit_code(number))))
 """Exit codes after which nothing is tried again: done, ended by an alarm, wrong settings, ended by a signal that asks for it."""
@@ -68,16 +63,15 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         discard_queue: see find_resume_point.
     Returns: the exit code for this process: that of the last attempt, as shells count.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     flags, reached = ["--discard-queue"] if discard_queue else [], Reached()
     if recipe is None:
         reached = Reached.of(run_dir)
     for retry in range(retries + 1):
         is_resumed = recipe is None or (retry > 0 and (run_dir / "config.yaml").is_file())
         arguments = ["--resume", str(run_dir), *flags, *words] if is_resumed else [str(recipe), *words, f"run_dir={run_dir}"]
-        code, is_asked = _attempt(arguments)
-        _end_leftovers()
+        with adopted_orphans():
+            code, is_asked = _attempt(arguments)
+            _end_leftovers()
         if is_asked or code in _FINAL or (code == 1 and not (run_dir / "config.yaml").is_file()):
             break  # the last: what was wrong has been said, before there was anything to go on with
         now = Reached.of(run_dir)
@@ -128,13 +122,7 @@ def _end_leftovers() -> None:
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")  # the cursor, which a live panel hides
         sys.stdout.flush()
-    for _ in range(3):  # what starts processes may start one more as it is killed
-        if not (left := psutil.Process().children(recursive=True)):
-            return
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=_ENDED_S)
+    end_new()
 
 
 def _end_of(code: int) -> str:

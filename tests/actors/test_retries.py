@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from actors.commands import retries
-from actors.commands.attempt import NOT_AGAIN
 from tests.e2e.launch import ROOT, environment
 
 KILLED = -signal.SIGKILL
@@ -61,7 +60,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(0, 9)], (0, 1)),
         ([(KILLED, 3), (1, 5), (-signal.SIGSEGV, 6), (0, 9)], (0, 4)),
         ([(KILLED, None), (KILLED, 0), (0, 9)], (0, 3)),  # before there was a folder, and then before there was a step
-        ([(KILLED, 3), (NOT_AGAIN, None)], (1, 2)),
+        ([(KILLED, 3), (retries.NOT_AGAIN, None)], (1, 2)),
         ([(1, None)], (1, 1)),  # an error before there was a folder: in what the run was given
         ([(1, 3), (1, None)], (1, 2)),  # no step more
         ([(3, 4)], (3, 1)),
