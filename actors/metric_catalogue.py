@@ -41,6 +41,10 @@ _PROGRESS = [
         "Optimizer steps left out because loss or gradient was not finite, or because no token was left to learn from.",
     ),
     _counter(
+        "steps/returns_total", "returns to a checkpoint",
+        "Times that the run went back to its last checkpoint, engines staying up, because learner, queue or correction service had died.",
+    ),
+    _counter(
         "steps/overflowed_total", "overflowed updates",
         "Optimizer steps left out because a float16 gradient overflowed under the loss scale, which adapts; a few are usual.",
     ),

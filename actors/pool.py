@@ -48,6 +48,9 @@ class RolloutPool:
         self._replaced = 0
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Those of them that wait for a worker's work."""
+        self._generation = 0
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
@@ -65,6 +68,23 @@ class RolloutPool:
         self._sync = sync
         for worker in self._joined():
             sync.join(worker.sync)
+
+    async def withdraw(self) -> None:
+        """Take all work back, and all weights: the workers go on to nothing, until `serve`, `follow` and `feed`."""
+        self._sync = None
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)  # they settle what they have counted
+        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        for worker in self._workers.values():
+            worker.sync = SyncTarget(worker.name, worker.actor)
+
+    def serve(self, queue: Any, generation: int) -> None:
+        """Finished groups go to another queue from now on; what the workers have under way is given up."""
+        self._queue, self._generation = queue, generation
+        for worker in self._workers.values():
+            worker.actor.follow.remote(queue, generation)
 
     async def first_worker(self) -> None:
         """Wait until one engine is up. Raises: the error of its start."""
@@ -92,6 +112,8 @@ class RolloutPool:
         name = str(self._born)
         self._born += 1
         worker = workers.create(name, self._settings, self._queue)
+        if self._generation:
+            worker.actor.follow.remote(self._queue, self._generation)
         self._workers[name] = worker
         self._spawn(self._bring_up(worker))
 
@@ -289,7 +311,9 @@ class RolloutPool:
         current = [w for w in self._joined() if self._is_current(w)]
         soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
         for worker, work in self._work.take(current, soon):
-            self._spawn(self._ask(worker, work) if isinstance(work, Questions) else self._sample(worker, work))
+            call = self._spawn(self._ask(worker, work) if isinstance(work, Questions) else self._sample(worker, work))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -301,10 +325,11 @@ class RolloutPool:
             except TimeoutError:
                 continue
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self.note_end)
+        return task
 
     def note_end(self, task: asyncio.Task[Any]) -> None:
         """A task of the pool has ended; its error, if any, is the pool's."""

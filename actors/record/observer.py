@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_total"}
 """Where discarded groups are counted besides groups/discarded_total, by reason."""
+_RETURNS = "steps/returns_total"
 _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
 """Families that count the monitor's events, by symptom."""
 
@@ -91,10 +92,7 @@ class Observer:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
         self._views = MetricViews(folder, config.metrics)
-        self._totals: dict[str, float] = dict(totals or {})
-        families = tuple(_EVENT_COUNTERS.values())
-        # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
-        self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}
+        self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
         self._receipts: list[SyncReceipt] = []
         self._differences: list[float] = []
@@ -108,6 +106,22 @@ class Observer:
         self._extra: dict[str, float] = {}
         self._repeated = Repeated()
         self._writing: asyncio.Task[None] | None = None
+
+    def _take_totals(self, totals: Mapping[str, float]) -> None:
+        self._totals = dict(totals)
+        families = tuple(_EVENT_COUNTERS.values())
+        # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
+        self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}
+
+    def go_back(self, totals: Mapping[str, float]) -> None:
+        """The run goes on from an earlier step, whose totals these are; all steps told so far are written, and the folder is taken back."""
+        returns = self._totals.get(_RETURNS, 0.0) + 1
+        self._take_totals({**totals, _RETURNS: returns})
+        self._finished, self._receipts, self._differences, self._extra = [], [], [], {}
+        self._writing = None
+        self._views.close()
+        self._views = MetricViews(self._folder, self._config.metrics)
+        self._step_ended = time.monotonic()
 
     # -- actors ------------------------------------------------------------------------------------------------------
 
