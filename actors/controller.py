@@ -31,7 +31,7 @@ from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
-from actors.supervision import Stopwatch, abandon, counted, unless_failed, wait_for
+from actors.supervision import Stopwatch, abandon, counted, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
 from actors.weight_sync import WeightSync
 from correction.errors import EngineError, EvenkeelError
@@ -69,6 +69,7 @@ class Controller:
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
+        self._is_asked_to_end = asyncio.Event()
         self._last_evaluation: asyncio.Task[Evaluation] | None = None
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
@@ -106,8 +107,9 @@ class Controller:
             self._observer.keep_scatter(await self._ask(self._service.scatter))
         except EngineError as error:
             self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
-        ended_by = self.ended_by if self._step < self._config.steps else None
-        return RunSummary(self._step, before, after, time.monotonic() - self._began, self._ends_early, self._alarm, ended_by)
+        is_early = self._step < self._config.steps
+        ended_by = self.ended_by if is_early else None
+        return RunSummary(self._step, before, after, time.monotonic() - self._began, is_early, self._alarm, ended_by)
 
     @property
     def _ends_early(self) -> bool:
@@ -177,7 +179,8 @@ class Controller:
         config = self._config
         while self._step < config.steps and not self._ends_early:
             await self._checkpoints.finished(at_once=True)
-            batch = await self._next_batch()
+            if (batch := await unless_set(self._is_asked_to_end, self._next_batch())) is None:
+                break  # without a step under way the last one can be saved at once: after SIGTERM there may be seconds
             result = await self._learn(batch)
             check_batch(config, batch, result, step=self._step + 1, observer=self._observer)
             await self._publish()  # engines take it while we go on
@@ -373,7 +376,7 @@ class Controller:
 
     @contextlib.contextmanager
     def _handled_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run after the step under way, with a checkpoint.
+        """The first Ctrl-C or SIGTERM ends the run with a checkpoint, after the step under way; at once if the learner waits for its batch.
 
         The second, or one before training, ends it at once. One during the last evaluation leaves that out.
         """
@@ -382,8 +385,9 @@ class Controller:
         def interrupt(number: int) -> None:
             is_first, name = self.ended_by is None, interrupts.NAMES[number]
             self.ended_by = number
+            self._is_asked_to_end.set()
             if self._is_training and is_first:
-                self._observer.event("warning", f"interrupted ({name}): ending after this step with a checkpoint (once more: at once)")
+                self._observer.event("warning", f"interrupted ({name}): ending with a checkpoint, after the step under way if there is one (once more: at once)")
             elif self._last_evaluation is not None and is_first:
                 self._observer.event("warning", f"interrupted ({name}): leaving out the evaluation after training")
                 self._last_evaluation.cancel()
