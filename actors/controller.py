@@ -41,8 +41,7 @@ from rollout.trajectory import Prompt, SyncReceipt
 
 _BATCH_IS_LATE_S = 0.1
 """The last step is told while the learner waits for a batch, if it waits longer than that."""
-_END_S = 30.0
-"""For each of the things that are still to be done when a run ends."""
+_END_S = 30.0  # for each of the things that are still to be done when a run ends
 
 
 class Controller:
@@ -376,7 +375,7 @@ class Controller:
 
     @contextlib.contextmanager
     def _handled_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run with a checkpoint, after the step under way; at once if the learner waits for its batch.
+        """The first Ctrl-C or SIGTERM ends the run with a checkpoint, after the step under way.
 
         The second, or one before training, ends it at once. One during the last evaluation leaves that out.
         """
@@ -387,7 +386,8 @@ class Controller:
             self.ended_by = number
             self._is_asked_to_end.set()
             if self._is_training and is_first:
-                self._observer.event("warning", f"interrupted ({name}): ending with a checkpoint, after the step under way if there is one (once more: at once)")
+                how = "ending with a checkpoint, after the step under way if there is one (once more: at once)"
+                self._observer.event("warning", f"interrupted ({name}): {how}")
             elif self._last_evaluation is not None and is_first:
                 self._observer.event("warning", f"interrupted ({name}): leaving out the evaluation after training")
                 self._last_evaluation.cancel()

@@ -326,6 +326,10 @@ _GROUPS = [
         "groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong",
         "Groups of the batch whose answers all got the same lower reward: no gradient.",
     ),
+    _counter(
+        "files/failures_total", "failed writes",
+        "Writes into the run folder that the disk did not take. Lines wait in memory; absent while there was none.",
+    ),
     _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling replaced by new ones."),
     _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),
     _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
