@@ -24,6 +24,7 @@ from actors import interrupts
 from actors.config import RayConfig, RunConfig
 from actors.descendants import adopted_orphans, descendants, end, end_new
 from actors.devices import shortage
+from actors.security import loopback_only, protect_token, require_authentication
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
 
@@ -73,8 +74,14 @@ class Cluster:
         if settings.address is not None:
             with _environment(_JOINED_ENVIRONMENT):
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
+            try:
+                require_authentication(settings)
+            except BaseException:
+                ray.shutdown()
+                raise
             return self
         os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: the others lower theirs themselves, see lower_priority
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
         workers = self._config.rollout.workers
         arguments: dict[str, Any] = {
             "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
@@ -82,8 +89,9 @@ class Cluster:
             "include_dashboard": settings.include_dashboard,
             "_temp_dir": str(settings.temp_dir.resolve()) if settings.temp_dir else None,
         }
-        with _own_turn():
+        with _own_turn(), loopback_only():
             self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
+        protect_token()
         return self
 
     @adopted_orphans()

@@ -45,6 +45,8 @@ class RayConfig(Settings):
     """Custom resource that a rollout worker asks for; an autoscaled node type offers it."""
     include_dashboard: bool = False
     """Start Ray's dashboard with a private cluster."""
+    allow_unauthenticated: bool = False
+    """Join a cluster that asks nobody for a token: whoever reaches it can run code as you. For closed networks."""
 
 
 class WeightSyncConfig(Settings):
@@ -117,7 +119,7 @@ class MetricsConfig(Settings):
     """Where numbers go besides the run folder."""
 
     bind: str = "127.0.0.1"
-    """Address that the Prometheus endpoints listen on; on a cluster the node's own ("node")."""
+    """Address that the Prometheus endpoints listen on. "node": each node's own, as Ray knows it; of a private cluster that is 127.0.0.1."""
     discovery_port: int = Field(default=0, ge=0, le=65535)
     """Port of the controller's HTTP service discovery for Prometheus; 0: any free one, written to the run's events."""
     wandb_project: str | None = None

@@ -37,7 +37,7 @@ from actors.weight_sync import WeightSync
 from correction.errors import EngineError, EvenkeelError
 from correction.schedule import needs_topk
 from rollout.tasks import Task
-from rollout.trajectory import Prompt, SyncReceipt
+from rollout.trajectory import SyncReceipt
 
 _BATCH_IS_LATE_S = 0.1
 """The last step is told while the learner waits for a batch, if it waits longer than that."""
@@ -69,7 +69,7 @@ class Controller:
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
         self._is_asked_to_end = asyncio.Event()
-        self._last_evaluation: asyncio.Task[Evaluation] | None = None
+        self._last_evaluation: asyncio.Task[Evaluation | None] | None = None
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._ends_at_once = False
@@ -95,7 +95,6 @@ class Controller:
         if self._step == 0:
             before = await self._evaluate_now("before training")
         gc.freeze()  # a full garbage collection need not walk through all that the imports made
-        self._observer.training_begins(time.monotonic() - self._began)
         self._is_training = True
         self._observer.phase("training")
         await self._train_whatever_dies()
@@ -123,7 +122,9 @@ class Controller:
             try:
                 if failure is not None:
                     await self._go_back(failure)
-                feeding = self._pool.feed(self._prompts(), self._unfinished, self._observer.admitted)
+                self._observer.training_begins(time.monotonic() - self._began)
+                prompts = map(self._task.train_prompt, itertools.count(self._point.prompt_position))
+                feeding = self._pool.feed(prompts, self._unfinished, self._observer.admitted)
                 return await unless_failed(unless_failed(self._train_and_save(), feeding), raise_when_lost(self._parts))
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 failure = error
@@ -155,7 +156,6 @@ class Controller:
         self._observer.go_back(self._point.totals)
         self._alarms = AlarmResponse(self._config, self._point.replacement)
         self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
-        self._open_books()
         await self._start_queue()
         self._pool.serve(self._queue, self._generation)
         await self._start_the_others()
@@ -209,7 +209,8 @@ class Controller:
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"):
-            batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=self._config.deadlines.sync_s)
+            sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
+            batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=sync_s, is_moving=is_moving)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _ask_for_batch(self) -> PreparedBatch | ForwardRequest:
@@ -218,6 +219,7 @@ class Controller:
             self._service.next_batch.remote(self._version),
             f"batch of version {self._version} <- correction service",
             deadline_s=deadlines.batch_s + 30.0,
+            counts_from=self._pool.last_progress,
             notice_s=deadlines.notice_s,
             notice=self._observer.waiting,
             detail=lambda: self._queue.waiting_for.remote(self._version),
@@ -244,7 +246,7 @@ class Controller:
 
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 
-    async def _evaluate_now(self, when: str) -> Evaluation:
+    async def _evaluate_now(self, when: str) -> Evaluation | None:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         await self._evaluations.finished()
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
@@ -278,7 +280,6 @@ class Controller:
 
     async def _start(self) -> None:
         config, observer = self._config, self._observer
-        self._open_books()
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         self._folder.keep_model_files(self._point.weights)
         workers, ranks = config.rollout.workers, config.learner.world_size
@@ -287,11 +288,9 @@ class Controller:
         self._start_pool()
         await unless_failed(self._start_the_others(), self._pool.raise_on_failure())
 
-    def _open_books(self) -> None:
+    async def _start_queue(self) -> None:
         self._checkpoints.saved_step = self._step
         self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._point.state, self._observer.event)
-
-    async def _start_queue(self) -> None:
         self._queue, self._unfinished = await start_queue(self._config, self._point, self._generation)
 
     async def _start_the_others(self) -> None:
@@ -331,6 +330,7 @@ class Controller:
         )
         self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
+        self._evaluations.counts_from = self._pool.attended_since
         self._pool.start()
 
     async def _first_sync(self) -> None:
@@ -339,9 +339,6 @@ class Controller:
         await self._sync.publish()
         self._pool.follow(self._sync)
         await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
-
-    def _prompts(self) -> Iterator[Prompt]:
-        return (self._task.train_prompt(position) for position in itertools.count(self._point.prompt_position))
 
     def _receipt(self, receipt: SyncReceipt) -> None:
         self._pool.wake()

@@ -1,4 +1,4 @@
-"""Every deadline that follows from others: from the length of an answer, the slowest rate of tokens, the bytes of the model and of a second.
+"""Every deadline that follows from others: the length of an answer, the slowest rate of tokens, the bytes of the model and of a second.
 
 What is set in a recipe stays; the rest grows with the run, so that a long wait that is none of anybody's fault is no error: answers of 32k
 tokens and 60 GB of weights need no setting. Their order is what makes them useful: who waits for something waits longer than that something
@@ -147,7 +147,7 @@ def inversions(config: RunConfig) -> list[str]:
         ("deadlines.evaluation_s", run.evaluation_s, "rollout.engine.deadlines.generate_s", engine.generate_s),
     )
     return [
-        f"{key} = {seconds:.0f} s is shorter than {part}, which may take {part_s:.0f} s: it may end what is only slow. Raise it, or leave it out"
+        f"{key} = {seconds:.0f} s is below {part}, which may take {part_s:.0f} s: it ends what is only slow. Raise it, or leave it out"
         for key, seconds, part, part_s in pairs
         if seconds <= part_s
     ]

@@ -97,6 +97,25 @@ async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_
     return await wait_for(call(), what, deadline_s=deadline_s, **named)
 
 
+async def patiently(
+    call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, late: Callable[[str], None] = log.warning, **named: Any
+) -> T:
+    """As `persistently`, for what nobody is to lose by being late: past each deadline that is said, and it is asked again.
+
+    Args:
+        call: may run twice.
+        late: told each time.
+    Raises: as `persistently`, but for the deadline. The end of the wait is the caller's.
+    """
+    waited_s = 0.0
+    while True:
+        try:
+            return await persistently(call, what, deadline_s=deadline_s, **named)
+        except DeadlineExceeded:
+            waited_s += deadline_s
+            late(f"{what}: late, no answer in {waited_s:.0f} s; it is asked again")
+
+
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, None]) -> T:
     """The result of `work`, or the error of `failure`, which never returns, if that comes first; what is left is cancelled."""
     task, failing = asyncio.ensure_future(work), asyncio.ensure_future(failure)

@@ -11,23 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 import ray
+from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
 from actors.carriers import ActorInfo, GroupSummary, WorkerLoad
 from actors.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.rollout_worker import RolloutWorker, WorkerSettings
-from actors.supervision import USUAL_START, wait_for
+from actors.supervision import USUAL_START, unwrapped, wait_for
 from actors.weight_sync import SyncTarget
-from correction.errors import EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError
+from rollout.heartbeat import MISSES
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
+_NODE_ID = "ray.io/node-id"
+_PROBES = 6
+"""In the time after which a worker without an answer is lost."""
 
 
 class WorkerState(StrEnum):
@@ -52,6 +58,12 @@ class WorkerHandle:
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
 
+    def follow(self, queue: Any, generation: int) -> None:
+        """Its groups go to this queue from now on, and it holds weights of no version; see actors/going_back.py."""
+        if generation:
+            self.sync = SyncTarget(self.name, self.actor)
+            self.actor.follow.remote(queue, generation)
+
 
 class PoolObserver(Protocol):
     """Is told what happens in the pool."""
@@ -66,8 +78,11 @@ class PoolObserver(Protocol):
     def event(self, level: str, text: str) -> None: ...
 
 
-def create(name: str, settings: WorkerSettings, queue: Any) -> WorkerHandle:
-    """A worker whose actor Ray has been asked for."""
+def create(name: str, settings: WorkerSettings, queue: Any, avoided: Sequence[str] = ()) -> WorkerHandle:
+    """A worker whose actor Ray has been asked for.
+
+    Args: avoided: ids of nodes that it gets only if there is no room elsewhere.
+    """
     engine = settings.rollout.engine
     on_gpu = engine.resolved_device == "cuda"
     actor = (
@@ -79,6 +94,7 @@ def create(name: str, settings: WorkerSettings, queue: Any) -> WorkerHandle:
             max_concurrency=4096,
             max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
+            scheduling_strategy=NodeLabelSchedulingStrategy({}, soft={_NODE_ID: NotIn(*avoided)}) if avoided else None,  # type: ignore[no-untyped-call]
         )
         .remote(name, settings, queue)
     )
@@ -87,14 +103,41 @@ def create(name: str, settings: WorkerSettings, queue: Any) -> WorkerHandle:
 
 
 async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: DeadlinesConfig) -> ActorInfo:
-    """Wait until its engine is up. Raises: the error of its start."""
+    """Wait for its node, as long as that takes, and until its engine is up. Raises: the error of its start."""
+    await wait_for(
+        worker.actor.__ray_ready__.remote(),
+        f"a node with the resource {settings.resource!r} for rollout worker {worker.name}",
+        deadline_s=math.inf,  # who waits for work has deadlines.no_workers_s
+        notice_s=deadlines.notice_s,
+        usual_s=USUAL_START * deadlines.start_s,
+    )
     return await wait_for(
         worker.actor.start.remote(0),
-        f"start of rollout worker {worker.name} (a node with the resource {settings.resource!r}, then its engine)",
+        f"start of rollout worker {worker.name}",
         deadline_s=deadlines.start_s,
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
     )
+
+
+async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
+    """Ask a worker for its load every few seconds: whether its engine lives, it looks after itself. Returns why, when it is lost.
+
+    Args: limit_s: seconds without an answer.
+    """
+    what, missed = f"heartbeat <- rollout worker {worker.name}", 0
+    while missed < MISSES:
+        if not missed:
+            await asyncio.sleep(limit_s / _PROBES)
+        try:
+            await wait_for(worker.actor.load.remote(), what, deadline_s=limit_s / MISSES, notice=log.debug)
+        except DeadlineExceeded:  # a probe, not the time: that this process stood still is none of the worker's faults
+            missed += 1
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            return str(unwrapped(error))
+        else:
+            missed = 0
+    return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
 
 
 async def loads(joined: Sequence[WorkerHandle]) -> dict[str, WorkerLoad]:

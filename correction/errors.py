@@ -18,7 +18,7 @@ class EngineError(EvenkeelError, RuntimeError):
 
 
 class EngineDirty(EngineError):
-    """The engine lives, but its weights are of no version: a weight update failed half-way. A whole one mends it."""
+    """The engine runs, but a weight update failed half-way: its weights are of no one version. A complete update repairs it."""
 
 
 class ActorLost(EngineError):
