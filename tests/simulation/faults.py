@@ -166,7 +166,12 @@ class Faults:
                 health.is_hanging = False
                 health.changed()
 
-            self._later(fault.lasts, wake)
+            def miss() -> None:
+                health.lost = "it missed its heartbeat"
+                health.changed()
+
+            missed_s = 1.5 * _HEARTBEAT_S  # the worker looks after its engine, and says so when it is asked
+            self._later(*((fault.lasts, wake) if fault.lasts < missed_s else (missed_s, miss)))
 
     def _garbage(self, fault: Fault) -> None:
         if health := self._health(fault):
@@ -217,6 +222,7 @@ class Faults:
         return _USUAL
 
 
+_HEARTBEAT_S = 30.0
 _COUNTED = {"garbage", "break_update", "damage_update"}
 
 

@@ -318,7 +318,7 @@ class _Call:
 
     def begin(self) -> None:
         process = self.process
-        function = getattr(process.instance, self.method)
+        function = _is_ready if self.method == "__ray_ready__" else getattr(process.instance, self.method)
         process.is_busy = not process.overlaps
         task: asyncio.Task[Any] = process.context.run(self.cluster.loop.create_task, self._run(function))  # type: ignore[arg-type]
         task.add_done_callback(self._ended)
@@ -350,6 +350,10 @@ class _Call:
             for ref in self.refs:
                 self.cluster.loop.call_later(delay_s, ref.fail, failure)
         process.take_calls()
+
+
+def _is_ready() -> bool:
+    return True
 
 
 async def _ended(ref: Ref) -> None:

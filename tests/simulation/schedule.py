@@ -78,7 +78,6 @@ class Schedule:
 def _config(
     workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool
 ) -> RunConfig:
-    """Deadlines in the order in which they have to be: one answer < a group < a batch, three attempts at a sync < a wait for receipts."""
     return RunConfig.model_validate(
         {
             "model": "model",
@@ -102,7 +101,7 @@ def _config(
                 "engine": {
                     "device": "cpu",
                     "max_running_requests": 8,
-                    "deadlines": {"generate_s": 120, "update_s": 30, "control_s": 30},
+                    "deadlines": {"heartbeat_s": 30, "generate_s": 60, "update_s": 30, "control_s": 30},
                 },
             },
         }
@@ -145,8 +144,8 @@ _LATE = (
     "start",
     "snapshot",
 )
-_LOST = ("generate_groups", "update_weights", "put", "receive_weights")
-_REPEATED = ("generate_groups", "put")
+_LOST = ("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places")
+_REPEATED = ("generate_groups", "put", "admit")
 _AFTER_A_CRASH = ("", "", "truncated", "missing file", "no manifest", "flipped bit")
 
 
