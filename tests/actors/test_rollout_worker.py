@@ -28,7 +28,7 @@ class SlowQueue:
         self._failing = failing
         self.put = SimpleNamespace(remote=self._put)
 
-    async def _put(self, groups: list[Group]) -> None:
+    async def _put(self, groups: list[Group], generation: int) -> None:
         self.calls.append([one.group_id for one in groups])
         number = len(self.calls) - 1
         await self.gate.wait()

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from actors.carriers import Ticket
-from actors.commands import resume_point
+from actors.record import checkpoint_reader
 from actors.dispatch import WaitingWork
 from actors.ledger import Ledger
 from actors.rollout_worker import RolloutWorker
@@ -181,7 +181,7 @@ def weights_that_come_late_take_an_engine_back() -> Iterator[None]:
 @contextmanager
 def the_last_checkpoint_is_taken_on_trust() -> Iterator[None]:
     """A resume reads it without comparing files with the manifest."""
-    with mock.patch.object(resume_point, "_verify", lambda checkpoint: []):
+    with mock.patch.object(checkpoint_reader, "_verify", lambda checkpoint: []):
         yield
 
 
