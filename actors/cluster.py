@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
-from actors.devices import shortage
+from actors.devices import shortage, visible_gpus
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
 
@@ -143,6 +143,19 @@ class Cluster:
             ray.shutdown()
         finally:
             _end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
+
+
+def gpus_there(config: RunConfig) -> float:
+    """GPUs for the run: of this machine, or of all nodes of the cluster that it joins, which is asked only if a device is `auto`.
+
+    Raises: EngineError if the cluster can't be joined.
+    """
+    if config.ray.address is None:
+        return visible_gpus()
+    if "auto" not in (config.rollout.engine.device, config.learner.device):
+        return 0.0
+    with Cluster(config):
+        return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
 
 def check_ray(settings: RayConfig) -> None:

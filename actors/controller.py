@@ -22,9 +22,11 @@ from actors.carriers import ForwardRequest, PreparedBatch, Ticket
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
+from actors.environment import worker_environment
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
+from actors.placement import RankPlaces, reserve
 from actors.pool import RolloutPool
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.observer import Observer
@@ -256,8 +258,9 @@ class Controller:
         workers, ranks = config.rollout.workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._start_queue()
+        places = await reserve(config)  # before engines take the GPUs
         self._start_pool()
-        await self._start_learner()
+        await self._start_learner(places)
         self._start_service()
         for actor in (self._queue, self._service):
             lower_priority(actor)
@@ -293,16 +296,16 @@ class Controller:
             resource=config.ray.rollout_resource,
             seed=config.seed,
             topk=needs_topk(config.correction),
+            environment=worker_environment(config),
         )
         self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._pool.start()
 
-    async def _start_learner(self) -> None:
+    async def _start_learner(self, places: RankPlaces) -> None:
         config, deadlines = self._config, self._config.deadlines
         limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
-        started = await LearnerGroup.start(config.learner, self._weights, version=self._version, bind=config.metrics.bind, **limits)
-        self._learner, infos = started
+        self._learner, infos = await LearnerGroup.start(places, self._weights, version=self._version, bind=config.metrics.bind, **limits)
         for info in infos:
             self._observer.joined(info)
         if self._resume_from:

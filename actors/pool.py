@@ -135,17 +135,15 @@ class RolloutPool:
     def _start_worker(self) -> None:
         name = str(self._born)
         self._born += 1
-        engine = self._config.engine
-        on_gpu = engine.resolved_device == "cuda"
         actor = (
             ray.remote(RolloutWorker)
             .options(
                 num_cpus=1,
-                num_gpus=1 if on_gpu else 0,
+                num_gpus=self._config.gpus_per_worker if self._config.engine.resolved_device == "cuda" else 0,
                 resources={self._settings.resource: 1},
                 max_concurrency=4096,
                 max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
+                runtime_env={"env_vars": dict(self._settings.environment)},
             )
             .remote(name, self._settings, self._queue)
         )

@@ -6,11 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.devices import check_received
 from actors.exporter import MetricsEndpoint, listen_address
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -40,6 +43,8 @@ class WorkerSettings:
     """Of the run's samples."""
     topk: int = 0
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the worker's process, which its engine's inherit."""
 
 
 class RolloutWorker:
@@ -54,7 +59,8 @@ class RolloutWorker:
 
     async def start(self, version: int) -> ActorInfo:
         """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
-        settings = self._settings
+        settings, ids = self._settings, ray.get_gpu_ids()
+        check_received(f"rollout worker {self._name}", settings.rollout.engine.resolved_device, settings.rollout.gpus_per_worker, ids)
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
         self._sampler = await Sampler.start(
             settings.model,

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from actors import interrupts
-from actors.cluster import Cluster, check_ray
+from actors.cluster import Cluster, check_ray, gpus_there
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
+from actors.derived import derived
 from actors.devices import check_devices, check_types
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
@@ -71,6 +72,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     Raises: DataError, ConfigError.
     """
     model = resumed_from or config.model
+    config, of_devices = decide_devices(config)
     check_devices(config)
     check_model_folder(model)
     check_task_names(config.rollout.task)
@@ -86,7 +88,20 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     asyncio.run(_try_reward(config, task))
     # A resumed run has had them checked; what the model was made from need not be there any more.
     report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
-    return config, task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+    return config, task, [*of_devices, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+
+
+def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """With a device and a type for everything, and what to say about it. Raises: ConfigError; EngineError as gpus_there."""
+    has_gpu = gpus_there(config) > 0
+    asks = "auto" in (config.rollout.engine.device, config.learner.device)
+    notes = []
+    if asks and not has_gpu and config.ray.address is not None:
+        notes.append(
+            f"device: auto is the CPU: no node of the cluster at {config.ray.address} offers a GPU by now. To wait for nodes that do, set "
+            "rollout.engine.device and learner.device to cuda"
+        )
+    return derived(config, has_gpu=has_gpu), notes
 
 
 async def _try_reward(config: RunConfig, task: Task) -> None:
