@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
-from actors.devices import shortage, visible_gpus
+from actors.devices import visible_gpus
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
 
@@ -123,10 +123,6 @@ class Cluster:
         with contextlib.suppress(Exception):  # it may not be up far enough to be shut down
             ray.shutdown()
         return f" Ray's own logs: {session}/logs" if session else ""
-
-    def gpu_shortage(self) -> str | None:
-        """A sentence, if what has joined the cluster so far has fewer GPUs than the run asks for."""
-        return shortage(self._config, ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
     @property
     def log_folder(self) -> Path:

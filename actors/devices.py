@@ -83,21 +83,6 @@ def check_engine_device(config: RunConfig) -> None:
         )
 
 
-def shortage(config: RunConfig, offered: float) -> str | None:
-    """What to say when a joined cluster has too few GPUs at present; more may come, if it grows by itself.
-
-    Args:
-        offered: GPUs of all nodes.
-    """
-    shares, parts = _wanted(config)
-    if config.ray.address is None or whole_gpus(shares) <= offered:
-        return None
-    return (
-        f"{parts}: {_gpus(shares)}, but the nodes of the cluster at {config.ray.address} offer {offered:g} by now; "
-        f"what gets none waits up to deadlines.start_s = {config.deadlines.start_s:g} s for another node"
-    )
-
-
 def check_received(role: str, device: str, share: float, ids: Sequence[Any]) -> None:
     """In an actor's own process: it got from Ray what it asked for, and its torch sees exactly that.
 
@@ -132,6 +117,11 @@ def whole_gpus(shares: Sequence[float]) -> int:
         else:
             left[place] -= share
     return len(left)
+
+
+def gpus_asked(config: RunConfig) -> int:
+    """That hold all ranks and all workers."""
+    return whole_gpus(_wanted(config)[0])
 
 
 def _wanted(config: RunConfig) -> tuple[list[float], str]:

@@ -18,6 +18,10 @@ from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
 from actors.derived import derived
 from actors.devices import check_devices, check_types
+from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
+from actors.doctor.node_rules import on_nodes, requests
+from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.plan.shape import ModelShape
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
@@ -81,6 +85,8 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     config.learner.check_model(shape)
     config = resolved(config, model)
     check_types(config)
+    of_paper = on_paper(paper_facts(config, model), config)
+    stop_at_failures(of_paper)
     tokenizer = load_tokenizer(model)
     longest_prompt = config.rollout.max_prompt_tokens(shape.max_position_embeddings)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)
@@ -88,7 +94,8 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     asyncio.run(_try_reward(config, task))
     # A resumed run has had them checked; what the model was made from need not be there any more.
     report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
-    return config, task, [*of_devices, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+    notes = [*of_devices, *(str(one) for one in of_paper)]
+    return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
 
 
 def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -166,8 +173,7 @@ def _run_in(
             observer.phase("starting Ray")
             with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
-                if shortage := cluster.gpu_shortage():
-                    observer.event("warning", shortage)
+                _look_at_nodes(config, folder, observer)
                 summary = _run_controller(controller)
     except BaseException as error:
         folder.event("error", _said(error))  # the terminal has it from whoever catches it
@@ -181,6 +187,17 @@ def _run_in(
         report = None if interrupts.is_ending() else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
+
+
+def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer) -> None:
+    """What the run asks of Ray against what is there, and what else stands in its way. Raises: ConfigError for what can't work."""
+    nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path)
+    observer.event("info", "; ".join(str(row) for row in requests(nodes, config)))
+    found = on_nodes(nodes, config, ModelShape.read(config.model))
+    for one in found:
+        if one.severity != "fail":
+            observer.event("warning" if one.severity == "warn" else "info", str(one))
+    stop_at_failures(found)
 
 
 def _run_controller(controller: Controller) -> RunSummary:

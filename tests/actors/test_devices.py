@@ -9,7 +9,7 @@ import torch
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.devices import check_devices, check_engine_device, check_received, check_types, shortage, whole_gpus
+from actors.devices import check_devices, check_engine_device, check_received, check_types, whole_gpus
 from actors.environment import learner_environment, worker_environment
 from actors.placement import in_order
 from correction.errors import ConfigError
@@ -56,15 +56,6 @@ def test_enough_gpus_or_another_machines(monkeypatch: pytest.MonkeyPatch, there:
     """auto without a GPU is the CPU; what a joined cluster has is known after joining."""
     gpus(monkeypatch, there)
     check_devices(config(*overrides.split()))
-
-
-def test_a_joined_cluster_with_too_few_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may grow by itself, so this is no error."""
-    gpus(monkeypatch, 0)
-    wanting = config("ray.address=10.0.0.1:6379", "learner.device=cuda", "learner.tensor_parallel=2", "deadlines.start_s=90")
-    said = shortage(wanting, 1.0)
-    assert said is not None and "2 GPUs are needed" in said and "cluster at 10.0.0.1:6379 offer 1 by now" in said and "= 90 s" in said
-    assert shortage(wanting, 2.0) is None
 
 
 def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
