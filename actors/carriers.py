@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
 """Reasons for which the service discards a group."""
+FAILED = "no usable answer"
+LOST = "lost with several engines"
+"""Reasons for which the pool does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class ActorInfo:
     """host:port of its Prometheus endpoint."""
     detail: str = ""
     """What a person should know of it besides."""
+    node: str = ""
+    """Id of its node; empty: not known."""
 
     @property
     def key(self) -> str:
@@ -88,6 +93,19 @@ class GroupSummary:
     """Seconds from the first request to the last answer."""
     worker: str
     """Name of the one that sampled it."""
+    prompt_id: str = ""
+    reward_s: float = 0.0
+    """Seconds from the last answer to the last reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFailure:
+    """A worker could not sample a group. Its engine goes on."""
+
+    group_id: int
+    reason: str
+    is_final: bool
+    """No other worker could, either: it is the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from actors.carriers import ForwardRequest, PreparedBatch, Ticket
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
-from actors.environment import worker_environment
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
@@ -39,7 +38,6 @@ from actors.trajectory_queue import TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of
 from actors.weight_sync import WeightSync
 from correction.errors import EvenkeelError
-from correction.schedule import needs_topk
 from rollout.tasks import Task
 from rollout.trajectory import Prompt, SyncReceipt
 
@@ -91,7 +89,7 @@ class Controller:
         self._alarms = AlarmResponse(config, self._state.replacement if self._state else None)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
-        self._last_evaluation: asyncio.Task[Evaluation] | None = None
+        self._last_evaluation: asyncio.Task[Evaluation | None] | None = None
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._ends_at_once = False
@@ -174,7 +172,8 @@ class Controller:
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"):
-            batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=self._config.deadlines.sync_s)
+            sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
+            batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=sync_s, is_moving=is_moving)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _ask_for_batch(self) -> PreparedBatch | ForwardRequest:
@@ -183,6 +182,7 @@ class Controller:
             self._service.next_batch.remote(self._version),
             f"batch of version {self._version} <- correction service",
             deadline_s=deadlines.batch_s + 30.0,
+            counts_from=self._pool.last_progress,
             notice_s=deadlines.notice_s,
             notice=self._observer.waiting,
             detail=lambda: self._queue.waiting_for.remote(self._version),
@@ -217,11 +217,11 @@ class Controller:
 
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 
-    async def _evaluate_now(self, when: str) -> Evaluation:
+    async def _evaluate_now(self, when: str) -> Evaluation | None:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         await self._evaluations.finished()
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
-        await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
         return await self._evaluations.whole(when, self._step, self._version)
 
     async def _evaluate_last(self) -> Evaluation | None:
@@ -288,18 +288,10 @@ class Controller:
 
     def _start_pool(self) -> None:
         config = self._config
-        settings = WorkerSettings(
-            rollout=config.rollout,
-            model=self._folder.model_path.resolve(),
-            sample=self._held_out[0],
-            bind=config.metrics.bind,
-            resource=config.ray.rollout_resource,
-            seed=config.seed,
-            topk=needs_topk(config.correction),
-            environment=worker_environment(config),
-        )
+        settings = WorkerSettings.of(config, self._folder.model_path.resolve(), self._held_out[0])
         self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
+        self._evaluations.counts_from = self._pool.attended_since
         self._pool.start()
 
     async def _start_learner(self, places: RankPlaces) -> None:
@@ -325,7 +317,7 @@ class Controller:
         self._observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
-        await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
 
     def _service_config(self) -> ServiceConfig:
         config = self._config

@@ -83,8 +83,8 @@ def check_engine_device(config: RunConfig) -> None:
         )
 
 
-def check_received(role: str, device: str, share: float, ids: Sequence[Any]) -> None:
-    """In an actor's own process: it got from Ray what it asked for, and its torch sees exactly that.
+def check_received(role: str, share: float, ids: Sequence[Any]) -> None:
+    """In the process of an actor on a GPU: it got from Ray what it asked for, and its torch sees exactly that.
 
     Args:
         role: who asks, such as "learner rank 3".
@@ -92,8 +92,6 @@ def check_received(role: str, device: str, share: float, ids: Sequence[Any]) -> 
         ids: as ray.get_gpu_ids() has them.
     Raises: ConfigError.
     """
-    if device != "cuda":
-        return
     if len(ids) != 1:
         raise ConfigError(
             f"{role}: asked Ray for {share:g} of a GPU and got {list(ids) or 'none'}: it would compute on a GPU that belongs to another. "

@@ -70,8 +70,8 @@ class LearnerRankActor:
         from learner.kept_weights import KeptWeights
         from learner.learner_rank import LearnerRank
 
-        config, ids = self._config, ray.get_gpu_ids()
-        check_received(f"learner rank {self._rank}", config.resolved_device, config.gpus_per_rank, ids)
+        if self._config.resolved_device == "cuda":
+            check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
         self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
         self._learner.load(model)
         self._kept = KeptWeights(self._learner)

@@ -86,8 +86,12 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
     if origin is dict:
         return {key: of_plain(inner[1], item, columns, names) for key, item in plain.items()}
     if origin is _Array:
+        code = {int: "i", float: "f"}[inner[0]]
+        if not isinstance(plain, dict):  # earlier versions had tuples here, and an empty one as such
+            return array(code, plain)
+        kind_of_row, _, typecode = plain[_ROW][0].partition("_")
         row = _row(plain, columns)
-        return array(plain[_ROW][0].removeprefix("array_"), row.tobytes())
+        return array(typecode, row.tobytes()) if kind_of_row == "array" else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind, localns={**names, "array": _Array})
         return typing.cast(Any, kind)(**{name: of_plain(hints[name], item, columns, names) for name, item in plain.items()})

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,6 +109,14 @@ class TrajectoryQueue:
             self.discarded += 1
             self.discarded_by_reason[reason] += 1
             self._unreported.append((entry.ticket.prompt.prompt_id, reason))
+
+    def give_up(self, group_id: int, reason: str) -> bool:
+        """Discard a group that nobody could sample. False, and nothing changes, if it has been finished or given up meanwhile."""
+        entry = self._entries.get(group_id)
+        if entry is None or entry.state is not GroupState.ADMITTED:
+            return False
+        self.discard([group_id], reason)
+        return True
 
     def take_discarded(self) -> list[tuple[str, str]]:
         """What was discarded since the last call, as (prompt id, reason), for the ledger."""
@@ -265,16 +272,18 @@ class TrajectoryQueueActor:
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._changed = asyncio.Condition()
+        self._admission: tuple[int, list[Ticket]] = (0, [])
+        """Number of the last numbered one, and its answer."""
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     async def _wait_until(self, ready: Any, deadline: float) -> bool:
-        """Wait for a change that makes ready() true; False at the deadline (time.monotonic seconds)."""
+        """Wait for a change that makes ready() true; False at the deadline (seconds of the event loop)."""
         async with self._changed:
             while not ready():
-                remaining = deadline - time.monotonic()
+                remaining = deadline - asyncio.get_running_loop().time()
                 if remaining <= 0:
                     return False
                 try:
@@ -285,11 +294,16 @@ class TrajectoryQueueActor:
 
     async def wait_for_places(self, timeout_s: float) -> int:
         """Free places, after waiting up to timeout_s for the first."""
-        await self._wait_until(lambda: self._queue.free_places > 0, time.monotonic() + timeout_s)
+        await self._wait_until(lambda: self._queue.free_places > 0, asyncio.get_running_loop().time() + timeout_s)
         return max(0, self._queue.free_places)
 
-    async def admit(self, prompts: list[Prompt]) -> list[Ticket]:
-        return self._queue.admit(prompts)
+    async def admit(self, prompts: list[Prompt], number: int = 0) -> list[Ticket]:
+        """Args: number: of the call, from 1; asked again under the same one, the answer is the same. 0: it is not asked again."""
+        if not number:
+            return self._queue.admit(prompts)
+        if number != self._admission[0]:
+            self._admission = (number, self._queue.admit(prompts))
+        return self._admission[1]
 
     async def put(self, groups: list[Group]) -> None:
         for group in groups:
@@ -299,6 +313,11 @@ class TrajectoryQueueActor:
     async def discard(self, group_ids: list[int], reason: str) -> None:
         self._queue.discard(group_ids, reason)
         await self._notify()
+
+    async def give_up(self, group_id: int, reason: str) -> bool:
+        is_new = self._queue.give_up(group_id, reason)
+        await self._notify()
+        return is_new
 
     async def draw(self, version: int, places: int, timeout_s: float) -> list[Group]:
         """Groups for the batch of `version`; none if none has come after timeout_s.
@@ -311,8 +330,8 @@ class TrajectoryQueueActor:
             drawn.extend(self._queue.draw(version, places - len(drawn)))
             return bool(drawn)
 
-        if await self._wait_until(take, time.monotonic() + timeout_s):
-            await self._wait_until(lambda: take() and len(drawn) == places, time.monotonic() + _JOIN_S)
+        if await self._wait_until(take, asyncio.get_running_loop().time() + timeout_s):
+            await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
         return drawn
 
     async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:

@@ -6,7 +6,9 @@ baseline nor loss. Versions, logprobs and rewards are taken as they come; nothin
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ Advantage = Callable[[Tensor, Tensor], Tensor]
 
 NO_VERSION = -1
 """weight_versions of a token that no weights sampled."""
+_DTYPES = {"i": torch.int32, "f": torch.float32, "B": torch.uint8, "h": torch.int16}
 
 
 def is_trainable(group: Group) -> bool:
@@ -93,30 +96,31 @@ def _advantages(scored: Sequence[tuple[Group, Trajectory]], penalties: Sequence[
 
 
 def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_version: int, temperature: float) -> PackedBatch:
-    token_ids: list[int] = []
-    loss_mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    lengths: list[int] = []
+    lengths_S = torch.tensor([len(one.prompt_ids) + len(one.response_ids) for _, one in kept], dtype=torch.int64)
+    token_ids = torch.empty(int(lengths_S.sum()), dtype=torch.int64)
+    mask = torch.zeros(len(token_ids), dtype=torch.bool)
+    logprobs = torch.zeros(len(token_ids), dtype=torch.float32)
+    versions = torch.full((len(token_ids),), NO_VERSION, dtype=torch.int32)
+    first = 0
     for _, trajectory in kept:
-        prompt, response = len(trajectory.prompt_ids), len(trajectory.response_ids)
-        if len(trajectory.behavior_logprobs) != response:
-            raise DataError(f"{trajectory.prompt_id}: {len(trajectory.behavior_logprobs)} logprobs for {response} response tokens")
-        token_ids += [*trajectory.prompt_ids, *trajectory.response_ids]
-        loss_mask += [False] * prompt + [True] * response
-        logprobs += [0.0] * prompt + list(trajectory.behavior_logprobs)
-        versions += [NO_VERSION] * prompt + _token_versions(trajectory)
-        lengths.append(prompt + response)
-    lengths_S = torch.tensor(lengths, dtype=torch.int64)
-    mask = torch.tensor(loss_mask, dtype=torch.bool)
+        _check_lengths(trajectory)
+        start = first + len(trajectory.prompt_ids)
+        stop = start + len(trajectory.response_ids)
+        token_ids[first:start] = _tensor(trajectory.prompt_ids)
+        token_ids[start:stop] = _tensor(trajectory.response_ids)
+        mask[start:stop] = True
+        logprobs[start:stop] = _tensor(trajectory.behavior_logprobs)
+        for span in trajectory.version_spans:
+            versions[start + span.start : start + span.end] = span.version
+        first = stop
     topk_ids, topk_logprobs = _top_logprobs([trajectory for _, trajectory in kept], mask)
     return PackedBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        token_ids=token_ids,
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)]),
         loss_mask=mask,
-        behavior_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        behavior_logprobs=logprobs,
         advantages=advantages.repeat_interleave(lengths_S),
-        weight_versions=torch.tensor(versions, dtype=torch.int32),
+        weight_versions=versions,
         group_ids=torch.tensor([group.group_id for group, _ in kept], dtype=torch.int64),
         learner_version=learner_version,
         temperature=temperature,
@@ -143,8 +147,8 @@ def _top_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> tuple[Ten
         )
     k = found[0].k
     ids, logprobs = torch.zeros(len(mask), k, dtype=torch.int64), torch.zeros(len(mask), k, dtype=torch.float32)
-    ids[mask] = torch.cat([torch.frombuffer(top.ids, dtype=torch.int32).view(-1, k) for top in found]).long()
-    logprobs[mask] = torch.cat([torch.frombuffer(top.logprobs, dtype=torch.float32).view(-1, k) for top in found])
+    ids[mask] = torch.cat([_tensor(top.ids).view(-1, k) for top in found]).long()
+    logprobs[mask] = torch.cat([_tensor(top.logprobs).view(-1, k) for top in found])
     return ids, logprobs
 
 
@@ -164,25 +168,28 @@ def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
             "there for every token but the last of all trajectories of a batch, or of none, from one model"
         )
     layers, k, typecode = shapes.pop()
-    dtype = torch.uint8 if typecode == "B" else torch.int16
-    nowhere = torch.arange(k, dtype=dtype).expand(1, layers, k)
-    rows = [torch.frombuffer(routes.ids, dtype=dtype).view(-1, layers, k) for routes in found]
+    nowhere = torch.arange(k, dtype=_DTYPES[typecode]).expand(1, layers, k)
+    rows = [_tensor(routes.ids).view(-1, layers, k) for routes in found]
     return torch.cat([piece for one in rows for piece in (one, nowhere)])
 
 
-def _token_versions(trajectory: Trajectory) -> list[int]:
-    """The version of each response token.
+def _tensor(row: array[Any]) -> Tensor:
+    """Of the same memory."""
+    return torch.frombuffer(row, dtype=_DTYPES[row.typecode]) if row else torch.zeros(0)
 
-    Raises: DataError if the spans leave a gap, overlap, or end elsewhere than the response.
-    """
-    versions: list[int] = []
+
+def _check_lengths(trajectory: Trajectory) -> None:
+    """Raises: DataError if a response token has no logprob, or the spans leave a gap, overlap, or end elsewhere than the response."""
+    response = len(trajectory.response_ids)
+    if len(trajectory.behavior_logprobs) != response:
+        raise DataError(f"{trajectory.prompt_id}: {len(trajectory.behavior_logprobs)} logprobs for {response} response tokens")
+    covered = 0
     for span in trajectory.version_spans:
-        if span.start != len(versions) or span.end < span.start:
+        if span.start != covered or span.end < span.start:
             break
-        versions += [span.version] * (span.end - span.start)
-    if len(versions) != len(trajectory.response_ids) or (trajectory.version_spans and trajectory.version_spans[-1].end != len(versions)):
+        covered = span.end
+    if covered != response or (trajectory.version_spans and trajectory.version_spans[-1].end != covered):
         raise DataError(
             f"{trajectory.prompt_id}: version spans {[(s.start, s.end) for s in trajectory.version_spans]} "
-            f"don't cover its {len(trajectory.response_ids)} response tokens in order"
+            f"don't cover its {response} response tokens in order"
         )
-    return versions

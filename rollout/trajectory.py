@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from correction.errors import EngineError
+from correction.errors import RequestError
 
 if TYPE_CHECKING:
     from correction.engines.processor import Processor
@@ -57,6 +57,16 @@ class VersionSpan:
     end: int
 
 
+def ids_of(tokens: Iterable[int]) -> array[int]:
+    """Token ids as all trajectories have them: 32 bits each, one after the other."""
+    return array("i", tokens)
+
+
+def logprobs_of(values: Iterable[float]) -> array[float]:
+    """Logprobs likewise: float32."""
+    return array("f", values)
+
+
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
     """The K most likely tokens at each of T positions, row after row; compact, because a trajectory may have K times 10,000 of them."""
@@ -71,7 +81,7 @@ class TopLogprobs:
     def of(cls, k: int, rows: Iterable[Iterable[tuple[float, int]]]) -> TopLogprobs:
         """From (logprob, token id) pairs, row by row."""
         pairs = [pair for row in rows for pair in row]
-        return cls(k, array("i", (token for _, token in pairs)), array("f", (logprob for logprob, _ in pairs)))
+        return cls(k, ids_of(token for _, token in pairs), logprobs_of(logprob for logprob, _ in pairs))
 
     @property
     def positions(self) -> int:
@@ -110,10 +120,11 @@ class Trajectory:
 
     prompt_id: str
     """Of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+    prompt_ids: array[int]
+    """32-bit token ids, as the next."""
+    response_ids: array[int]
     """Sampled tokens, the end-of-sequence token included when there is one."""
-    behavior_logprobs: tuple[float, ...]
+    behavior_logprobs: array[float]
     """Natural log of mu for each response token: its log_softmax(logits / temperature), float32."""
     version_spans: tuple[VersionSpan, ...]
     """In order, without gaps, over all response tokens."""
@@ -152,13 +163,13 @@ class Trajectory:
         Args:
             topk: most likely tokens that were asked for at each position.
             experts: of the model, if routes were asked for.
-        Raises: EngineError if logprobs, version spans or routes do not cover the tokens one to one, or a logprob is not finite.
+        Raises: RequestError if logprobs, version spans or routes do not cover the tokens one to one, or a logprob is not finite.
         """
         meta = answer["meta_info"]
-        response_ids = tuple(answer["output_ids"])
-        logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+        response_ids = ids_of(answer["output_ids"])
+        logprobs = logprobs_of(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
         if len(logprobs) != len(response_ids) or not all(math.isfinite(value) for value in logprobs):
-            raise EngineError(
+            raise RequestError(
                 f"{engine_name}: {len(response_ids)} tokens came with {len(logprobs)} logprobs, or one is not finite: the weights hold a "
                 "NaN, or SGLang's answer has another form than in 0.5.21"
             )
@@ -167,7 +178,7 @@ class Trajectory:
         wants_routes = experts is not None and not is_aborted      # an aborted request may not have been read at all
         return cls(
             prompt_id=prompt_id,
-            prompt_ids=tuple(prompt_ids),
+            prompt_ids=ids_of(prompt_ids),
             response_ids=response_ids,
             behavior_logprobs=logprobs,
             version_spans=_version_spans(meta, len(response_ids), engine_name),
@@ -250,7 +261,7 @@ def _version_spans(meta: dict[str, Any], tokens: int, engine_name: str) -> tuple
     )
     bounds = [0, *(span.end for span in spans)]
     if bounds[-1] != tokens or [span.start for span in spans] != bounds[:-1]:
-        raise EngineError(
+        raise RequestError(
             f"{engine_name}: version spans {spans} do not cover {tokens} tokens: SGLang's answer has another form than in 0.5.21"
         )
     return spans
@@ -260,7 +271,7 @@ def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str
     rows = meta.get("output_top_logprobs") or ()
     found = TopLogprobs.of(topk, ([(entry[0], entry[1]) for entry in row] for row in rows))
     if len(rows) != tokens or len(found.ids) != tokens * topk or not all(map(math.isfinite, found.logprobs)):
-        raise EngineError(
+        raise RequestError(
             f"{engine_name}: {tokens} tokens came with {len(rows)} rows and {len(found.ids)} entries of the top {topk} logprobs, or one is "
             "not finite: the weights hold a NaN, or SGLang's answer has another form than in 0.5.21"
         )
@@ -272,7 +283,7 @@ def _routed_experts(meta: dict[str, Any], tokens: int, shape: ExpertShape, engin
     wide = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
     expected = (int(meta["prompt_tokens"]) + tokens - 1) * shape.layers * shape.k
     if len(wide) != expected or wide.min() < 0 or wide.max() >= shape.experts:
-        raise EngineError(
+        raise RequestError(
             f"{engine_name}: {meta['prompt_tokens']} + {tokens} tokens came with {len(wide)} routed experts instead of {expected}, or one "
             f"is not below {shape.experts}: the engine was started without rollout.engine.return_routed_experts, or SGLang's answer has "
             "another form than in 0.5.21"

@@ -16,6 +16,7 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
+from actors.deadlines import bytes_of, inversions, with_deadlines
 from actors.derived import derived
 from actors.devices import check_devices, check_types
 from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
@@ -83,7 +84,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     check_trainable(model)
     shape = model_config(model)
     config.learner.check_model(shape)
-    config = resolved(config, model)
+    config = with_deadlines(resolved(config, model), bytes_of(model))
     check_types(config)
     of_paper = on_paper(paper_facts(config, model), config)
     stop_at_failures(of_paper)
@@ -95,7 +96,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     # A resumed run has had them checked; what the model was made from need not be there any more.
     report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
     notes = [*of_devices, *(str(one) for one in of_paper)]
-    return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+    return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
 
 
 def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actors.config import RunConfig
+from actors.deadlines import Deadline, table
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.paper_rules import gib, longest_sequence
 from actors.plan.engine_memory import EngineMemory, default_fraction, engine_memory
@@ -30,6 +31,7 @@ class RunPlan:
     engine: EngineMemory
     moved: Traffic
     layouts: tuple[Layout, ...]
+    deadlines: tuple[Deadline, ...]
     complaints: tuple[Complaint, ...]
 
 
@@ -44,7 +46,8 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
         shape, learner, learner.world_size, share, longest=longest, has_reference=has_reference, gpus_per_node=gpus.per_node
     )
     moved = traffic(shape, config, cache_tokens=engine.tokens)
-    return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, tuple(others), tuple(complaints))
+    waits = table(config, moved.version)
+    return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, tuple(others), tuple(waits), tuple(complaints))
 
 
 def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]]]:
@@ -57,6 +60,9 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
         f"learner: {ranks}, {learner.dtype}": _of_rank(plan, config),
         f"engines: {rollout.workers}, {rollout.engine.dtype}": _of_engine(plan, config),
         "one version of the weights": _of_version(plan),
+        "deadlines that follow": [
+            (f"{line.seconds:,.0f} s", f"{line.key}: {line.what}" if line.key else line.what) for line in plan.deadlines
+        ],
         "beside the GPUs": [
             ("object store", f"{gib(plan.moved.store)}: two versions and two batches of {gib(plan.moved.batch)} each at most"),
             ("checkpoint", f"{gib(plan.moved.checkpoint)}; {config.checkpoint.keep} are kept"),
@@ -113,5 +119,6 @@ def in_numbers(plan: RunPlan) -> dict[str, Any]:
         "engine": {**asdict(plan.engine), "tokens": plan.engine.tokens, "longest_requests": plan.engine.longest_requests},
         "traffic": asdict(plan.moved),
         "layouts": [{"layout": str(one), "bytes": one.memory.total + RESERVE, "fits": one.fits} for one in plan.layouts],
+        "deadlines": [asdict(one) for one in plan.deadlines],
         "findings": [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in plan.complaints],
     }

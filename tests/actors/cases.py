@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.carriers import Ticket
-from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
+from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 
 def prompt(position: int) -> Prompt:
@@ -24,9 +24,9 @@ def trajectory(prompt: Prompt, response_ids: Sequence[int] = (7, 8), *, reward: 
     n = len(response_ids)
     return Trajectory(
         prompt_id=prompt.prompt_id,
-        prompt_ids=prompt.token_ids,
-        response_ids=tuple(response_ids),
-        behavior_logprobs=(-1.0,) * n,
+        prompt_ids=ids_of(prompt.token_ids),
+        response_ids=ids_of(response_ids),
+        behavior_logprobs=logprobs_of([-1.0] * n),
         version_spans=(VersionSpan(version, 0, n),),
         finish_reason=FinishReason.STOP,
         reward=reward,
@@ -47,6 +47,7 @@ class FakeActor:
     """
 
     __ray_call__ = SimpleNamespace(remote=lambda function: None)
+    __ray_ready__ = SimpleNamespace(remote=lambda: asyncio.sleep(0, True))
 
     def __init__(self, instance: object) -> None:
         self.instance = instance

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from array import array
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import actors.ledger
 import actors.resume
@@ -23,7 +25,7 @@ from actors.trajectory_queue import TrajectoryQueue
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from correction.monitor import Monitor
-from rollout.trajectory import FinishReason, RoutedExperts, TopLogprobs, VersionSpan
+from rollout.trajectory import FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import group, prompt, prompts
 
 
@@ -63,7 +65,7 @@ def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_pat
     (first, *others) = state.queue.finished
     answer = replace(
         first.trajectories[0],
-        behavior_logprobs=(-0.1, float("-inf")),
+        behavior_logprobs=logprobs_of((-0.1, float("-inf"))),
         version_spans=(VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)),
         top_logprobs=TopLogprobs(2, array("i", [1, 2, 3, 2**31 - 1]), array("f", [-0.1, -0.2, -0.3, -0.4])),
         routed_experts=RoutedExperts(1, 1, array("B", [0, 255])),
@@ -71,7 +73,7 @@ def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_pat
         reward=None,
         error="no",
     )
-    empty = replace(answer, response_ids=(), behavior_logprobs=(), version_spans=(), top_logprobs=None)
+    empty = replace(answer, response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=(), top_logprobs=None)
     wide = replace(empty, routed_experts=RoutedExperts(1, 1, array("h", [0, 300])))
     group = replace(first, trajectories=(answer, wide))
     changed = replace(state, queue=replace(state.queue, finished=(group, *others)), totals={"a": np.float32(0.5)})  # type: ignore[dict-item]
@@ -80,6 +82,30 @@ def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_pat
     assert loaded == replace(changed, totals={"a": 0.5})
     assert [t.routed_experts.ids.typecode for t in loaded.queue.finished[0].trajectories if t.routed_experts] == ["B", "h"]
     assert type(loaded.queue.finished[0].trajectories[0].finish_reason) is FinishReason
+
+
+def test_a_state_with_tuples_is_read(state: TrainingState, tmp_path: Path) -> None:
+    """Earlier versions kept token ids and logprobs as 64-bit rows of tuples, and an empty one as an empty list."""
+    answer = replace(state.queue.finished[0].trajectories[0], behavior_logprobs=logprobs_of((-0.1, -0.25)))
+    empty = replace(answer, response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=())
+    groups = (replace(state.queue.finished[0], trajectories=(answer, empty)), *state.queue.finished[1:])
+    state = replace(state, queue=replace(state.queue, finished=groups))
+    state.save(tmp_path)
+    columns = load_file(tmp_path / "groups.safetensors")
+    text = (tmp_path / "controller.json").read_text()
+    for code, (name, wide) in {"i": ("tuple_int", np.int64), "f": ("tuple_float", np.float64)}.items():
+        narrow = columns.pop(f"array_{code}")
+        before = columns.get(name, np.zeros(0, wide))
+        first = len(before)
+        text = re.sub(
+            rf'{{"row": \["array_{code}", (\d+), (\d+)\]}}',
+            lambda m, name=name, first=first: f'{{"row": ["{name}", {first + int(m[1])}, {m[2]}]}}' if int(m[2]) else "[]",
+            text,
+        )
+        columns[name] = np.concatenate([before, narrow.astype(wide)])
+    (tmp_path / "controller.json").write_text(text)
+    save_file(columns, tmp_path / "groups.safetensors")
+    assert "array_" not in text and TrainingState.load(tmp_path) == state
 
 
 def test_prompts_are_the_tasks_again(state: TrainingState, tmp_path: Path) -> None:

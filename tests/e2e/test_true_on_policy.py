@@ -196,7 +196,7 @@ def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
         return [await request for request in running]
 
     def contents(groups: list[list[Trajectory]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        return [(one.response_ids, one.behavior_logprobs) for group in groups for one in group]
+        return [(tuple(one.response_ids), tuple(one.behavior_logprobs)) for group in groups for one in group]
 
     expected = contents(engine_loop.run(alone()))
     retracted = engine_loop.run(across_a_retraction())

@@ -168,7 +168,7 @@ def test_samples_of_a_prompt_share_its_prefill(engine: RolloutEngine, engine_loo
     """All but the last prompt token come from the cache; the last one's logits are needed to sample the first token."""
     completions = engine_loop.run(engine.generate(prompts(1, 200, seed=4)[0], max_tokens=2, samples=8, ignore_stop=True))
     assert [c.cached_tokens for c in completions] == [199] * 8
-    assert len({c.response_ids for c in completions}) > 1
+    assert len({tuple(c.response_ids) for c in completions}) > 1
 
 
 def test_score_equals_a_forward_and_the_sampled_logprobs(

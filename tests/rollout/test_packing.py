@@ -15,7 +15,7 @@ from correction.batch import PackedBatch
 from correction.errors import DataError
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
 from rollout.packing import is_trainable, overlong_penalty, pack_groups
-from rollout.trajectory import FinishReason, Group, Prompt, RoutedExperts, TopLogprobs, Trajectory, VersionSpan
+from rollout.trajectory import FinishReason, Group, Prompt, RoutedExperts, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
 
 PROMPT_IDS = (7, 8, 9)
 MAX_TOKENS = 6
@@ -24,9 +24,9 @@ MAX_TOKENS = 6
 def trajectory(reward: float | None, length: int = 2, *, finish: FinishReason = FinishReason.STOP, error: str | None = None) -> Trajectory:
     return Trajectory(
         prompt_id="train/0/0",
-        prompt_ids=PROMPT_IDS,
-        response_ids=tuple(range(20, 20 + length)),
-        behavior_logprobs=tuple(-0.5 - i for i in range(length)),
+        prompt_ids=ids_of(PROMPT_IDS),
+        response_ids=ids_of(range(20, 20 + length)),
+        behavior_logprobs=logprobs_of(-0.5 - i for i in range(length)),
         version_spans=(VersionSpan(4, 0, length),),
         finish_reason=finish,
         reward=reward,
@@ -62,6 +62,20 @@ def test_two_sequences_lie_end_to_end_with_their_values_at_their_own_tokens() ->
     assert batch.group_ids.tolist() == [11, 11]
     assert (batch.learner_version, batch.temperature) == (5, 0.8)
     assert [t.dtype for t in (batch.token_ids, batch.behavior_logprobs, batch.weight_versions)] == [torch.int64, torch.float32, torch.int32]
+
+
+def test_a_token_travels_in_eight_bytes() -> None:
+    """32 bits of its id and 32 of its logprob; as Python's numbers it took 13, and 76 in memory."""
+    one, longer = (len(pickle.dumps(trajectory(1.0, length), protocol=5)) for length in (1000, 3000))
+    assert longer - one == 2000 * 8
+
+
+def test_logprobs_are_rounded_once_to_float32() -> None:
+    """What a trajectory holds is what a tensor would make of the engine's numbers, to the last bit."""
+    numbers = [-0.1, -1e-9, -7.000000001, -1e-42, 0.0]
+    one = replace(trajectory(1.0, 5), behavior_logprobs=logprobs_of(numbers))
+    packed = pack(group(1, one, trajectory(0.0))).behavior_logprobs[3:8]
+    assert torch.equal(packed.view(torch.int32), torch.tensor(numbers, dtype=torch.float32).view(torch.int32))
 
 
 def test_a_failed_trajectory_is_in_neither_baseline_nor_loss() -> None:
@@ -153,7 +167,7 @@ def test_spans_that_do_not_cover_the_response_are_refused(spans: tuple[VersionSp
 
 def test_a_logprob_too_few_is_refused() -> None:
     with pytest.raises(DataError, match="1 logprobs for 2"):
-        pack(group(1, trajectory(1.0), replace(trajectory(0.0), behavior_logprobs=(-1.0,))))
+        pack(group(1, trajectory(1.0), replace(trajectory(0.0), behavior_logprobs=logprobs_of([-1.0]))))
 
 
 def test_an_estimator_that_divides_by_zero_is_refused() -> None:
@@ -218,6 +232,7 @@ def test_top_k_logprobs_of_some_tokens_alone_are_refused(other: str) -> None:
     if other != "none":
         two = with_top(two, 3 if other == "another k" else 2, 50)
     if other == "too short":
-        two = replace(two, response_ids=(20, 21, 22), behavior_logprobs=(-0.5,) * 3, version_spans=(VersionSpan(4, 0, 3),))
+        longer = ids_of((20, 21, 22)), logprobs_of([-0.5] * 3), (VersionSpan(4, 0, 3),)
+        two = replace(two, response_ids=longer[0], behavior_logprobs=longer[1], version_spans=longer[2])
     with pytest.raises(DataError, match="top-K logprobs"):
         pack(group(1, one, two))

@@ -23,7 +23,7 @@ from correction.errors import ConfigError
 from rollout.config import ReasoningGymTask, RewardConfig
 from rollout.reward_process import RewardLoadError, build_extraction, components
 from rollout.rewards import RewardPool
-from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan
+from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """
@@ -88,7 +88,8 @@ def user_reward(name: str, **settings: Any) -> RewardConfig:
 
 def answered(text: str, **changes: Any) -> Trajectory:
     values: dict[str, Any] = {
-        "prompt_id": "train/0/0", "prompt_ids": (1,), "response_ids": (2, 3), "behavior_logprobs": (-1.0, -1.0),
+        "prompt_id": "train/0/0", "prompt_ids": ids_of((1,)), "response_ids": ids_of((2, 3)),
+        "behavior_logprobs": logprobs_of((-1.0, -1.0)),
         "version_spans": (VersionSpan(0, 0, 2),), "finish_reason": FinishReason.STOP, "text": text,
     }  # fmt: skip
     return Trajectory(**(values | changes))
@@ -258,7 +259,7 @@ def test_what_has_failed_already_is_not_scored() -> None:
         group = (
             answered("3", error="the engine aborted the request"),
             answered("3", finish_reason=FinishReason.ABORT),
-            answered("", response_ids=(), behavior_logprobs=(), version_spans=()),
+            answered("", response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=()),
         )
         return await pool.score(group, asked()), pool.pids
 

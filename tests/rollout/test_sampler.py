@@ -32,7 +32,7 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
         sampler = Sampler(shared_engine, tokenizer, rewards, settings, seed=5)
         try:
             (first,) = await shared_engine.generate(prompt.token_ids, max_tokens=20, seeds=[sample_seed(5, prompt.prompt_id, 0)])
-            expected = tokenizer.decode(first.response_ids, skip_special_tokens=True)
+            expected = tokenizer.decode(list(first.response_ids), skip_special_tokens=True)
             group = await sampler.group(replace(prompt, answer=expected), group_id=7, admitted_version=shared_engine.version, topk=2)
             asked = await asyncio.gather(*(sampler.answer(prompt, AnswerSampling()) for _ in range(2)))
             greedy = [answer for (answer,) in asked]
@@ -49,11 +49,11 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
     assert (group.group_id, group.admitted_version, len(group.trajectories)) == (7, shared_engine.version, 3)
     assert group.trajectories[0].response_ids == first.response_ids
     for trajectory in group.trajectories:
-        assert (trajectory.prompt_id, trajectory.prompt_ids) == ("train/0/0", prompt.token_ids)
+        assert (trajectory.prompt_id, tuple(trajectory.prompt_ids)) == ("train/0/0", prompt.token_ids)
         assert trajectory.oldest_version == shared_engine.version and not trajectory.is_mixed
-        assert trajectory.text == tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+        assert trajectory.text == tokenizer.decode(list(trajectory.response_ids), skip_special_tokens=True)
         assert trajectory.reward == float(trajectory.text.strip() == group.prompt.answer.strip())
         assert trajectory.top_logprobs is not None and trajectory.top_logprobs.positions == len(trajectory.response_ids)
-    assert len({one.response_ids for one in group.trajectories}) == 3, "each sample has a seed of its own"
+    assert len({tuple(one.response_ids) for one in group.trajectories}) == 3, "each sample has a seed of its own"
     assert greedy.top_logprobs is None and greedy.is_valid
     assert generated == sum(len(one.response_ids) for one in everything)
