@@ -143,7 +143,7 @@ def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
 
 
 def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """Ranks write checkpoints into the run folder, workers read the model's config and tokenizer."""
+    """Ranks write checkpoints into the run folder, from which engines read config and tokenizer; ranks alone read the model folder."""
     if blind := [node.name for node in nodes if not node.reads_run_folder]:
         yield Complaint(
             "fail",
@@ -151,9 +151,12 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
             "checkpoint would fail",
             "Set run_dir to a folder on a file system that all nodes mount",
         )
-    if blind := [node.name for node in nodes if not node.has_model]:
+    may_hold_ranks = [node for node in nodes if node.offered_gpus or config.learner.resolved_device == "cpu"]
+    if blind := [node.name for node in may_hold_ranks if not node.has_model]:
         yield Complaint(
-            "fail", f"model = {config.model}: the folder isn't there on {', '.join(blind)}", "Put it on a file system that all nodes mount"
+            "fail" if len(blind) == len(may_hold_ranks) else "warn",
+            f"model = {config.model}: the folder isn't there on {', '.join(blind)}, where a learner rank could be put",
+            "Put it on a file system that all nodes mount",
         )
 
 

@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.devices import check_received
+from actors.doctor.gather import nodes_of_cluster
 from actors.placement import RankPlaces, reserve
 from correction.errors import DeadlineExceeded
 
@@ -93,6 +94,13 @@ def test_who_comes_later_leaves_the_ranks_gpus_alone_and_an_actor_sees_what_it_g
     with pytest.raises(Exception, match=r"learner rank 0: Ray gave it GPU \d, but torch sees 0 there"):
         ray.get(ranks[0].check.remote(), timeout=120)
     release(places, *ranks, *others)
+
+
+def test_every_node_tells_what_it_has(cluster: Cluster, tmp_path: Path) -> None:
+    found = nodes_of_cluster(config("ray.address=auto"), tmp_path)
+    assert sorted((node.offered_gpus, node.free_gpus, node.cpus) for node in found) == [(0, 0, 1), (4, 4, 5), (4, 4, 5)]
+    assert all(node.reads_run_folder and not node.has_model and abs(node.clock_ahead_s) < 60 for node in found)
+    assert [node.offered_gpus for node in found if node.is_driver] == [0] and list(tmp_path.iterdir()) == []
 
 
 def test_too_large_a_group_is_said_with_what_is_there(cluster: Cluster) -> None:
