@@ -50,7 +50,7 @@ def test_arguments_on_a_cpu_and_on_cuda() -> None:
     assert (cpu["dtype"], cpu["attention_backend"]) == ("float32", "torch_native")
     assert (cpu["max_total_tokens"], cpu["weight_version"]) == (16 * 1024, "7")
     cuda = EngineConfig(device="cuda", memory_fraction=0.6).sglang_arguments("folder", 32768, 0)
-    assert (cuda["dtype"], cuda["mem_fraction_static"]) == ("auto", 0.6)
+    assert (cuda["dtype"], cuda["mem_fraction_static"]) == ("bfloat16", 0.6)
     assert not {"attention_backend", "max_total_tokens", "disable_cuda_graph", "disable_overlap_schedule"} & cuda.keys()
     assert EngineConfig(device="cpu", engine_args={"chunked_prefill_size": 64}).sglang_arguments("f", 64, 0)["chunked_prefill_size"] == 64
 
