@@ -21,6 +21,7 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import ActorLost, DataError, DeadlineExceeded, LateError, RequestError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
+from rollout.temporary_files import own_folder, remove
 from rollout.trajectory import FinishReason, Group, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
@@ -71,16 +72,17 @@ class RolloutWorker:
         """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
         settings = self._settings
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
-        self._sampler = await Sampler.start(
-            settings.model,
-            settings.rollout,
-            sample=settings.sample,
-            version=version,
-            name=f"rollout worker {self._name}",
-            seed=settings.seed,
-            topk=settings.topk,
-            has_weights=False,
-        )
+        with own_folder() as self._temporary:
+            self._sampler = await Sampler.start(
+                settings.model,
+                settings.rollout,
+                sample=settings.sample,
+                version=version,
+                name=f"rollout worker {self._name}",
+                seed=settings.seed,
+                topk=settings.topk,
+                has_weights=False,
+            )
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
     async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary | GroupFailure]:
@@ -215,6 +217,7 @@ class RolloutWorker:
 
     async def stop(self) -> None:
         await self._sampler.close()
+        await asyncio.to_thread(remove, self._temporary)
         self._endpoint.close()
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from unittest import mock
 
 from actors.carriers import Ticket
-from actors.record import checkpoint_reader
 from actors.dispatch import WaitingWork
 from actors.ledger import Ledger
+from actors.record import checkpoint_reader
 from actors.rollout_worker import RolloutWorker
 from actors.trajectory_queue import GroupState, TrajectoryQueue
 from actors.weight_sync import WeightSync

@@ -26,8 +26,8 @@ import actors.rollout_worker
 import learner.checkpoint_files
 import learner.model_check
 from actors import interrupts
-from actors.record import checkpoint_reader
 from actors.controller import Controller
+from actors.record import checkpoint_reader
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import parts
 from tests.simulation.books import Books, ViolationError
