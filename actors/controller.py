@@ -118,16 +118,19 @@ class Controller:
     async def _train_whatever_dies(self) -> None:
         """To the last step and its checkpoint; when a part dies, again from the checkpoint before that (going_back.py)."""
         failure: BaseException | None = None
+        lost: list[str] = []
         while True:
             try:
                 if failure is not None:
-                    await self._go_back(failure)
+                    await self._go_back(lost, failure)
                 self._observer.training_begins(time.monotonic() - self._began)
                 prompts = map(self._task.train_prompt, itertools.count(self._point.prompt_position))
                 feeding = self._pool.feed(prompts, self._unfinished, self._observer.admitted)
                 return await unless_failed(unless_failed(self._train_and_save(), feeding), raise_when_lost(self._parts))
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 failure = error
+            lost = await lost_among(self._parts, failure)
+            self._returns.allow(lost, failure)
 
     async def _train_and_save(self) -> None:
         await self._train()
@@ -139,11 +142,8 @@ class Controller:
         """Actors whose death takes the run back, by name."""
         return {"trajectory queue": self._queue, "correction service": self._service, **self._learner.ranks}
 
-    async def _go_back(self, failure: BaseException) -> None:
-        """Raises: the failure, if no part has died of it; ActorLost if that happens too often."""
-        if not (lost := await lost_among(self._parts, failure)):
-            raise failure
-        self._returns.allow(lost, failure)
+    async def _go_back(self, lost: list[str], failure: BaseException) -> None:
+        """Args: lost: names of parts."""
         reached = {"step": self._step, "version": self._version}
         self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
         await self._withdraw()
@@ -167,9 +167,9 @@ class Controller:
         self._learner.kill()
         kill(self._queue, self._service)
         await self._sync.close()
-        for what, ending in (("checkpoint under way", self._checkpoints.finished()), ("lines of the last steps", self._steps.flush())):
+        for what, ending in (("checkpoint under way", self._checkpoints.finished), ("lines of the last steps", self._steps.flush)):
             try:
-                await wait_for(ending, what, deadline_s=_END_S)
+                await wait_for(ending(), what, deadline_s=_END_S)
             except (EvenkeelError, ray.exceptions.RayError, OSError) as error:
                 self._observer.event("warning", f"{what}: given up ({error})")
         self._checkpoints.abandon()

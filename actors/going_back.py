@@ -80,13 +80,15 @@ class Returns:
         self._goal, self._times = -1, 0
 
     def allow(self, lost: list[str], error: BaseException) -> None:
-        """Count one more. Raises: ActorLost if it has been often enough for one checkpoint."""
+        """Count one more. Raises: the error, if nothing is lost by it; ActorLost if it has been often enough for one checkpoint."""
+        if not lost:
+            raise error
         saved = self._folder.checkpoints()
         goal = saved[-1].step if saved else 0
         self._goal, self._times = goal, (self._times + 1 if goal == self._goal else 1)
         if self._times > MOST_RETURNS:
             raise ActorLost(
-                f"{' and '.join(lost)}: the {self._times}th death after step {goal}, before there was another checkpoint: {error}"
+                f"{', '.join(lost)}: the {self._times}th death after step {goal}, before there was another checkpoint: {error}"
             ) from error
 
     def point(self, model: Path) -> tuple[StartingPoint, list[tuple[str, str]]]:

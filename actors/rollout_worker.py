@@ -25,6 +25,7 @@ from correction.errors import ActorLost, DataError, DeadlineExceeded, LateError,
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
+from rollout.temporary_files import own_folder, remove
 from rollout.trajectory import FinishReason, Group, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
@@ -93,16 +94,17 @@ class RolloutWorker:
         if settings.rollout.engine.resolved_device == "cuda":
             check_received(f"rollout worker {self._name}", settings.rollout.gpus_per_worker, ray.get_gpu_ids())
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
-        self._sampler = await Sampler.start(
-            settings.model,
-            settings.rollout,
-            sample=settings.sample,
-            version=version,
-            name=f"rollout worker {self._name}",
-            seed=settings.seed,
-            topk=settings.topk,
-            has_weights=False,
-        )
+        with own_folder() as self._temporary:
+            self._sampler = await Sampler.start(
+                settings.model,
+                settings.rollout,
+                sample=settings.sample,
+                version=version,
+                name=f"rollout worker {self._name}",
+                seed=settings.seed,
+                topk=settings.topk,
+                has_weights=False,
+            )
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
     async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary | GroupFailure]:
@@ -237,6 +239,7 @@ class RolloutWorker:
 
     async def stop(self) -> None:
         await self._sampler.close()
+        await asyncio.to_thread(remove, self._temporary)
         self._endpoint.close()
 
 

@@ -151,6 +151,7 @@ class Observer:
     def left(self, key: str) -> None:
         self._discovery.deregister(key)
         self._workers.discard(key.removeprefix("rollout-"))
+        (self._loads or {}).pop(key.removeprefix("rollout-"), None)
         self._endpoint.keep_only("worker", self._workers)
 
     # -- events ------------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from correction.quantities import current_name
 from learner.file_sums import seal
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
+KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
@@ -287,7 +288,9 @@ class RunFolder:
         return [RunEvent(*part) for part in parts if len(part) == 3 and part[1] in _LEVELS]
 
     def write_trajectories(self, step: int, text: str, kind: str = "step") -> Path:
-        """Keep samples as text. kind: "step" for those of a training batch, "held_out" for those of an evaluation."""
+        """Keep samples as text, of older steps each hundredth's. kind: "step": of a training batch; "held_out": of an evaluation."""
+        if (gone := step - KEPT_SAMPLES) % 100:
+            (self.path / f"trajectories/{kind}_{gone:06d}.txt").unlink(missing_ok=True)
         return self.write_text(f"trajectories/{kind}_{step:06d}.txt", text)
 
     def keep_skipped_batch(self, batch: SkippedBatch) -> Path | None:
@@ -295,9 +298,8 @@ class RunFolder:
         name = f"skipped_batches/step_{batch.step:06d}"
         if len(list((self.path / "skipped_batches").glob("step_*.json"))) >= KEPT:
             return None
-        tensors = self.write_file(f"{name}.safetensors", batch.save_tensors)
         self.write_file(f"{name}.json", batch.save_rest)
-        return tensors
+        return self.write_file(f"{name}.safetensors", batch.save_tensors)
 
     def trajectory_files(self, kind: str = "step") -> list[Path]:
         """Samples of one kind, oldest first."""

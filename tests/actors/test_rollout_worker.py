@@ -130,7 +130,7 @@ def test_a_lost_engine_is_no_failed_request() -> None:
 
 def test_a_lost_queue_is_not_the_engines_fault() -> None:
     async def scenario() -> None:
-        async def lost(groups: list[Group]) -> None:
+        async def lost(groups: list[Group], generation: int) -> None:
             raise ray.exceptions.ActorDiedError()
 
         worker = idle_worker(SimpleNamespace(put=SimpleNamespace(remote=lost)))
