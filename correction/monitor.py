@@ -228,7 +228,7 @@ class Monitor:
             return State.ALARM
         series = self._series[symptom.name]
         part = self._config
-        if not series.is_ready(part):
+        if not series.is_ready(part) or symptom.quantity(value) < symptom.least:
             return State.OK
         if self._is_up(series, part.alarm_growth, part.alarm_deviations):
             return State.ALARM
