@@ -13,6 +13,7 @@ RESERVED_ARGUMENTS = {
     "device": "rollout.engine.device",
     "dtype": "rollout.engine.dtype",
     "tp_size": "nothing: weights are compared tensor by tensor, so an engine is not sharded",
+    **dict.fromkeys(("pp_size", "dp_size", "ep_size", "nnodes"), "rollout.workers for more GPUs (an engine has one)"),
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.memory_fraction",
     "max_running_requests": "rollout.engine.max_running_requests",
