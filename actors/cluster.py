@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
 from actors.descendants import adopted_orphans, descendants, end, end_new
-from actors.devices import check_rollout_resource, shortage
+from actors.devices import check_rollout_resource, visible_gpus
 from actors.security import loopback_only, protect_token, require_authentication
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
@@ -135,10 +135,6 @@ class Cluster:
             ray.shutdown()
         return f" Ray's own logs: {session}/logs" if session else ""
 
-    def gpu_shortage(self) -> str | None:
-        """A sentence, if what has joined the cluster so far has fewer GPUs than the run asks for."""
-        return shortage(self._config, ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
-
     def _check_rollout_resource(self) -> None:
         """Raises: ConfigError if no node, nor any that an autoscaler may start, can take a rollout worker."""
         resource = self._config.ray.rollout_resource
@@ -166,6 +162,19 @@ class Cluster:
             ray.shutdown()
         finally:
             end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
+
+
+def gpus_there(config: RunConfig) -> float:
+    """GPUs for the run: of this machine, or of all nodes of the cluster that it joins, which is asked only if a device is `auto`.
+
+    Raises: EngineError if the cluster can't be joined.
+    """
+    if config.ray.address is None:
+        return visible_gpus()
+    if "auto" not in (config.rollout.engine.device, config.learner.device):
+        return 0.0
+    with Cluster(config):
+        return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
 
 def check_ray(settings: RayConfig) -> None:

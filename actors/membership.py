@@ -52,6 +52,7 @@ class Membership(ABC):
         self._lost_groups = workers.LostGroups(lambda text: observer.event("info", text))
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._generation = 0
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
@@ -161,6 +162,7 @@ class Membership(ABC):
         name = str(self._born)
         self._born += 1
         worker = workers.create(name, self._settings, self._queue_actor, self._losses.avoided(self._now()))
+        worker.follow(self._queue_actor, self._generation)
         self._workers[name] = worker
         self.spawn(self._bring_up(worker))
 
@@ -260,9 +262,9 @@ class Membership(ABC):
                 async with asyncio.timeout(0.5):
                     await self._changed.wait()
 
-    def spawn(self, work: Any) -> None:
+    def spawn(self, work: Any, *, name: str | None = None) -> None:
         """Have a task of the pool: its error is the pool's."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self.note_end)
 

@@ -33,6 +33,7 @@ from rollout.trajectory import Prompt, Trajectory
 log = logging.getLogger("evenkeel.pool")
 _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
+_CALL = "a worker's call"
 _ANSWERS = 32
 """Of an evaluation, in one call to a worker."""
 
@@ -53,6 +54,23 @@ class RolloutPool(Membership):
         """Ask for all workers; they join as they come."""
         super().start()
         self.spawn(self._watch())
+
+    async def withdraw(self) -> None:
+        """Take all work back, and all weights: the workers go on to nothing, until `serve`, `follow` and `feed`."""
+        self._sync = None
+        calls = [task for task in self._tasks if task.get_name() == _CALL]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)  # they settle what they have counted
+        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        self._groups, self._lost_with = GroupBook(), {}  # the same numbers come again
+
+    def serve(self, queue: Any, generation: int) -> None:
+        """Finished groups go to another queue from now on; what the workers have under way is given up."""
+        self._queue, self._queue_actor, self._generation = self._queue.replaced_by(queue), queue, generation
+        self._progressed = self._now()
+        for worker in self._workers.values():
+            worker.follow(queue, generation)
 
     # -- workers that fail -------------------------------------------------------------------------------------------
 
@@ -148,7 +166,7 @@ class RolloutPool(Membership):
     def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
         self._work.forget(ticket.group_id)
-        self.spawn(self._queue.ask("give_up", ticket.group_id, reason))
+        self.spawn(self._queue.give_up(ticket.group_id, reason))
         self._groups.discarded(ticket.group_id, why)
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
@@ -224,7 +242,7 @@ class RolloutPool(Membership):
         soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
         for worker, work in self._work.take(current, soon):
             if isinstance(work, Questions):
-                self.spawn(self._ask(worker, work))
+                self.spawn(self._ask(worker, work), name=_CALL)
                 continue
             self._lost_groups.taken(ticket.group_id for ticket in work)
-            self.spawn(self._sample(worker, work))
+            self.spawn(self._sample(worker, work), name=_CALL)
