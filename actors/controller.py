@@ -32,7 +32,7 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
-from actors.supervision import Stopwatch, abandon, counted, unless_failed, wait_for
+from actors.supervision import Stopwatch, abandon, counted, persistently, unless_failed, wait_for
 from actors.trajectory_queue import TrajectoryQueueActor
 from actors.true_on_policy import compare_batch, describe, metrics_of
 from actors.weight_sync import WeightSync
@@ -165,9 +165,9 @@ class Controller:
             await self._sync.publish()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
-        """A short call to the queue or the service."""
+        """A short call to the queue or the service, which may run twice."""
         what = f"{method._method_name} at v{self._version} <- queue or service"
-        return await wait_for(method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
+        return await persistently(lambda: method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
 
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")

@@ -60,7 +60,7 @@ def shortage(config: RunConfig, offered: float) -> str | None:
         return None
     return (
         f"{parts}: {_gpus(wanted)} needed, one for each, but the nodes of the cluster at {config.ray.address} offer {offered:g} by now; "
-        f"what gets none waits up to deadlines.start_s = {config.deadlines.start_s:g} s for another node"
+        f"a rank that gets none waits up to deadlines.start_s = {config.deadlines.start_s:g} s for another node, a worker for ever"
     )
 
 
