@@ -32,7 +32,7 @@ from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
-from actors.supervision import Stopwatch, abandon, counted, unless_failed, unless_set, wait_for
+from actors.supervision import Stopwatch, abandon, counted, persistently, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
 from actors.weight_sync import WeightSync
 from correction.errors import EngineError, EvenkeelError
@@ -202,9 +202,9 @@ class Controller:
             await self._sync.publish()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
-        """A short call to the queue or the service."""
+        """A short call to the queue or the service, which may run twice."""
         what = f"{method._method_name} at v{self._version} <- queue or service"
-        return await wait_for(method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
+        return await persistently(lambda: method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
 
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")

@@ -276,6 +276,8 @@ class TrajectoryQueueActor:
         self._changed = asyncio.Condition()
         self._admission: tuple[int, list[Ticket]] = (0, [])
         """Number of the last numbered one, and its answer."""
+        self._advance: tuple[int, Any] = (-1, None)
+        """Version of the last one, and its answer."""
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -342,12 +344,16 @@ class TrajectoryQueueActor:
     async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
         """The learner has new weights, by training on these groups; they leave.
 
-        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way.
+        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked
+            again for the same version, the answer is the same.
         """
-        self._queue.publish(version)
-        self._queue.settle(trained)
-        await self._notify()
-        return self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding()
+        if version != self._advance[0]:
+            self._queue.publish(version)
+            self._queue.settle(trained)
+            self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
+            await self._notify()
+        answer: tuple[list[tuple[str, str]], dict[str, int], list[str]] = self._advance[1]
+        return answer
 
     async def waiting_for(self, version: int) -> str:
         return self._queue.waiting_for(version)

@@ -294,7 +294,7 @@ def test_no_operation_of_a_step_walks_through_all_groups() -> None:
 
 
 def test_what_may_be_asked_twice_happens_once() -> None:
-    """An admission under the same number; giving up a group that is gone, or that has been finished meanwhile."""
+    """An admission under the same number; giving up a group that is gone, or that has been finished meanwhile; a new version."""
 
     async def scenario() -> None:
         actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
@@ -306,6 +306,9 @@ def test_what_may_be_asked_twice_happens_once() -> None:
         assert [await actor.give_up(group_id, "why") for group_id in (0, 1, 1)] == [False, True, False]
         counts = actor._queue.counts()
         assert (counts["finished"], counts["in_flight"], counts["discarded"]) == (1, 2, 1)
-        assert actor._queue.take_discarded() == [("train/0/1", "why")]
+        (drawn,) = await actor.draw(0, 1, 1.0)
+        told = await actor.advance(1, [drawn.group_id])
+        assert told[0] == [("train/0/1", "why")] and told[1]["trained"] == 1
+        assert await actor.advance(1, [drawn.group_id]) == told and actor._queue.counts()["trained"] == 1
 
     asyncio.run(scenario())
