@@ -23,6 +23,7 @@ from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.going_back import Returns, kill, lost_among, raise_when_lost, what_is_done_again
 from actors.parts import StartingPoint, start_learner, start_queue, start_service
+from actors.placement import reserve
 from actors.pool import RolloutPool
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.observer import Observer
@@ -35,7 +36,6 @@ from actors.supervision import Stopwatch, abandon, counted, unless_failed, unles
 from actors.true_on_policy import check_batch
 from actors.weight_sync import WeightSync
 from correction.errors import EngineError, EvenkeelError
-from correction.schedule import needs_topk
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 
@@ -286,6 +286,7 @@ class Controller:
         workers, ranks = config.rollout.workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._start_queue()
+        self._places = await reserve(config)  # before engines take the GPUs
         self._start_pool()
         await unless_failed(self._start_the_others(), self._pool.raise_on_failure())
 
@@ -297,7 +298,7 @@ class Controller:
     async def _start_the_others(self) -> None:
         """All but queue and pool, which are there; to the first receipt of each engine."""
         config, observer = self._config, self._observer
-        self._learner, infos = await start_learner(config, self._point)
+        self._learner, infos = await start_learner(config, self._point, self._places)
         for info in infos:
             observer.joined(info)
         for note in self._alarms.notes():
@@ -320,15 +321,7 @@ class Controller:
 
     def _start_pool(self) -> None:
         config = self._config
-        settings = WorkerSettings(
-            rollout=config.rollout,
-            model=self._folder.model_path.resolve(),
-            sample=self._held_out[0],
-            bind=config.metrics.bind,
-            resource=config.ray.rollout_resource,
-            seed=config.seed,
-            topk=needs_topk(config.correction),
-        )
+        settings = WorkerSettings.of(config, self._folder.model_path.resolve(), self._held_out[0])
         self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._evaluations.counts_from = self._pool.attended_since

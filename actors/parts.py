@@ -15,6 +15,7 @@ from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
 from actors.learner_group import LearnerGroup
+from actors.placement import RankPlaces
 from actors.record.run_folder import Checkpoint
 from actors.resume import TrainingState
 from actors.supervision import wait_for
@@ -75,11 +76,11 @@ async def start_queue(config: RunConfig, point: StartingPoint, generation: int) 
     return queue, await wait_for(restored, "contents -> trajectory queue", deadline_s=config.deadlines.start_s)
 
 
-async def start_learner(config: RunConfig, point: StartingPoint) -> tuple[LearnerGroup, list[ActorInfo]]:
+async def start_learner(config: RunConfig, point: StartingPoint, places: RankPlaces) -> tuple[LearnerGroup, list[ActorInfo]]:
     """Its ranks with the point's weights, and optimizer if that is a checkpoint."""
     deadlines = config.deadlines
     limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
-    learner, infos = await LearnerGroup.start(config.learner, point.weights, version=point.version, bind=config.metrics.bind, **limits)
+    learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, **limits)
     if point.checkpoint is not None:
         await learner.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
     if config.needs_reference:

@@ -6,19 +6,23 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 
 from actors.carriers import ActorInfo, GroupFailure, GroupSummary, Ticket, WorkerLoad
+from actors.config import RunConfig
+from actors.devices import check_received
+from actors.environment import worker_environment
 from actors.exporter import MetricsEndpoint, listen_address
 from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ActorLost, DataError, DeadlineExceeded, LateError, RequestError, SyncError
+from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
 from rollout.temporary_files import own_folder, remove
@@ -47,6 +51,22 @@ class WorkerSettings:
     """Of the run's samples."""
     topk: int = 0
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the worker's process, which its engine's inherit."""
+
+    @classmethod
+    def of(cls, config: RunConfig, model: Path, sample: Prompt) -> WorkerSettings:
+        """Those of a run."""
+        return cls(
+            rollout=config.rollout,
+            model=model,
+            sample=sample,
+            bind=config.metrics.bind,
+            resource=config.ray.rollout_resource,
+            seed=config.seed,
+            topk=needs_topk(config.correction),
+            environment=worker_environment(config),
+        )
 
 
 class RolloutWorker:
@@ -71,6 +91,8 @@ class RolloutWorker:
     async def start(self, version: int) -> ActorInfo:
         """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
         settings = self._settings
+        if settings.rollout.engine.resolved_device == "cuda":
+            check_received(f"rollout worker {self._name}", settings.rollout.gpus_per_worker, ray.get_gpu_ids())
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
         with own_folder() as self._temporary:
             self._sampler = await Sampler.start(

@@ -63,7 +63,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
         SideSettings(
             name="rollout.engine",
             device=engine.resolved_device,
-            dtype=learner.dtype if on_cpu and engine.dtype == "auto" else engine.dtype,
+            dtype=learner.resolved_dtype if engine.dtype == "auto" else engine.dtype,
             threads=engine.threads,
             attention_backend=engine.attention_backend,
             weight_update_mode=engine.weight_update_mode,
@@ -72,7 +72,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
         SideSettings(
             name="learner",
             device="cpu" if learner.device == "auto" and on_cpu else learner.device,
-            dtype=learner.dtype,
+            dtype=learner.resolved_dtype,
             threads=learner.threads,
             tensor_parallel=learner.tensor_parallel,
             sequence_parallel=learner.sequence_parallel,

@@ -88,7 +88,7 @@ class WeightSync:
         probe_ids: Sequence[int],
         sync_s: float,
         on_receipt: Callable[[SyncReceipt], None],
-        on_probe: Callable[[SyncTarget, int, float], None],
+        on_probe: Callable[[SyncTarget, int, list[float]], None],
         on_dirty: Callable[[SyncTarget, str], None],
         on_failure: Callable[[SyncTarget, str], None],
         generation: int = 0,
@@ -97,7 +97,7 @@ class WeightSync:
         Args:
             probe_ids: token ids of the prompt whose logprobs both sides compute.
             on_receipt: told of each receipt; the engine gets work from then on.
-            on_probe: told of each comparison: engine, version, largest difference in nats.
+            on_probe: told of each comparison: engine, version, each token's difference in nats.
             on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
             generation: of the run; only receipts of its versions count.
@@ -267,7 +267,7 @@ class WeightSync:
             log.warning("%s: %s", what, error)  # an engine that is broken shows it in its work, or at the next sync
             return
         target.unprobed = 0
-        self._on_probe(target, version, max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)))
+        self._on_probe(target, version, [abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
 
     def _end_probe(self, target: SyncTarget) -> None:
         """Cancel it before newer weights arrive: its answer would be of those, or of both."""

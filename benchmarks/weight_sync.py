@@ -33,6 +33,7 @@ import torch
 
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup
+from actors.placement import RankPlaces
 from actors.rollout_worker import RolloutWorker
 from actors.weight_sync import SyncTarget, WeightSync
 from benchmarks.sides import NANO_RECIPE, ROOT, TimeRatio, evenkeel, options, seconds_of, steps_of
@@ -143,7 +144,7 @@ def print_way(name: str, count: int, size: int, found: Mapping[str, Sequence[flo
 async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int) -> None:
     """The way of weights to some engines, then to replaying receivers."""
     learner_config = LearnerConfig(learning_rate=USUAL_RATE, device="cpu")
-    learner, _ = await LearnerGroup.start(learner_config, model, version=0, bind="127.0.0.1", start_s=600.0, step_s=600.0)
+    learner, _ = await LearnerGroup.start(RankPlaces(learner_config, {}), model, version=0, bind="127.0.0.1", start_s=600.0, step_s=600.0)
     size = sum(p.numel() * 4 for p in _parameters(model))
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     print(f"{size / 2**20:.0f} MiB of weights; median of the ratios of {turns} versions (quartiles)")

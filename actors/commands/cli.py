@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import time
@@ -14,7 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from actors import interrupts
+from actors.commands.capabilities import capabilities
 from actors.commands.chatter import quiet
+from actors.commands.doctor import doctor
+from actors.commands.plan import plan
 from actors.commands.simulate import simulate
 from correction.errors import ConfigError, EvenkeelError
 
@@ -363,18 +365,11 @@ app.command(
 )(simulate)
 
 
-@app.command(epilog=_examples("evenkeel capabilities"))
-def capabilities() -> None:
-    """Print what the installed engines can do on this machine, as JSON.
+app.command(epilog=_examples("evenkeel doctor recipes/nano_spell_backward.yaml", "evenkeel doctor RECIPE --gpus H100x8"))(doctor)
 
-    Versions of SGLang and torch, the device, and which of the functions that evenkeel needs are there. Worth attaching to a bug report.
-    """
-    from dataclasses import asdict
+app.command(epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
 
-    from rollout.engine_config import EngineConfig
-    from rollout.engine_process import EngineCapabilities
-
-    typer.echo(json.dumps(asdict(EngineCapabilities.of_this_machine(EngineConfig().resolved_device)), indent=2, default=str))
+app.command(epilog=_examples("evenkeel capabilities"))(capabilities)
 
 
 def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:

@@ -25,7 +25,8 @@ _OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
 _OF_ENGINES = ("rollout.engine.",)
 """Those of them that say how an engine works, not what it is asked: the groups are sampled again without a question."""
 _NOT_OF_SAMPLES = (
-    *("rollout.workers", "rollout.slots", "rollout.engine.max_running_requests", "rollout.engine.deadlines"),
+    *("rollout.workers", "rollout.gpus_per_worker", "rollout.slots"),
+    *("rollout.engine.max_running_requests", "rollout.engine.memory_fraction", "rollout.engine.deadlines"),
     *_MOVABLE_TASK_SETTINGS,
 )
 

@@ -19,8 +19,10 @@ from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics import DISCARD_COUNTERS, StepMetrics
 from actors.record.metric_views import MetricViews
 from actors.record.patience import PatientWriter
+from actors.record.probe_watch import ProbeLimits, ProbeWatch
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEPT, SkippedBatch
+from actors.record.slowest import SlowestPrompts
 from actors.record.step_report import (
     batch_metrics,
     diagnostic_metrics,
@@ -94,8 +96,9 @@ class Observer:
         self._views = MetricViews(folder, config.metrics)
         self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
+        self._slowest = SlowestPrompts(folder)
         self._receipts: list[SyncReceipt] = []
-        self._differences: list[float] = []
+        self._probes = ProbeWatch(ProbeLimits.of(config.learner.resolved_dtype, config.weight_sync.max_probe_difference))
         self._versions: dict[str, int] = {}
         self._workers: set[str] = set()
         """Rollout workers that are up."""
@@ -118,7 +121,8 @@ class Observer:
         """The run goes on from an earlier step, whose totals these are; all steps told so far are written, and the folder is taken back."""
         returns = self._totals.get(_RETURNS, 0.0) + 1
         self._take_totals({**totals, _RETURNS: returns})
-        self._finished, self._receipts, self._differences, self._extra = [], [], [], {}
+        self._finished, self._receipts, self._extra = [], [], {}
+        self._probes.forget()
         self._writing = None
         self._views.close()
         self._views = MetricViews(self._folder, self._config.metrics)
@@ -179,6 +183,7 @@ class Observer:
 
     def group_finished(self, summary: GroupSummary) -> None:
         self._finished.append(summary)
+        self._slowest.add(summary)
         self._count("rollout/generated_tokens_total", summary.response_tokens)
         self._count("rollout/finished_groups_total", 1)
         for error in summary.reward_errors:
@@ -189,16 +194,10 @@ class Observer:
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
 
-    def probed(self, target: SyncTarget, version: int, difference: float) -> None:
-        """The probe prompt's logprobs of an engine differ by so much from the learner's at the same weights."""
-        self._differences.append(difference)
-        limit = self._config.weight_sync.max_probe_difference
-        if difference > limit:
-            self.event(
-                "warning",
-                f"weights v{version} on rollout worker {target.name}: the probe prompt's logprobs differ from the learner's by up to "
-                f"{difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
-            )
+    def probed(self, target: SyncTarget, version: int, differences: Sequence[float]) -> None:
+        """The probe prompt's logprobs of an engine differ by so much from the learner's at the same weights, token by token."""
+        if told := self._probes.add(target.name, version, differences):
+            self.event("warning", told)
 
     def dirty(self, target: SyncTarget, reason: str) -> None:
         self._count("sync/failures_total", 1)
@@ -261,7 +260,8 @@ class Observer:
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         loads = asyncio.create_task(self._pool.loads())
-        for line in self._repeated.take():
+        differences, beyond = self._probes.take()
+        for line in [*self._repeated.take(), *beyond]:
             self.event("warning", f"step {number}: {line}")
         for _, reason in discarded:
             self._count(DISCARD_COUNTERS[reason], 1)
@@ -269,8 +269,8 @@ class Observer:
         if result.loss_scale is not None:
             self._count("steps/overflowed_total", result.overflowed_steps)
         noted = self._extra | self._queue_numbers(counts) | self._totals
-        elapsed_s, groups, receipts, differences = now - self._began, self._finished, self._receipts, self._differences
-        self._finished, self._receipts, self._differences, self._extra = [], [], [], {}
+        elapsed_s, groups, receipts = now - self._began, self._finished, self._receipts
+        self._finished, self._receipts, self._extra = [], [], {}
         return FinishedStep(
             number, version, batch, result, elapsed_s, seconds, phases, loads, groups, self._versions, receipts, differences, noted
         )
@@ -340,6 +340,7 @@ class Observer:
         if self._disk.failures:
             metrics.update({"files/failures_total": self._disk.failures})
         self._disk.line(self._folder.append_metrics, metrics)
+        self._disk.file(self._slowest.save)
         self._disk.file(self._views.step, metrics)
         self._endpoint.publish(dict(metrics))
         self._endpoint.keep_only("worker", self._workers)

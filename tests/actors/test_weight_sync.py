@@ -127,7 +127,7 @@ class Scene:
             probe_ids=[1, 2, 3],
             sync_s=sync_s,
             on_receipt=lambda receipt: self.receipts.append((receipt.worker, receipt.version)),
-            on_probe=lambda target, version, difference: self.differences.append((target.name, version, difference)),
+            on_probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
             on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
             on_failure=lambda target, reason: self.failures.append((target.name, reason)),
         )

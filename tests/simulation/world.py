@@ -12,6 +12,7 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from tests.simulation.clock import NothingLeftError, VirtualLoop, installed
 from tests.simulation.engine import SimulatedEngine, SimulatedSampler
 from tests.simulation.faults import QUEUE, RANK, WORKER, Disk, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
-from tests.simulation.processes import HERE, Process, SimulatedRay, in_place_of_ray, make_task
+from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
 from tests.simulation.schedule import ENDS_A_RUN, Schedule
 
 FINISH_S = 3000.0
@@ -255,8 +256,12 @@ class World:
 
     def _until_its_end(self, loop: VirtualLoop, point: Any) -> str:
         self.faults.begin(self.cluster)
+        stands_still = any(fault.kind == "freeze_driver" for fault in self.schedule.faults)
+        self.cluster.driver = Process(self.cluster, "driver", "driver", overlaps=True) if stands_still else None
+        context = copy_context()
+        context.run(DRIVER.set, self.cluster.driver)
         try:
-            summary = loop.run_until_complete(self._driver(point))
+            summary = loop.run_until_complete(context.run(loop.create_task, self._driver(point)))
         except DriverEnded:
             gone = self._root / f"of driver {self._drivers}"
             self._folder.rename(gone)  # what the dead one still does, it does elsewhere
@@ -300,6 +305,8 @@ class World:
         """The driver's actors end with it, and so does whatever waits."""
         loop._after_step = lambda: None
         HERE.set(None)
+        if self.cluster.driver is not None:
+            self.cluster.driver.thaw()
         for process in self.cluster.processes:
             process.kill()
         now = loop.now
