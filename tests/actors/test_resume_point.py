@@ -277,7 +277,7 @@ def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFold
 
 
 def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: RunFolder) -> None:
-    """It has written its settings into the folder; the next one is asked with the same words, or with none, and the groups are the old ones."""
+    """It has written its settings into the folder; the next one has the same words, or none, and the groups are the old ones."""
     before = run_config(folder, ())
     (state_file,) = folder.latest_checkpoint().state.glob("controller.json")
     plain = json.loads(state_file.read_text()) | {"settings": before.model_dump(mode="json")}
