@@ -274,7 +274,8 @@ class Controller:
         monitor = await self._ask(self._service.monitor_state)
         totals = self._observer.totals()
         mark, replacement = await asyncio.to_thread(self._ledger.flush, queue), self._alarms.replacement
-        return TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, replacement, mark, self._task.fingerprint)
+        of_run = self._task.fingerprint, self._config.model_dump(mode="json")
+        return TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, replacement, mark, *of_run)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 

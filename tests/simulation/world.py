@@ -359,6 +359,8 @@ class World:
             for place, name, double in (
                 (worker.Sampler, "start", self._start_sampler),
                 (worker, "MetricsEndpoint", endpoint),
+                (worker, "own_folder", contextlib.nullcontext),
+                (worker, "remove", nothing),
                 (service, "correct", parts.corrected),
                 (service, "defer", parts.corrected),
                 (service, "diagnose", parts.diagnosed),
