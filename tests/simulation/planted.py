@@ -12,9 +12,9 @@ from typing import Any
 from unittest import mock
 
 from actors.carriers import Ticket
-from actors.commands import resume_point
 from actors.dispatch import WaitingWork
 from actors.ledger import Ledger
+from actors.record import checkpoint_reader
 from actors.trajectory_queue import GroupState, TrajectoryQueue
 from actors.weight_sync import WeightSync
 
@@ -168,7 +168,7 @@ def the_checkpoint_comes_before_the_ledgers_flush() -> Iterator[None]:
 @contextmanager
 def the_last_checkpoint_is_taken_on_trust() -> Iterator[None]:
     """A resume reads it without comparing files with the manifest."""
-    with mock.patch.object(resume_point, "_verify", lambda checkpoint: []):
+    with mock.patch.object(checkpoint_reader, "_verify", lambda checkpoint: []):
         yield
 
 

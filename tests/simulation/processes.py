@@ -26,6 +26,9 @@ from unittest import mock
 import ray
 import ray.exceptions
 
+import actors.controller
+from actors.config import RunConfig
+from actors.placement import RankPlaces
 from tests.simulation.broadcast import Meetings
 
 HERE: ContextVar[Process | None] = ContextVar("process", default=None)
@@ -381,5 +384,10 @@ def in_place_of_ray(cluster: SimulatedRay) -> Iterator[None]:
         mock.patch.object(ray, "kill", cluster.kill),
         mock.patch.object(ray, "wait", cluster.wait),
         mock.patch.object(ray, "get_runtime_context", lambda: here),
+        mock.patch.object(actors.controller, "reserve", _anywhere),
     ):
         yield
+
+
+async def _anywhere(run: RunConfig) -> RankPlaces:
+    return RankPlaces(run.learner, {})

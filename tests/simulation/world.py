@@ -27,8 +27,8 @@ import actors.rollout_worker
 import learner.checkpoint_files
 import learner.model_check
 from actors import interrupts
-from actors.commands import resume_point
 from actors.controller import Controller
+from actors.record import checkpoint_reader
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import parts
 from tests.simulation.books import Books, ViolationError
@@ -121,7 +121,7 @@ class World:
                 self.books.gets_work(process.name, self._controller._sync.version)
                 ref.on_done = partial(self._worked, process.name)
             elif method in ("update_weights", "receive_weights"):
-                ref.on_done = partial(self._synced, process.name)
+                ref.on_done = partial(self._synced, process.name, self._controller._generation)
         return self.faults.fate_of(process, method, args)
 
     def computes(self, function: str) -> None:
@@ -132,8 +132,21 @@ class World:
         if isinstance(error, EngineDirty):
             self.books.receipts[worker] = -1
 
-    def _synced(self, worker: str, receipt: Any, error: BaseException | None) -> None:
-        self.books.receipts[worker] = receipt.version if error is None else -1
+    def _synced(self, worker: str, generation: int, receipt: Any, error: BaseException | None) -> None:
+        if generation == self._controller._generation:  # of weights that were not withdrawn meanwhile
+            self.books.receipts[worker] = receipt.version if error is None else -1
+
+    def went_back(self) -> None:
+        """The run goes on at a checkpoint in the same process; queue, service and learner are new, the workers are not."""
+        self.steps = self._controller._step
+        self.tells("world", f"back at step {self.steps}")
+        self._begin_books(self.steps)
+
+    def _begin_books(self, step: int) -> None:
+        """Of a driver, or of a generation of its weights."""
+        self.books.resumed(step, self._damaged)
+        self.books.receipts, self.books.exports = {}, Counter()
+        self._queue_process = None
 
     def checkpoint_saved(self, path: Path) -> None:
         self.tells("world", f"{path.name} is told to be complete")
@@ -205,11 +218,10 @@ class World:
         for leftover in (self._folder / "checkpoints").glob("*.partial"):
             shutil.rmtree(leftover)
         if not folder.checkpoints():
-            self.books.resumed(0, self._damaged)
             folder.rewind(-1)
             return None
         try:
-            point = resume_point._newest_readable(folder)
+            point = checkpoint_reader.newest_readable(folder)
         except DataError:
             if len(self._damaged) < len(folder.checkpoints()):
                 raise
@@ -217,8 +229,7 @@ class World:
                 shutil.rmtree(checkpoint.path)
             folder.rewind(-1)
             return None
-        self.books.resumed(point.checkpoint.step, self._damaged)
-        point, _ = resume_point.take_back(folder, point, parts.SimulatedTask())  # type: ignore[arg-type]
+        point, _ = checkpoint_reader.take_back(folder, point, parts.SimulatedTask())  # type: ignore[arg-type]
         for name, step in list(self.books.saved.items()):
             if step > point.checkpoint.step:
                 del self.books.saved[name]
@@ -227,8 +238,7 @@ class World:
     def _one_driver(self, point: Any) -> str:
         """Returns: why it ended with a step left to do; empty: all steps are done."""
         self.disk.was_full = self._is_training = False
-        self.books.receipts, self.books.exports = {}, Counter()
-        self._queue_process = None
+        self._begin_books(point.checkpoint.step if point else 0)
         loop = VirtualLoop(self._now, self._after_step)
         loop.set_exception_handler(lambda *_: None)  # of tasks that nobody waits for any more; what matters, the books see
         loop.set_task_factory(make_task)  # type: ignore[arg-type]
@@ -356,7 +366,7 @@ class World:
                 (interrupts, "handled_in", self._handled_in),
                 (learner.checkpoint_files, "check_readable", nothing),
                 (learner.model_check, "check_trainable", nothing),
-                (resume_point, "load_tokenizer", nothing),
+                (checkpoint_reader, "load_tokenizer", nothing),
             ):
                 stack.enter_context(mock.patch.object(place, name, double))
             yield
