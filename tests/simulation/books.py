@@ -30,6 +30,8 @@ class Books:
         """By worker of the present driver: version of the last receipt that has come; -1: it has said that it is dirty."""
         self.exports: Counter[object] = Counter()
         """By version, and for checksums ("hash", version), of the present driver."""
+        self._known: set[Weights] = set()
+        """All that the learner has ever had."""
         self._counts: dict[str, int] = {}
         """Of the queue, when they were looked at last."""
         self.saved: dict[str, int] = {}
@@ -97,6 +99,13 @@ class Books:
                 self.refuse(f"a token that says version {version} was sampled by weights {where}; trained at version {weights.version}")
 
     def trained(self, weights: Weights) -> None:
+        self.weights = weights
+        self._known.add(weights)
+
+    def restored(self, weights: Weights) -> None:
+        """A learner goes on from a checkpoint."""
+        if weights not in self._known:
+            self.refuse(f"a resume goes on from weights that never were, by their name and history, at version {weights.version}")
         self.weights = weights
 
     # -- the ledger --------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ class SimulatedRank(LearnerRankActor):
     def restore(self, number: int, folder: Path, version: int) -> None:
         self._in_order(number, "restoring a checkpoint")
         self._learner.weights = Weights.load(folder)
+        self.world.books.restored(self._learner.weights)
         self._version = version
 
     async def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:  # type: ignore[override]
