@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from actors.carriers import Ticket
 from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
+from correction.errors import ActorLost
 from rollout.trajectory import Prompt
 
 
@@ -26,6 +28,14 @@ class PatientQueue:
         call = getattr(self.actor, method)
         what = f"{method} <- trajectory queue"
         return await patiently(lambda: call.remote(*arguments), what, deadline_s=limit_s, notice_s=limit_s, late=self._late)
+
+    async def give_up(self, group_id: int, reason: str) -> None:
+        """Discard a group that nobody could sample."""
+        with suppress(ActorLost):  # `admit` says that the queue is gone, and the run what is done about it
+            await self.ask("give_up", group_id, reason)
+
+    def replaced_by(self, queue: Any) -> PatientQueue:
+        return PatientQueue(queue, self._late)
 
     async def admit(self, prompts: Iterator[Prompt], notice_s: float) -> AsyncIterator[list[Ticket]]:
         """Tickets of the next prompts, as many as there are places for, for ever.

@@ -8,6 +8,7 @@ and hands each to all ranks before the next, and a rank refuses a call that isn'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import socket
@@ -347,9 +348,15 @@ class LearnerGroup:
         self._version = version
         await self._all(calls, f"restoring {folder}", deadline_s)
 
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """Their actors, by what they are called in sentences."""
+        return {f"learner rank {number}": rank for number, rank in enumerate(self._ranks)}
+
     def kill(self) -> None:
         for rank in self._ranks:
-            ray.kill(rank)
+            with contextlib.suppress(Exception):  # it may be gone
+                ray.kill(rank)
 
     def _submit(self, method: str, *arguments: Any, results: int = 1) -> list[Any]:
         """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller."""

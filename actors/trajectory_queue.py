@@ -269,7 +269,9 @@ class TrajectoryQueue:
 class TrajectoryQueueActor:
     """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
+    def __init__(self, *, groups_per_step: int, max_staleness: int, generation: int = 0) -> None:
+        """Args: generation: of the run, see actors/going_back.py."""
+        self._generation = generation
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._changed = asyncio.Condition()
         self._admission: tuple[int, list[Ticket]] = (0, [])
@@ -305,7 +307,10 @@ class TrajectoryQueueActor:
             self._admission = (number, self._queue.admit(prompts))
         return self._admission[1]
 
-    async def put(self, groups: list[Group]) -> None:
+    async def put(self, groups: list[Group], generation: int = 0) -> None:
+        """Take finished groups; those of another generation are no answers to this one's tickets, whose numbers they have."""
+        if generation != self._generation:
+            return
         for group in groups:
             self._queue.put(group)
         await self._notify()

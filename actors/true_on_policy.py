@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from actors.carriers import PreparedBatch
 from actors.config import RunConfig
 from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare
@@ -77,6 +78,23 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
             sequence_parallel=learner.sequence_parallel,
         ),
     )
+
+
+class BatchObserver(Protocol):
+    """Is told what the comparison of a batch has found."""
+
+    def event(self, level: str, text: str) -> None: ...
+
+    def note(self, numbers: dict[str, float]) -> None: ...
+
+
+def check_batch(config: RunConfig, prepared: PreparedBatch, result: Any, *, step: int, observer: BatchObserver) -> None:
+    """With true on-policy: before the new weights go anywhere. Raises: EngineError at the first difference, if that ends the run."""
+    if config.true_on_policy:
+        agreement = compare_batch(config, prepared.corrected.batch, result.target_logprobs, step=step)
+        if agreement.first is not None:
+            observer.event("warning", f"step {step}: {describe(agreement)}")
+        observer.note(metrics_of(agreement))
 
 
 def compare_batch(config: RunConfig, batch: PackedBatch, target_logprobs: Tensor, *, step: int) -> Agreement:

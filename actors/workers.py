@@ -58,6 +58,12 @@ class WorkerHandle:
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
 
+    def follow(self, queue: Any, generation: int) -> None:
+        """Its groups go to this queue from now on, and it holds weights of no version; see actors/going_back.py."""
+        if generation:
+            self.sync = SyncTarget(self.name, self.actor)
+            self.actor.follow.remote(queue, generation)
+
 
 class PoolObserver(Protocol):
     """Is told what happens in the pool."""

@@ -81,14 +81,16 @@ class Replaying:
     def __init__(self) -> None:
         self._staging: dict[int, SharedStaging] = {}
 
-    async def update_weights(self, receiver: int, version: int, buckets: Sequence[Any], checksums: Mapping[str, str]) -> SyncReceipt:
+    async def update_weights(
+        self, receiver: int, version: int, buckets: Sequence[Any], checksums: Mapping[str, str], generation: int
+    ) -> SyncReceipt:
         began = time.monotonic()
         fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
         staging = self._staging.setdefault(receiver, SharedStaging())
         for bucket in fetched:
             await asyncio.to_thread(staging.copy, bucket)
         size, found = sum(bucket.nbytes for bucket in fetched), dict(checksums)  # the engines compare; here there is nothing to hold
-        return SyncReceipt(version, "retract", len(fetched), 1, size, 0.0, str(receiver), time.monotonic() - began, found)
+        return SyncReceipt(version, "retract", len(fetched), 1, size, 0.0, str(receiver), time.monotonic() - began, found, None, generation)
 
 
 class OneOfMany:

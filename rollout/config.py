@@ -151,7 +151,7 @@ class _Reward(Settings):
     processes: PositiveInt = Field(default=2, le=1024)
     """Scoring processes of each rollout worker: so many completions are scored at a time."""
     memory_gib: PositiveFloat | None = 4.0
-    """A scoring process that needs more fails the call instead of the machine (RLIMIT_DATA); empty: no limit."""
+    """A scoring process that needs more, with all that it starts, fails the call instead of the machine; empty: no limit."""
 
 
 class ReasoningGymReward(_Reward):

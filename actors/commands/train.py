@@ -13,9 +13,9 @@ from actors import interrupts
 from actors.cluster import Cluster, check_ray, gpus_there
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
-from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
+from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
-from actors.controller import Controller, RunSummary
+from actors.controller import Controller
 from actors.deadlines import bytes_of, inversions, with_deadlines
 from actors.derived import derived
 from actors.devices import check_devices, check_types
@@ -23,9 +23,11 @@ from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import on_nodes, requests
 from actors.doctor.paper_rules import on_paper, stop_at_failures
 from actors.plan.shape import ModelShape
+from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
+from actors.run_summary import RunSummary
 from actors.supervision import counted
 from actors.true_on_policy import resolved
 from correction.errors import DataError, EvenkeelError

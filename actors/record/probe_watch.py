@@ -41,6 +41,10 @@ class ProbeWatch:
         self._more: dict[int, list[tuple[float, str]]] = {}
         """By version: further engines that it is wrong on, with their largest difference."""
 
+    def forget(self) -> None:
+        """Versions begin anew: those of now are withdrawn."""
+        self._differences, self._told, self._more = [], -1, {}
+
     def add(self, worker: str, version: int, differences: Sequence[float]) -> str | None:
         """What to say at once: of a version's first engine that is beyond the limits.
 

@@ -71,7 +71,7 @@ class Engine:
     def __init__(self) -> None:
         self.versions: list[int] = []
 
-    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str]) -> SyncReceipt:
+    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str], _: int = 0) -> SyncReceipt:
         fetched = await asyncio.gather(*buckets)
         self.versions.append(version)
         return SyncReceipt(version, "retract", len(fetched), 1, 1, 0.0, "w", 0.0, checksums_of(*fetched) if checksums else {})

@@ -28,7 +28,7 @@ class SlowQueue:
         self._failing = failing
         self.put = SimpleNamespace(remote=self._put)
 
-    async def _put(self, groups: list[Group]) -> None:
+    async def _put(self, groups: list[Group], generation: int) -> None:
         self.calls.append([one.group_id for one in groups])
         number = len(self.calls) - 1
         await self.gate.wait()
@@ -130,7 +130,7 @@ def test_a_lost_engine_is_no_failed_request() -> None:
 
 def test_a_lost_queue_is_not_the_engines_fault() -> None:
     async def scenario() -> None:
-        async def lost(groups: list[Group]) -> None:
+        async def lost(groups: list[Group], generation: int) -> None:
             raise ray.exceptions.ActorDiedError()
 
         worker = idle_worker(SimpleNamespace(put=SimpleNamespace(remote=lost)))
