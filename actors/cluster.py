@@ -186,6 +186,14 @@ def lower_priority(actor: Any) -> None:
     actor.__ray_call__.remote(_raise_niceness)
 
 
+def kill(actor: Any) -> None:
+    """Kill an actor that may be gone already."""
+    try:
+        ray.kill(actor)
+    except Exception as error:  # nothing to kill is what we wanted
+        log.debug("kill: %s", error)
+
+
 def _raise_niceness(_: Any) -> None:
     for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):                          # it has ended

@@ -25,6 +25,7 @@ from actors.correction_service import CorrectionService, ServiceConfig
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
+from actors.payloads import whole_snapshot
 from actors.pool import RolloutPool
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.observer import Observer
@@ -34,7 +35,7 @@ from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.supervision import Stopwatch, abandon, counted, unless_failed, wait_for
 from actors.trajectory_queue import TrajectoryQueueActor
-from actors.true_on_policy import compare_batch, describe, metrics_of
+from actors.true_on_policy import check_agreement, describe, metrics_of
 from actors.weight_sync import WeightSync
 from correction.errors import EvenkeelError
 from correction.schedule import needs_topk
@@ -144,12 +145,12 @@ class Controller:
             await self._checkpoints.finished(at_once=True)
             batch = await self._next_batch()
             result = await self._learn(batch)
-            self._compare_bits(batch, result)
+            await self._compare_bits(batch, result)
             await self._publish()  # engines take it while we go on
             group_ids = [group.group_id for group in batch.groups]
             discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, group_ids)
             self._step += 1
-            trained = [group.prompt.prompt_id for group in batch.groups]
+            trained = [group.prompt_id for group in batch.groups]
             self._ledger.settle(self._step, trained=trained, discarded=discarded, outstanding=outstanding, counts=counts)
             self._steps.end_step(self._step, self._version, batch, result, self._watch.read(), counts, discarded)
             if self._checkpoints.is_due(self._step):
@@ -205,10 +206,11 @@ class Controller:
             self._observer.event("warning", action.text)
             self._alarm = action.text
 
-    def _compare_bits(self, batch: PreparedBatch, result: Any) -> None:
+    async def _compare_bits(self, batch: PreparedBatch, result: Any) -> None:
         """True on-policy: before the new weights go anywhere. Raises: EngineError at the first difference, if that ends the run."""
         if self._config.true_on_policy:
-            agreement = compare_batch(self._config, batch.corrected.batch, result.target_logprobs, step=self._step + 1)
+            agreement = await self._ask(self._service.compared, batch.version, (result.values,))
+            check_agreement(self._config, agreement, step=self._step + 1)
             if agreement.first is not None:
                 self._observer.event("warning", f"step {self._step + 1}: {describe(agreement)}")
             self._observer.note(metrics_of(agreement))
@@ -237,8 +239,7 @@ class Controller:
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
 
     async def _training_state(self) -> TrainingState:
-        deadline_s = self._config.deadlines.checkpoint_s
-        queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
+        queue = await whole_snapshot(self._queue, deadline_s=self._config.deadlines.checkpoint_s)
         elapsed_s = time.monotonic() - self._began
         monitor = await self._ask(self._service.monitor_state)
         totals = self._observer.totals()
@@ -336,6 +337,7 @@ class Controller:
             learner=config.learner,
             deadlines=config.deadlines,
             monitor=config.monitor,
+            examples=config.metrics.trajectories_per_step,
         )
 
     def _prompts(self) -> Iterator[Prompt]:

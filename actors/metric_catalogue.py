@@ -242,6 +242,10 @@ _MONITOR = [
     ),
     _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch."),
     _counter("monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; somebody should look at the run."),
+    _counter(
+        "monitor/left_out_total", "steps not diagnosed",
+        "Steps without diagnostics, because these take longer than a step and another one was waiting for its turn.",
+    ),
 ]
 _TRUE_ON_POLICY = [
     _gauge(
@@ -326,6 +330,7 @@ _GROUPS = [
     _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),
     _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
     _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
+    _counter("groups/lost_total", "lost groups", "Finished groups whose tokens went with a node, and which were sampled again."),
     _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
 ]
 _ROLLOUT = [

@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import ray
 
 from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
-from actors.cluster import lower_priority
+from actors.cluster import kill, lower_priority
 from actors.config import DeadlinesConfig
 from actors.dispatch import Questions, WaitingWork
+from actors.payloads import sample_again
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.supervision import USUAL_START, counted, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -75,6 +76,8 @@ class PoolObserver(Protocol):
         """key: as ActorInfo.key."""
 
     def group_finished(self, summary: GroupSummary) -> None: ...
+
+    def lost(self, tickets: Sequence[Ticket]) -> None: ...
 
     def event(self, level: str, text: str) -> None: ...
 
@@ -182,7 +185,7 @@ class RolloutPool:
         if self._sync is not None:
             self._sync.leave(worker.name)
         self._observer.left(f"rollout-{worker.name}")
-        _kill(worker.actor)
+        kill(worker.actor)
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
@@ -223,6 +226,7 @@ class RolloutPool:
             on_admitted: told of tickets before workers get them.
         """
         self._work.is_fed = True
+        self._spawn(sample_again(self._queue, self._take_again))
         try:
             self._work.add_groups(unfinished)
             self.wake()
@@ -251,6 +255,11 @@ class RolloutPool:
             on_admitted(tickets)
             self._work.add_groups(tickets)
             self.wake()
+
+    def _take_again(self, tickets: Sequence[Ticket]) -> None:
+        self._observer.lost(tickets)
+        self._work.add_groups(tickets)
+        self.wake()
 
     async def _sample(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
         """Have a worker sample groups that it took; if it fails they wait again, and the queue takes each once."""
@@ -347,7 +356,7 @@ class RolloutPool:
         if stopping:
             await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=20.0)
         for worker in self._workers.values():
-            _kill(worker.actor)
+            kill(worker.actor)
         self._workers.clear()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
@@ -389,11 +398,3 @@ class RolloutPool:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._failure.done():
             self._failure.set_exception(error)
-
-
-def _kill(actor: Any) -> None:
-    """Kill an actor that may be gone already."""
-    try:
-        ray.kill(actor)
-    except Exception as error:  # nothing to kill is what we wanted
-        log.debug("kill: %s", error)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.exporter import MetricsEndpoint, listen_address
 from actors.supervision import wait_for
@@ -19,7 +21,7 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
-from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
+from rollout.trajectory import Group, GroupFacts, Prompt, SyncReceipt, Trajectory
 from rollout.weight_update import require_checksums
 
 
@@ -47,7 +49,10 @@ class RolloutWorker:
 
     def __init__(self, name: str, settings: WorkerSettings, queue: Any) -> None:
         self._name, self._settings, self._queue = name, settings, queue
-        self._finished: list[Group] = []
+        self._finished: list[GroupFacts] = []
+        """Not yet handed over; the next is beside it."""
+        self._payloads: dict[int, Group] = {}
+        """Groups themselves, by their id, until the queue asks for them."""
         self._asked_update = 0
         """Number of the newest one; an older one whose weights arrive late would take the engine back."""
         self._handing_over = asyncio.Lock()
@@ -78,12 +83,17 @@ class RolloutWorker:
             ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._settings.topk
         )
         self._count(group.trajectories)
-        self._finished.append(group)
-        await self._hand_over(group)
+        await self._finish(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
         return _summary(group, self._name)
 
-    async def _hand_over(self, group: Group) -> None:
+    async def _finish(self, group: Group) -> None:
+        facts = group.facts
+        self._payloads[group.group_id] = group
+        self._finished.append(facts)
+        await self._hand_over(facts)
+
+    async def _hand_over(self, group: GroupFacts) -> None:
         """Put a finished group into the queue, and with it all others that are finished: short answers come by the dozen.
 
         Groups whose call failed stay; the queue knows a repeated delivery.
@@ -93,8 +103,19 @@ class RolloutWorker:
             if not any(one is group for one in groups):
                 return  # an earlier call took it along
             what = f"groups {[one.group_id for one in groups]} of rollout worker {self._name} -> trajectory queue"
-            await wait_for(self._queue.put.remote(groups), what, deadline_s=ANSWER_S)
+            taken = await wait_for(self._queue.put.remote(groups, self._handle()), what, deadline_s=ANSWER_S)
             del self._finished[: len(groups)]
+            for group_id in {one.group_id for one in groups}.difference(taken):
+                self._payloads.pop(group_id, None)
+
+    async def payloads(self, group_ids: Sequence[int]) -> Any:
+        """Groups that the queue has been told of, as many results: into the object store, and out of this process."""
+        groups = [self._payloads.pop(group_id) for group_id in group_ids]
+        return groups if len(groups) > 1 else groups[0]
+
+    @staticmethod
+    def _handle() -> Any:
+        return ray.get_runtime_context().current_actor
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation); not put into the queue."""

@@ -21,14 +21,15 @@ import asyncio
 import heapq
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
-from actors.carriers import QueueSnapshot, Ticket
+from actors import payloads
+from actors.carriers import QueueSnapshot, StoredGroup, Ticket
 from correction.errors import DataError, LedgerError
-from rollout.trajectory import Group, Prompt
+from rollout.trajectory import Group, GroupFacts, Prompt
 
 _JOIN_S = 0.05
 """Seconds that a drawn group waits for others to come along."""
@@ -46,7 +47,17 @@ class GroupState(StrEnum):
 class _Entry:
     ticket: Ticket
     state: GroupState
-    group: Group | None = None
+    group: Any = None
+
+
+class Finished(Protocol):
+    """What the queue looks at in a finished group."""
+
+    @property
+    def group_id(self) -> int: ...
+
+    @property
+    def prompt_id(self) -> str: ...
 
 
 class TrajectoryQueue:
@@ -67,6 +78,8 @@ class TrajectoryQueue:
         """Groups that no batch has, by the version of their admission; at most max_staleness + 1 versions."""
         self._finished: list[int] = []
         """A heap of the finished groups' ids; some may have been discarded since."""
+        self._lost: list[int] = []
+        """Groups to be sampled again, which nobody has been told of."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -86,15 +99,19 @@ class TrajectoryQueue:
             tickets.append(ticket)
         return tickets
 
-    def put(self, group: Group) -> bool:
-        """Take a finished group. False, and nothing changes, when it is not expected: a repeated delivery of a retried call."""
-        entry = self._entries.get(group.group_id)
-        if entry is None or entry.state is not GroupState.ADMITTED:
+    def expects(self, group_id: int) -> bool:
+        """It is being sampled; not so, if this is a repeated delivery of a retried call."""
+        entry = self._entries.get(group_id)
+        return entry is not None and entry.state is GroupState.ADMITTED
+
+    def put(self, group: Finished) -> bool:
+        """Take a finished group. False, and nothing changes, when it is not expected."""
+        if not self.expects(group.group_id):
             return False
-        if group.prompt.prompt_id != entry.ticket.prompt.prompt_id:
-            raise LedgerError(
-                f"group {group.group_id} came back with prompt {group.prompt.prompt_id}, admitted was {entry.ticket.prompt.prompt_id}"
-            )
+        entry = self._entries[group.group_id]
+        if group.prompt_id != entry.ticket.prompt.prompt_id:
+            asked = entry.ticket.prompt.prompt_id
+            raise LedgerError(f"group {group.group_id} came back with prompt {group.prompt_id}, admitted was {asked}")
         entry.group = group
         self._move(entry, GroupState.FINISHED)
         heapq.heappush(self._finished, group.group_id)
@@ -111,6 +128,22 @@ class TrajectoryQueue:
             self.discarded_by_reason[reason] += 1
             self._unreported.append((entry.ticket.prompt.prompt_id, reason))
 
+    def lose(self, group_ids: Sequence[int]) -> None:
+        """The tokens of drawn groups went with their node: they keep their places, and are sampled again."""
+        for group_id in group_ids:
+            entry = self._entries.get(group_id)
+            if entry is None or entry.state is not GroupState.DRAWN:
+                raise LedgerError(f"group {group_id} was lost but the queue has it as {entry.state if entry else 'unknown'}")
+            self._move(entry, GroupState.ADMITTED)
+            entry.group = None
+            self._undrawn[entry.ticket.admitted_version] += 1
+            self._lost.append(group_id)
+
+    def take_lost(self) -> list[Ticket]:
+        """What was lost since the last call, to be sampled again."""
+        lost, self._lost = self._lost, []
+        return [self._entries[group_id].ticket for group_id in lost if self.expects(group_id)]
+
     def take_discarded(self) -> list[tuple[str, str]]:
         """What was discarded since the last call, as (prompt id, reason), for the ledger."""
         discarded, self._unreported = self._unreported, []
@@ -125,13 +158,13 @@ class TrajectoryQueue:
             i for i, e in self._entries.items() if e.state is not GroupState.DRAWN and e.ticket.admitted_version < oldest_allowed_next
         )
 
-    def draw(self, version: int, places: int) -> list[Group]:
+    def draw(self, version: int, places: int) -> list[Any]:
         """Move finished groups into the batch of `version`, oldest first.
 
         A place goes to a group only if all older ones, finished or not, still find theirs in time: those of admission a or before need
         their places by version a + max_staleness, and each step until then has groups_per_step. With a straggler places stay empty.
         """
-        groups: list[Group] = []
+        groups: list[Any] = []
         while (entry := self._oldest_finished()) is not None:
             if places - len(groups) <= self._reserved(version, older_than=entry.ticket.admitted_version):
                 break  # younger ones would take the same place
@@ -241,8 +274,11 @@ class TrajectoryQueue:
             unreported=tuple(self._unreported),
         )
 
-    def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
-        """Take over a snapshot; returns the tickets that have to be sampled again."""
+    def restore(self, snapshot: QueueSnapshot, *, held: Callable[[Group], Any] = lambda group: group) -> list[Ticket]:
+        """Take over a snapshot; returns the tickets that have to be sampled again.
+
+        Args: held: what is to stand for a finished group from now on.
+        """
         if self._entries:
             raise DataError("TrajectoryQueue.restore needs an empty queue")
         self.version = snapshot.version
@@ -254,9 +290,13 @@ class TrajectoryQueue:
             self._hold(_Entry(ticket, GroupState.ADMITTED))
         for group in snapshot.finished:
             ticket = Ticket(group.group_id, group.prompt, group.admitted_version)
-            self._hold(_Entry(ticket, GroupState.FINISHED, group))
+            self._hold(_Entry(ticket, GroupState.FINISHED, held(group)))
             heapq.heappush(self._finished, group.group_id)
         return list(snapshot.in_flight)
+
+    def finished_tickets(self) -> list[Ticket]:
+        """Of the finished groups, in the order of a snapshot."""
+        return [self._entries[i].ticket for i in sorted(self._entries) if self._entries[i].group is not None]
 
 
 class TrajectoryQueueActor:
@@ -291,21 +331,43 @@ class TrajectoryQueueActor:
     async def admit(self, prompts: list[Prompt]) -> list[Ticket]:
         return self._queue.admit(prompts)
 
-    async def put(self, groups: list[Group]) -> None:
-        for group in groups:
+    async def put(self, groups: list[GroupFacts], worker: Any) -> list[int]:
+        """Groups that a worker has finished.
+
+        Args: worker: its handle; it is asked for the groups themselves, for the object store.
+        Returns: ids of those that it was asked for. The others had come before.
+        """
+        expected = list({one.group_id: one for one in groups if self._queue.expects(one.group_id)}.values())
+        for group in payloads.stored(expected, worker):
             self._queue.put(group)
         await self._notify()
+        return [one.group_id for one in expected]
+
+    async def lose(self, group_ids: list[int]) -> None:
+        self._queue.lose(group_ids)
+        await self._notify()
+
+    async def take_lost(self, timeout_s: float) -> list[Ticket]:
+        """Groups to be sampled again, after waiting up to timeout_s for the first."""
+        lost: list[Ticket] = []
+
+        def take() -> bool:
+            lost.extend(self._queue.take_lost())
+            return bool(lost)
+
+        await self._wait_until(take, time.monotonic() + timeout_s)
+        return lost
 
     async def discard(self, group_ids: list[int], reason: str) -> None:
         self._queue.discard(group_ids, reason)
         await self._notify()
 
-    async def draw(self, version: int, places: int, timeout_s: float) -> list[Group]:
+    async def draw(self, version: int, places: int, timeout_s: float) -> list[StoredGroup]:
         """Groups for the batch of `version`; none if none has come after timeout_s.
 
         When the first has come, the next ones have a moment to join it: a call for each group would cost more than the moment.
         """
-        drawn: list[Group] = []
+        drawn: list[StoredGroup] = []
 
         def take() -> bool:
             drawn.extend(self._queue.draw(version, places - len(drawn)))
@@ -328,8 +390,11 @@ class TrajectoryQueueActor:
     async def waiting_for(self, version: int) -> str:
         return self._queue.waiting_for(version)
 
-    async def snapshot(self) -> QueueSnapshot:
-        return self._queue.snapshot()
+    async def snapshot(self) -> tuple[QueueSnapshot, list[StoredGroup], list[Ticket]]:
+        """Without its finished groups; these, and their tickets in the same order."""
+        snapshot = self._queue.snapshot()
+        held: Any = snapshot.finished
+        return replace(snapshot, finished=()), list(held), self._queue.finished_tickets()
 
     async def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
-        return self._queue.restore(snapshot)
+        return self._queue.restore(snapshot, held=lambda group: StoredGroup(group.facts, group))

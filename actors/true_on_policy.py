@@ -79,19 +79,21 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
     )
 
 
-def compare_batch(config: RunConfig, batch: PackedBatch, target_logprobs: Tensor, *, step: int) -> Agreement:
+def compare_batch(learner: LearnerConfig, batch: PackedBatch, target_logprobs: Tensor) -> Agreement:
     """Sampled against trained logprobs of one batch, at the weights from which its update started.
 
     Args:
         target_logprobs: [N], of the first forward pass that each token was in.
-    Raises: EngineError naming the first token that differs, unless the run is to go on with correction.
     """
-    has_several_steps = config.learner.total_optimizer_steps_per_batch > 1
+    has_several_steps = learner.total_optimizer_steps_per_batch > 1
     trained = batch.proximal_logprobs if has_several_steps and batch.proximal_logprobs is not None else target_logprobs
-    agreement = compare(batch, trained)
+    return compare(batch, trained)
+
+
+def check_agreement(config: RunConfig, agreement: Agreement, *, step: int) -> None:
+    """Raises: EngineError naming the first token that differs, unless the run is to go on with correction."""
     if agreement.first is not None and config.true_on_policy_on_difference == "stop":
         raise EngineError(f"step {step}: {describe(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
-    return agreement
 
 
 def describe(agreement: Agreement) -> str:

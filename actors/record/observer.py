@@ -17,6 +17,7 @@ from actors.config import RunConfig
 from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.metrics import StepMetrics
+from actors.payloads import value_of
 from actors.record.metric_views import MetricViews
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
 from actors.record.step_report import (
@@ -171,6 +172,12 @@ class Observer:
             if told := self._repeated.add(_kind_of_failure(error), f"group {summary.group_id}: a trajectory failed: {error}"):
                 self.event("warning", told)
 
+    def lost(self, tickets: Sequence[Ticket]) -> None:
+        """The tokens of finished groups went with a node, or with a worker that had them still."""
+        self._count("groups/lost_total", len(tickets))
+        told = f"{counted(len(tickets), 'finished group')} went with the node of their worker and are sampled again"
+        self.event("warning", f"{told}: {', '.join(ticket.prompt.prompt_id for ticket in tickets[:4])}{' ...' * (len(tickets) > 4)}")
+
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
 
@@ -264,7 +271,7 @@ class Observer:
         """Make a step's numbers known, beside the loop: loads, diagnostics and warnings come later; steps are written in order."""
         batch, result = step.batch, step.result
         if not math.isfinite(result.loss + (result.grad_norm or 0.0)):
-            self._keep_skipped(step.number, batch, result)
+            self._writing = asyncio.create_task(self._keep_skipped(step.number, batch, result, self._writing))
         if result.overflowed_steps:
             self.event(
                 "info",
@@ -280,22 +287,24 @@ class Observer:
         metrics.update(self._learner_share(step.phases, batch, step.seconds))
         metrics.update(step.noted)
         if self._config.metrics.trajectories_per_step:
-            text = trajectories_text(batch.groups, step=step.number, limit=self._config.metrics.trajectories_per_step)
+            text = trajectories_text(batch.groups, batch.examples, step=step.number)
             self._folder.write_trajectories(step.number, text)
         self._writing = asyncio.create_task(self._write_when_known(metrics, step.groups, step.loads, observed, self._writing))
 
-    def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any) -> None:
+    async def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any, previous: asyncio.Task[None] | None = None) -> None:
         """Say what the guard did, and keep the batch for study. The weights were those of the version before the step."""
+        if previous is not None:
+            await previous
         content = {
             "step": step,
             "weight_version": batch.version,
-            "corrected": batch.corrected,
+            "corrected": await value_of(batch.corrected),
             "correction": batch.correction,
             "grad_norms": result.grad_norms,
             "group_norms": result.group_norms,
         }
         try:
-            path = self._folder.keep_skipped_batch(step, content)
+            path = await asyncio.to_thread(self._folder.keep_skipped_batch, step, content)
             kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT_SKIPPED_BATCHES} already"
         except OSError as error:
             kept = f"not kept: {error}"
@@ -324,7 +333,9 @@ class Observer:
         limit_s = self._config.deadlines.step_s
         try:
             found = await wait_for(observed, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)
-            if found is not None:
+            if found is None:
+                self._count("monitor/left_out_total", 1)
+            else:
                 self._take_observation(metrics, found)
         except (EvenkeelError, RayError) as error:  # the step's other numbers must not be lost with them
             self.event("warning", f"no diagnostics of step {metrics.step}: {error}")
@@ -373,7 +384,7 @@ class Observer:
             "time/train_s": train_s,
             "wait/learner_s": wait_s,
             "wait/learner_share": min(1.0, wait_s / seconds) if seconds > 0 else None,
-            "throughput/learner_tokens_per_s": batch.corrected.batch.num_tokens / train_s if train_s > 0 else None,
+            "throughput/learner_tokens_per_s": batch.tokens / train_s if train_s > 0 else None,
         }
 
     def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
+import actors.cluster
 import actors.pool
 from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.config import DeadlinesConfig
@@ -21,7 +22,7 @@ from actors.pool import RolloutPool
 from actors.rollout_worker import WorkerSettings
 from actors.trajectory_queue import TrajectoryQueueActor
 from rollout.config import AnswerSampling, RolloutConfig
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, group, prompt, put
 from tests.actors.simulated_time import simulate
 
 RECEIPTS_APART_S = 0.02
@@ -45,7 +46,7 @@ class Engine:
 
     async def _sample(self, ticket: Ticket) -> GroupSummary:
         await asyncio.sleep(self.group_s * self.random.uniform(0.5, 1.5))
-        await self.queue.put([group(ticket)])
+        await put(self.queue, group(ticket))
         self.under_way -= 1
         self.sampled += 1
         return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
@@ -81,6 +82,7 @@ class Run:
             remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make)), exceptions=ray.exceptions
         )
         monkeypatch.setattr(actors.pool, "ray", fake_ray)
+        monkeypatch.setattr(actors.cluster, "ray", fake_ray)
         config = RolloutConfig.model_validate(
             {
                 "workers": len(group_s),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
+import actors.cluster
 import actors.pool
 from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
@@ -20,7 +21,7 @@ from actors.rollout_worker import WorkerSettings
 from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, group, prompt, put
 
 DEAD = ray.exceptions.ActorDiedError()
 Fault = Exception | Callable[[], Awaitable[object]]
@@ -51,7 +52,7 @@ class Worker:
     async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         await self._play()
         self.sampled.append(ticket.group_id)
-        await self.scene.queue.put([group(ticket)])
+        await put(self.scene.queue, group(ticket))
         return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
@@ -125,6 +126,7 @@ class Scene:
             exceptions=ray.exceptions,
         )
         monkeypatch.setattr(actors.pool, "ray", fake_ray)
+        monkeypatch.setattr(actors.cluster, "ray", fake_ray)
         config = RolloutConfig.model_validate(
             {
                 "workers": workers,
@@ -259,8 +261,8 @@ def test_a_group_that_was_delivered_before_the_worker_died_counts_once(monkeypat
         scene = Scene(monkeypatch, places=1)
 
         async def deliver_and_die() -> None:
-            snapshot = await scene.queue.snapshot()
-            await scene.queue.put([group(snapshot.in_flight[0])])
+            snapshot, _, _ = await scene.queue.snapshot()
+            await put(scene.queue, group(snapshot.in_flight[0]))
             raise DEAD
 
         scene.faults["0"] = deliver_and_die

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.carriers import Ticket
+from actors.payloads import fetched, whole_snapshot
 from actors.trajectory_queue import TrajectoryQueue, TrajectoryQueueActor
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group
-from tests.actors.cases import group, prompt, prompts
+from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put
 
 
 class QueueLife(RuleBasedStateMachine):
@@ -260,7 +261,7 @@ def test_the_actor_waits_for_places_and_groups() -> None:
         placing = asyncio.create_task(actor.wait_for_places(60.0))
         await asyncio.sleep(0.05)
         assert not drawing.done()
-        await actor.put([group(ticket)])
+        await put(actor, group(ticket))
         assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
         assert not placing.done()
         discarded, counts, _ = await actor.advance(1, [0])
@@ -291,3 +292,48 @@ def test_no_operation_of_a_step_walks_through_all_groups() -> None:
     queue.publish(1)
     queue.settle(drawn)
     assert queue.counts()["finished"] == 49 and queue.free_places == 51
+
+
+def test_a_lost_group_keeps_its_place_and_is_due_when_it_was() -> None:
+    """Its staleness is that of its admission; what is put for it again is drawn before younger ones. Only drawn groups can be lost."""
+    queue = TrajectoryQueue(groups_per_step=2, max_staleness=1)
+    tickets = queue.admit(prompts(0, 4))
+    for ticket in tickets:
+        queue.put(group(ticket))
+    queue.draw(0, 2)
+    queue.lose([1])
+    assert queue.counts() == {"admitted": 4, "trained": 0, "discarded": 0, "in_flight": 1, "finished": 2, "drawn": 1}
+    assert queue.free_places == 0 and queue.take_lost() == [tickets[1]] and queue.take_lost() == []
+    assert [ticket.group_id for ticket in queue.snapshot().in_flight] == [1]
+    assert queue.put(group(tickets[1])) and not queue.put(group(tickets[1]))
+    assert [g.group_id for g in queue.draw(0, 1)] == [1]
+    with pytest.raises(LedgerError, match="group 2 was lost but the queue has it as finished"):
+        queue.lose([2])
+
+
+def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again() -> None:
+    async def scenario() -> None:
+        actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
+        finished = [group(ticket) for ticket in await actor.admit(prompts(0, 4))]
+        await actor.put([one.facts for one in finished[:3]], FakeWorker(*finished, lost=(1,)))
+        snapshot = await whole_snapshot(FakeActor(actor), deadline_s=5.0)
+        assert snapshot.finished == (finished[0], finished[2])
+        assert [ticket.group_id for ticket in snapshot.in_flight] == [1, 3]
+        again = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
+        assert [ticket.group_id for ticket in await again.restore(snapshot)] == [1, 3]
+        drawn = await again.draw(0, 2, 5.0)
+        assert await fetched(drawn, deadline_s=5.0) == ([finished[0], finished[2]], [])
+
+    asyncio.run(scenario())
+
+
+def test_a_repeated_delivery_asks_the_worker_for_nothing() -> None:
+    async def scenario() -> None:
+        actor = TrajectoryQueueActor(groups_per_step=2, max_staleness=0)
+        finished = [group(ticket) for ticket in await actor.admit(prompts(0, 2))]
+        worker = FakeWorker(*finished)
+        assert await actor.put([finished[0].facts], worker) == [0]
+        assert await actor.put([finished[0].facts, finished[1].facts, finished[1].facts], worker) == [1]
+        assert worker.asked == [0, 1]
+
+    asyncio.run(scenario())
