@@ -192,6 +192,8 @@ class Observation:
     """Time that all this took, seconds."""
     clipped: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """By "positive" and "negative" advantage: (token id, how often) of the tokens that the objective clipped most often in this batch."""
+    late_s: float = 0.0
+    """By how much the service's event loop was late with 99 % of what was due since the last observation, at most."""
 
 
 @dataclass(frozen=True, slots=True)

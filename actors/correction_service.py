@@ -27,6 +27,7 @@ from actors.carriers import INVALID, UNIFORM, Example, ForwardRequest, Observati
 from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.forwards import ForwardRequests
 from actors.gap_split import GapSplit
+from actors.loop_clock import LoopClock
 from actors.scatter import ScatterReservoir
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -109,6 +110,7 @@ class CorrectionService:
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
             self._monitor.load_state_dict(monitor_state)
+        self._clock = LoopClock()
         self._observing = asyncio.Lock()
         self._waiting_to_observe = 0
         self._forwards = ForwardRequests()
@@ -131,6 +133,7 @@ class CorrectionService:
 
         If the batch needs something of the learner first, this returns what: answer by `forwarded`, and ask again.
         """
+        self._clock.start()
         if self._ahead is None or self._ahead[0] != version:
             self._ahead = (version, asyncio.create_task(self._prepare(version)))
         # The deadline counts from the learner's asking, not from the work ahead: that may rest while the learner trains.
@@ -163,6 +166,7 @@ class CorrectionService:
 
     async def stop(self) -> None:
         """No further batch is drawn."""
+        self._clock.stop()
         if self._ahead is not None:
             self._ahead[1].cancel()
             self._ahead = None
@@ -187,7 +191,8 @@ class CorrectionService:
             self._waiting_to_observe -= 1
         try:
             found: StepValues = await payloads.value_of(values[0])
-            return await asyncio.to_thread(self._observe, step, version, trained, reference, found, learned)
+            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, found, learned)
+            return replace(observation, late_s=self._clock.read())
         finally:
             self._observing.release()
 

@@ -8,7 +8,7 @@ A worker without work always has a share, so that nothing waits for one that is 
 from __future__ import annotations
 
 import asyncio
-import bisect
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -54,7 +54,9 @@ class WaitingWork:
     def __init__(self, slots: int, samples_per_group: int) -> None:
         """Args: slots: groups that a worker has under way at most."""
         self._slots, self._samples_per_group = slots, samples_per_group
-        self._tickets: list[Ticket] = []
+        self._tickets: list[tuple[int, int, Ticket]] = []
+        """A heap by group id, which says how old a group is, and by when it came."""
+        self._came = 0
         self._questions: list[Questions] = []
         self.is_fed = False
         """Training goes on: evaluations keep to their share of the slots."""
@@ -62,7 +64,8 @@ class WaitingWork:
     def add_groups(self, tickets: Sequence[Ticket]) -> None:
         """New ones, or those of a worker that failed, which are older than others that wait."""
         for ticket in tickets:
-            bisect.insort(self._tickets, ticket, key=_age)
+            self._came += 1
+            heapq.heappush(self._tickets, (ticket.group_id, self._came, ticket))
 
     def add_questions(self, parts: Sequence[Questions]) -> None:
         self._questions += parts
@@ -72,7 +75,7 @@ class WaitingWork:
         return bool(self._tickets or self._questions)
 
     def __str__(self) -> str:
-        groups = f"{len(self._tickets)} groups (the oldest is {self._tickets[0].group_id})" if self._tickets else ""
+        groups = f"{len(self._tickets)} groups (the oldest is {self._tickets[0][0]})" if self._tickets else ""
         questions = f"{sum(part.size for part in self._questions)} evaluation answers" if self._questions else ""
         return " and ".join(part for part in (groups, questions) if part) or "nothing"
 
@@ -106,7 +109,7 @@ class WaitingWork:
         for worker in sorted(ready, key=lambda w: (len(w.groups), w.questions)):
             held = len(worker.groups)
             free = min(share + (above < rest), self._room(worker)) - held
-            taken, self._tickets = self._tickets[: max(0, free)], self._tickets[max(0, free) :]
+            taken = [heapq.heappop(self._tickets)[-1] for _ in range(min(free, len(self._tickets)))]
             worker.groups.update(ticket.group_id for ticket in taken)
             above += held <= share < len(worker.groups)
             size = max(1, min(_HANDFUL, len(taken) // 8))
@@ -120,7 +123,3 @@ class WaitingWork:
     def _forget_cancelled(self) -> None:
         """The evaluation that asked has ended without these."""
         self._questions = [part for part in self._questions if not part.answers.done()]
-
-
-def _age(ticket: Ticket) -> int:
-    return ticket.group_id

@@ -81,6 +81,14 @@ _TIME = [
     ),
     _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Computing the diagnostics of the batch; the learner does not wait for it."),
     _gauge(
+        "time/driver_late_s", _U.SECONDS, _R.MAX, "driver late",
+        "How late the driver's event loop was with 99 % of what was due in the step, at most: what blocks it delays every call of the run.",
+    ),
+    _gauge(
+        "time/service_late_s", _U.SECONDS, _R.MAX, "service late",
+        "The same of the correction service, since the step whose diagnostics came before.",
+    ),
+    _gauge(
         "wait/learner_s", _U.SECONDS, _R.MAX, "learner waits",
         "Time of the step in which the learner had no batch to train on; if it is long, rollouts are the bottleneck.",
     ),

@@ -16,6 +16,7 @@ from actors.carriers import INVALID, UNIFORM, ActorInfo, GroupSummary, Observati
 from actors.config import RunConfig
 from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
+from actors.loop_clock import LoopClock
 from actors.metrics import StepMetrics
 from actors.payloads import value_of
 from actors.record.metric_views import MetricViews
@@ -108,6 +109,7 @@ class Observer:
         self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._repeated = Repeated()
+        self._clock = LoopClock()
         self._writing: asyncio.Task[None] | None = None
 
     # -- actors ------------------------------------------------------------------------------------------------------
@@ -118,6 +120,7 @@ class Observer:
 
     def serve(self) -> None:
         """Open the controller's own endpoint and the service discovery; needs a running Ray."""
+        self._clock.start()
         address = listen_address(self._config.metrics.bind)
         self._discovery = DiscoveryServer(address, self._config.metrics.discovery_port)
         self._endpoint = MetricsEndpoint("controller", "0", bind=address)
@@ -260,7 +263,7 @@ class Observer:
         self._count("steps/skipped_total", result.skipped_steps - result.overflowed_steps)
         if result.loss_scale is not None:
             self._count("steps/overflowed_total", result.overflowed_steps)
-        noted = self._extra | self._queue_numbers(counts) | self._totals
+        noted = self._extra | {"time/driver_late_s": self._clock.read()} | self._queue_numbers(counts) | self._totals
         elapsed_s, groups, receipts, differences = now - self._began, self._finished, self._receipts, self._differences
         self._finished, self._receipts, self._differences, self._extra = [], [], [], {}
         return FinishedStep(
@@ -348,7 +351,7 @@ class Observer:
 
     def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
         metrics.update(diagnostic_metrics(found.diagnostics))
-        metrics.update({"time/diagnose_s": found.seconds, "monitor/level": found.state.rank})
+        metrics.update({"time/diagnose_s": found.seconds, "time/service_late_s": found.late_s, "monitor/level": found.state.rank})
         self._folder.append_clipped_tokens(metrics.step, found.clipped)
         for event in found.events:
             self.warned(event)
@@ -371,6 +374,7 @@ class Observer:
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
         self._views.close()
+        self._clock.stop()
         for part in ("_endpoint", "_discovery"):
             if hasattr(self, part):
                 getattr(self, part).close()

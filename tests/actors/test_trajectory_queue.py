@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.carriers import Ticket
+from actors.dispatch import WaitingWork
 from actors.payloads import fetched, whole_snapshot
 from actors.trajectory_queue import TrajectoryQueue, TrajectoryQueueActor
 from correction.errors import DataError, LedgerError
@@ -337,3 +341,53 @@ def test_a_repeated_delivery_asks_the_worker_for_nothing() -> None:
         assert worker.asked == [0, 1]
 
     asyncio.run(scenario())
+
+
+def operations(held: int) -> int:
+    """Lines of the queue and of the dispatch, and comparisons, that it takes to admit, hand out, put, draw, lose and discard 64 groups
+    while so many others wait, finished and not: a loop through them would run a line, or compare, for each."""
+    count = 0
+
+    class Number(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal count
+            count += 1
+            return int(self) < int(other)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.endswith(("trajectory_queue.py", "dispatch.py")):
+            return None
+        count += event == "line"
+        return trace
+
+    queue, work = TrajectoryQueue(groups_per_step=2 * held, max_staleness=1), WaitingWork(10, 1)
+    queue._next_group_id = Number(0)
+    others = [replace(ticket, group_id=Number(ticket.group_id)) for ticket in queue.admit(prompts(0, held))]
+    for ticket in others[::2]:
+        queue.put(group(ticket))
+    work.add_groups(others[1::2])
+    taker = SimpleNamespace(groups=set(), questions=0)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        tickets = [replace(ticket, group_id=Number(ticket.group_id)) for ticket in queue.admit(prompts(held, held + 64))]
+        work.add_groups(tickets)
+        for _ in range(64):
+            taker.groups.clear()
+            assert len([ticket for _, part in work.take([taker], [taker]) for ticket in part]) == 10
+        for ticket in tickets:
+            queue.put(group(ticket))
+            (drawn,) = queue.draw(0, 1)
+            queue.lose([drawn.group_id])
+            queue.take_lost()
+            queue.discard([drawn.group_id], "test")
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_what_a_group_takes_does_not_grow_with_the_groups_held() -> None:
+    """From 2,048 to 8,192: two levels of a heap more, of the dozen that there are; what walks through them takes four times as much."""
+    few, many = operations(2048), operations(8192)
+    assert many < 1.5 * few
