@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import pickle
 import random
 import threading
 import weakref
@@ -39,7 +40,7 @@ from learner.config import LearnerConfig
 from learner.step import StepValues
 from rollout.config import RolloutConfig
 from rollout.trajectory import Group
-from tests.actors.cases import FakeActor, FakeWorker, group, prompts, put, trajectory
+from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put, trajectory
 
 GROUPS = 4
 ROLLOUT = RolloutConfig.model_validate(
@@ -681,5 +682,25 @@ def test_packing_and_correcting_leave_the_event_loop_alone(monkeypatch: pytest.M
             await scene.batch(0)
             await scene.service.stop()
         assert threads.keys() == {"pack_groups", "correct", "defer"} and loop_thread not in threads.values()
+
+    play(scenario)
+
+
+def test_what_the_driver_gets_does_not_grow_with_the_answers() -> None:
+    """Ids, rewards, lengths and spans: a batch of answers a hundred times as long is as large, but for the digits of its numbers."""
+
+    async def size(length: int) -> int:
+        scene = Scene(steps=1, examples=0)
+        tickets = await scene.admit(0, GROUPS)
+        waiting = asyncio.create_task(scene.next_batch(0))
+        answers = {r: [trajectory(prompt(i), range(length), reward=float(r)) for i in range(GROUPS)] for r in range(2)}
+        await scene.put(*[replace(group(ticket), trajectories=(answers[0][i], answers[1][i])) for i, ticket in enumerate(tickets)])
+        prepared = await waiting
+        await scene.service.stop()
+        assert prepared.tokens == 2 * GROUPS * (3 + length)
+        return len(pickle.dumps(replace(prepared, corrected=None)))
+
+    async def scenario() -> None:
+        assert abs(await size(1000) - await size(10)) < 100
 
     play(scenario)
