@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
 """Reasons for which the service discards a group."""
+FAILED = "no usable answer"
+LOST = "lost with several engines"
+"""Reasons for which the pool does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class ActorInfo:
     """host:port of its Prometheus endpoint."""
     detail: str = ""
     """What a person should know of it besides."""
+    node: str = ""
+    """Id of its node; empty: not known."""
 
     @property
     def key(self) -> str:
@@ -71,6 +76,16 @@ class QueueSnapshot:
     discarded_by_reason: dict[str, int] = field(default_factory=dict)
     unreported: tuple[tuple[str, str], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
+
+
+class Finished(Protocol):
+    """What the queue looks at in a finished group."""
+
+    @property
+    def group_id(self) -> int: ...
+
+    @property
+    def prompt_id(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,19 @@ class GroupSummary:
     """Seconds from the first request to the last answer."""
     worker: str
     """Name of the one that sampled it."""
+    prompt_id: str = ""
+    reward_s: float = 0.0
+    """Seconds from the last answer to the last reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFailure:
+    """A worker could not sample a group. Its engine goes on."""
+
+    group_id: int
+    reason: str
+    is_final: bool
+    """No other worker could, either: it is the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
+from actors.descendants import adopted_orphans, descendants, end, end_new
 from actors.devices import shortage
+from actors.security import loopback_only, protect_token, require_authentication
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
 
@@ -53,7 +55,7 @@ class Cluster:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._before = _descendants()
+        self._before = descendants()
 
     def __enter__(self) -> Cluster:
         """Raises: ConfigError for an address or a folder that can't be used; EngineError when Ray does not start, with what to do."""
@@ -72,8 +74,14 @@ class Cluster:
         if settings.address is not None:
             with _environment(_JOINED_ENVIRONMENT):
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
+            try:
+                require_authentication(settings)
+            except BaseException:
+                ray.shutdown()
+                raise
             return self
         os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: the others lower theirs themselves, see lower_priority
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
         workers = self._config.rollout.workers
         arguments: dict[str, Any] = {
             "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
@@ -81,10 +89,12 @@ class Cluster:
             "include_dashboard": settings.include_dashboard,
             "_temp_dir": str(settings.temp_dir.resolve()) if settings.temp_dir else None,
         }
-        with _own_turn():
+        with _own_turn(), loopback_only():
             self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
+        protect_token()
         return self
 
+    @adopted_orphans()
     def _try(self, start: Callable[[], object], what: str, deadline_s: float) -> None:
         """Call `start` until it succeeds, `_TRIES` times at most, and not again after `deadline_s`."""
         began = time.monotonic()
@@ -112,14 +122,14 @@ class Cluster:
                 log.warning("%s; trying again, %d of %d", reason, _TRIES - left + 1, _TRIES)
                 time.sleep(_PAUSE_S)
             except BaseException:
-                _end([process for process in _descendants() if process not in self._before])
+                end_new(self._before)
                 raise
 
     def _clear(self) -> str:
         """End what a start that failed has left. Returns: where its logs are, as a sentence, if that can be told."""
-        left = [process for process in _descendants() if process not in self._before]
+        left = [process for process in descendants() if process not in self._before]
         session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", _command(process)))), None)
-        _end(left)
+        end_new(self._before)
         with contextlib.suppress(Exception):  # it may not be up far enough to be shut down
             ray.shutdown()
         return f" Ray's own logs: {session}/logs" if session else ""
@@ -138,11 +148,11 @@ class Cluster:
         node: Any = ray._private.worker._global_node
         pids = [info.process.pid for infos in node.all_processes.values() for info in infos] if node is not None else []
         daemons = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        ours = [*daemons, *(child for daemon in daemons for child in _descendants(daemon))]
+        ours = [*daemons, *(child for daemon in daemons for child in descendants(daemon))]
         try:
             ray.shutdown()
         finally:
-            _end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
+            end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
 
 
 def check_ray(settings: RayConfig) -> None:
@@ -184,14 +194,6 @@ def lower_priority(actor: Any) -> None:
     actors are at Ray's 15 already, which leaves little room; start its nodes with RAY_worker_niceness=0 if learner and rollouts share one.
     """
     actor.__ray_call__.remote(_raise_niceness)
-
-
-def kill(actor: Any) -> None:
-    """Kill an actor that may be gone already."""
-    try:
-        ray.kill(actor)
-    except Exception as error:  # nothing to kill is what we wanted
-        log.debug("kill: %s", error)
 
 
 def _raise_niceness(_: Any) -> None:
@@ -244,22 +246,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
-
-
-def _descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
-    try:
-        return (process or psutil.Process()).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _end(processes: list[psutil.Process], *, grace_s: float = 0.0) -> None:
-    """Kill those that are there after `grace_s`, and wait a little for them to be gone."""
-    _, left = psutil.wait_procs(processes, timeout=grace_s)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=_ENDED_S)
 
 
 def _command(process: psutil.Process) -> str:

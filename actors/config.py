@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
@@ -12,7 +12,7 @@ from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
 from correction.replacement import check_replaceable, reason_of, switched, tightened
 from correction.schedule import fold_obstacle, needs_proximal_forward
-from correction.settings import Settings
+from correction.settings import DerivedSettings, Settings
 from learner.config import LearnerConfig
 from learner.nano import NanoModelConfig
 from learner.warmup import WarmupConfig
@@ -45,6 +45,8 @@ class RayConfig(Settings):
     """Custom resource that a rollout worker asks for; an autoscaled node type offers it."""
     include_dashboard: bool = False
     """Start Ray's dashboard with a private cluster."""
+    allow_unauthenticated: bool = False
+    """Join a cluster that asks nobody for a token: whoever reaches it can run code as you. For closed networks."""
 
 
 class WeightSyncConfig(Settings):
@@ -80,30 +82,44 @@ class CheckpointConfig(Settings):
     """Newest checkpoints to keep; the one with the best held-out accuracy stays too, if its step was evaluated (evaluation.every_steps)."""
 
 
-class DeadlinesConfig(Settings):
-    """No wait without an end; the error names phase, actor and version."""
+class DeadlinesConfig(DerivedSettings):
+    """No wait without an end; the error names phase, actor and version. Unset ones follow from the two rates, the answers' length and the
+    model's bytes, and are no shorter than what stands here: `evenkeel config RECIPE --explain` prints them."""
 
+    DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "batch_s", "step_s", "sync_s", "checkpoint_s", "evaluation_s"})
+
+    tokens_per_s: PositiveFloat = 5.0
+    """Slowest rate at which a busy engine samples one answer, tokens a second."""
+    bytes_per_s: PositiveFloat = 1e8
+    """Slowest rate at which weights come over network and disks, bytes a second."""
+    no_workers_s: PositiveFloat | None = None
+    """The run ends when no rollout worker could work for so long, seconds; empty: it waits for one, and says for what."""
     start_s: PositiveFloat = 600.0
     """Longest start of engines and learner ranks, seconds; past a deadline the run ends with an error that names what it waited for."""
     batch_s: PositiveFloat = 600.0
-    """Longest wait for a whole training batch, seconds."""
+    """Longest wait for a training batch in which workers are there and not one group is finished, seconds."""
     step_s: PositiveFloat = 1800.0
     """Longest optimizer step, or forward pass of the learner, seconds."""
     sync_s: PositiveFloat = 120.0
-    """Longest wait for an engine to confirm new weights, seconds."""
+    """Longest wait for an engine to confirm new weights, seconds; it has three attempts."""
     checkpoint_s: PositiveFloat = 600.0
     """Longest time to write a checkpoint, seconds."""
     evaluation_s: PositiveFloat = 900.0
-    """Longest time for one evaluation, seconds."""
+    """Longest time for one evaluation, seconds; it is left out then, and the run goes on."""
     notice_s: PositiveFloat = 30.0
     """Seconds after which a part that waits says what it waits for, again and again."""
+
+    @property
+    def receipts_s(self) -> float:
+        """Until an engine has had its three attempts at new weights, and the pauses between them."""
+        return 3 * self.sync_s + 30.0
 
 
 class MetricsConfig(Settings):
     """Where numbers go besides the run folder."""
 
     bind: str = "127.0.0.1"
-    """Address that the Prometheus endpoints listen on; on a cluster the node's own ("node")."""
+    """Address that the Prometheus endpoints listen on. "node": each node's own, as Ray knows it; of a private cluster that is 127.0.0.1."""
     discovery_port: int = Field(default=0, ge=0, le=65535)
     """Port of the controller's HTTP service discovery for Prometheus; 0: any free one, written to the run's events."""
     wandb_project: str | None = None

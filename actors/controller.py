@@ -35,7 +35,7 @@ from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.supervision import Stopwatch, abandon, counted, unless_failed, wait_for
 from actors.trajectory_queue import TrajectoryQueueActor
-from actors.true_on_policy import check_agreement, describe, metrics_of
+from actors.true_on_policy import checked, describe, metrics_of
 from actors.weight_sync import WeightSync
 from correction.errors import EvenkeelError
 from correction.schedule import needs_topk
@@ -90,7 +90,7 @@ class Controller:
         self._alarms = AlarmResponse(config, self._state.replacement if self._state else None)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
-        self._last_evaluation: asyncio.Task[Evaluation] | None = None
+        self._last_evaluation: asyncio.Task[Evaluation | None] | None = None
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._ends_at_once = False
@@ -147,8 +147,7 @@ class Controller:
             result = await self._learn(batch)
             await self._compare_bits(batch, result)
             await self._publish()  # engines take it while we go on
-            group_ids = [group.group_id for group in batch.groups]
-            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, group_ids)
+            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, [group.group_id for group in batch.groups])
             self._step += 1
             trained = [group.prompt_id for group in batch.groups]
             self._ledger.settle(self._step, trained=trained, discarded=discarded, outstanding=outstanding, counts=counts)
@@ -173,7 +172,8 @@ class Controller:
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"):
-            batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=self._config.deadlines.sync_s)
+            sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
+            batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=sync_s, is_moving=is_moving)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
 
     async def _ask_for_batch(self) -> PreparedBatch | ForwardRequest:
@@ -182,6 +182,7 @@ class Controller:
             self._service.next_batch.remote(self._version),
             f"batch of version {self._version} <- correction service",
             deadline_s=deadlines.batch_s + 30.0,
+            counts_from=self._pool.last_progress,
             notice_s=deadlines.notice_s,
             notice=self._observer.waiting,
             detail=lambda: self._queue.waiting_for.remote(self._version),
@@ -209,19 +210,18 @@ class Controller:
     async def _compare_bits(self, batch: PreparedBatch, result: Any) -> None:
         """True on-policy: before the new weights go anywhere. Raises: EngineError at the first difference, if that ends the run."""
         if self._config.true_on_policy:
-            agreement = await self._ask(self._service.compared, batch.version, (result.values,))
-            check_agreement(self._config, agreement, step=self._step + 1)
+            agreement = checked(self._config, await self._ask(self._service.compared, batch.version, (result.values,)), step=self._step + 1)
             if agreement.first is not None:
                 self._observer.event("warning", f"step {self._step + 1}: {describe(agreement)}")
             self._observer.note(metrics_of(agreement))
 
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 
-    async def _evaluate_now(self, when: str) -> Evaluation:
+    async def _evaluate_now(self, when: str) -> Evaluation | None:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         await self._evaluations.finished()
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
-        await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)  # an engine has three attempts
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
         return await self._evaluations.whole(when, self._step, self._version)
 
     async def _evaluate_last(self) -> Evaluation | None:
@@ -297,6 +297,7 @@ class Controller:
         )
         self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
+        self._evaluations.counts_from = self._pool.attended_since
         self._pool.start()
 
     async def _start_learner(self) -> None:
@@ -323,7 +324,7 @@ class Controller:
         self._observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
-        await self._sync.receipts(self._version, deadline_s=3 * self._config.deadlines.sync_s)
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
 
     def _service_config(self) -> ServiceConfig:
         config = self._config

@@ -60,12 +60,29 @@ class WaitingWork:
         self._questions: list[Questions] = []
         self.is_fed = False
         """Training goes on: evaluations keep to their share of the slots."""
+        self._failed_at: dict[int, Taker] = {}
+        """By group: the worker that could not sample it."""
+        self._suspects: set[int] = set()
 
     def add_groups(self, tickets: Sequence[Ticket]) -> None:
         """New ones, or those of a worker that failed, which are older than others that wait."""
         for ticket in tickets:
             self._came += 1
             heapq.heappush(self._tickets, (ticket.group_id, self._came, ticket))
+
+    def add_failed(self, ticket: Ticket, worker: Taker) -> None:
+        """One that a worker could not sample: another takes it, if there is another."""
+        self._failed_at[ticket.group_id] = worker
+        self.add_groups([ticket])
+
+    def suspect(self, group_id: int) -> None:
+        """Engines were lost with it: a worker takes no second one of these at a time."""
+        self._suspects.add(group_id)
+
+    def forget(self, group_id: int) -> None:
+        """It is finished or discarded."""
+        self._failed_at.pop(group_id, None)
+        self._suspects.discard(group_id)
 
     def add_questions(self, parts: Sequence[Questions]) -> None:
         self._questions += parts
@@ -109,11 +126,30 @@ class WaitingWork:
         for worker in sorted(ready, key=lambda w: (len(w.groups), w.questions)):
             held = len(worker.groups)
             free = min(share + (above < rest), self._room(worker)) - held
-            taken = [heapq.heappop(self._tickets)[-1] for _ in range(min(free, len(self._tickets)))]
+            taken = self._take_tickets(worker, max(0, free), is_alone=len(sharers) < 2)
             worker.groups.update(ticket.group_id for ticket in taken)
             above += held <= share < len(worker.groups)
             size = max(1, min(_HANDFUL, len(taken) // 8))
             yield from ((worker, taken[i : i + size]) for i in range(0, len(taken), size))
+
+    def _take_tickets(self, worker: Taker, count: int, *, is_alone: bool) -> list[Ticket]:
+        """The oldest ones that this worker may have."""
+        taken: list[Ticket] = []
+        passed = []
+        has_suspect = not self._suspects.isdisjoint(worker.groups)
+        while self._tickets and len(taken) < count:
+            entry = heapq.heappop(self._tickets)
+            ticket = entry[-1]
+            is_suspect = ticket.group_id in self._suspects
+            failed_here = not is_alone and self._failed_at.get(ticket.group_id) is worker
+            if failed_here or (is_suspect and has_suspect):
+                passed.append(entry)
+                continue
+            taken.append(ticket)
+            has_suspect |= is_suspect
+        for entry in passed:
+            heapq.heappush(self._tickets, entry)
+        return taken
 
     def _room(self, worker: Taker) -> int:
         """Slots for groups: all but those that questions hold, who hold no more than their share while training is fed."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, pvariance
 from typing import Protocol
 
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.supervision import abandon, wait_for
+from correction.errors import DeadlineExceeded
 from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
@@ -231,6 +232,8 @@ class Evaluations:
         self._settings, self._deadlines, self._answerer, self._prompts = settings, deadlines, answerer, prompts
         self._observer, self._steps = observer, steps
         self._beside: asyncio.Task[Evaluation] | None = None
+        self.counts_from: Callable[[], float] | None = None
+        """Time of the event loop before which nobody was there to answer."""
 
     def begin_if_due(self, step: int, version: int) -> None:
         """After a step: start the evaluation beside training, unless one is running; it ends whenever it ends."""
@@ -253,16 +256,19 @@ class Evaluations:
         if self._beside is not None:
             await asyncio.wait({self._beside})
 
-    async def whole(self, when: str, step: int, version: int) -> Evaluation:
-        """Evaluate on all held-out questions.
+    async def whole(self, when: str, step: int, version: int) -> Evaluation | None:
+        """Evaluate on all held-out questions. One that takes too long is left out: training can do without it.
 
         Args:
             when: "before training", for instance.
             step: steps done.
             version: of the weights.
-        Raises: DeadlineExceeded.
         """
-        return await self._in_time(self._prompts, f"evaluation {when}", step, version)
+        try:
+            return await self._in_time(self._prompts, f"evaluation {when}", step, version)
+        except DeadlineExceeded as error:
+            self._observer.event("warning", f"left out: {error}")
+            return None
 
     async def abandon(self) -> None:
         if self._beside is not None:
@@ -273,6 +279,7 @@ class Evaluations:
             self._evaluate(prompts, step),
             f"{what}, weights v{version} <- rollout workers",
             deadline_s=self._deadlines.evaluation_s,
+            counts_from=self.counts_from,
             notice_s=self._deadlines.notice_s,
             notice=self._observer.waiting,
         )

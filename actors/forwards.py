@@ -18,6 +18,7 @@ import ray
 
 from actors.carriers import ForwardRequest, PreparedBatch
 from actors.supervision import wait_for
+from correction.errors import DeadlineExceeded
 
 if TYPE_CHECKING:  # torch and Megatron: not in the driver
     from torch import Tensor
@@ -32,15 +33,30 @@ AT_SAMPLING, NOW = "at_sampling", "now"
 
 
 async def next_batch(
-    ask: Callable[[], Awaitable[PreparedBatch | ForwardRequest]], service: Any, learner: LearnerGroup, *, deadline_s: float
+    ask: Callable[[], Awaitable[PreparedBatch | ForwardRequest]],
+    service: Any,
+    learner: LearnerGroup,
+    *,
+    deadline_s: float,
+    is_moving: Callable[[], bool] = lambda: False,
 ) -> PreparedBatch:
     """The next batch of the correction service, whole. The learner is idle, and runs what the service asks for on the way.
 
     Args:
         ask: the service for its next batch.
         deadline_s: for the service to take what the learner has found.
+        is_moving: groups are finished, though not enough of them, or there is nobody to finish any: the service is asked again.
     """
-    while isinstance(found := await ask(), ForwardRequest):
+
+    async def asked() -> PreparedBatch | ForwardRequest:
+        while True:
+            try:
+                return await ask()
+            except DeadlineExceeded:
+                if not is_moving():
+                    raise
+
+    while isinstance(found := await asked(), ForwardRequest):
         began = time.monotonic()
         if found.kept_since is not None:
             await learner.keep_weights(found.version, oldest=found.kept_since)

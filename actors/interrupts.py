@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 10.0
 """How long the main thread may take to unwind."""
-_KILLED_S = 3.0
-"""For the kernel to end what was killed."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -155,15 +153,12 @@ def is_ending() -> bool:
 
 def _end_all(number: int, why: str) -> NoReturn:
     """End this process and its descendants, without the help of the main thread."""
-    import psutil
+    from actors.descendants import adopted_orphans, end_new
 
     with contextlib.suppress(OSError):
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h\n")  # the cursor, which a live panel hides
         os.write(2, f"evenkeel: ended by {NAMES[number]} ({why})\n".encode())
-    children = psutil.Process().children(recursive=True)
-    for process in children:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(children, timeout=_KILLED_S)
+    with adopted_orphans():
+        end_new()
     os._exit(exit_code(number))

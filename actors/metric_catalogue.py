@@ -339,6 +339,7 @@ _GROUPS = [
     _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
     _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
     _counter("groups/lost_total", "lost groups", "Finished groups whose tokens went with a node, and which were sampled again."),
+    _counter("groups/failed_total", "failed groups", "Groups thrown away because no worker could sample them."),
     _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
 ]
 _ROLLOUT = [

@@ -11,11 +11,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from actors.carriers import FAILED, INVALID, LOST, UNIFORM
 from actors.metric_catalogue import CATALOGUE
 from actors.metric_kinds import Kind, Metric
 from correction.errors import EvenkeelError
 from correction.quantities import current_name
 
+DISCARD_COUNTERS = {
+    INVALID: "groups/invalid_total",
+    UNIFORM: "groups/refilled_total",
+    FAILED: "groups/failed_total",
+    LOST: "groups/failed_total",
+}
+"""By the reason for which a group was discarded."""
 _FAMILIES = [metric for metric in CATALOGUE.values() if metric.is_family]
 
 

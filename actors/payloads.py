@@ -9,15 +9,19 @@ lies in the store of the worker's node (a small one with its reference); with th
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup, Ticket
 from actors.supervision import wait_for
 from rollout.trajectory import Group, GroupFacts
+
+if TYPE_CHECKING:  # which imports the queue, and that this
+    from actors.admission import PatientQueue
 
 POLL_S = 30.0
 """Longest answer to the question what was lost; with nothing it is asked again."""
@@ -69,10 +73,8 @@ async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
     return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))
 
 
-async def sample_again(queue: Any, take: Callable[[list[Ticket]], None]) -> None:
+async def sample_again(queue: PatientQueue, take: Callable[[list[Ticket]], None]) -> None:
     """Hand on what was lost, whenever the queue says so, until cancelled."""
-    while True:
-        waiting = queue.take_lost.remote(POLL_S)
-        tickets = await wait_for(waiting, "lost groups <- trajectory queue", deadline_s=3 * POLL_S, notice_s=3 * POLL_S)
-        if tickets:
+    for number in itertools.count(1):
+        if tickets := await queue.ask("take_lost", number, POLL_S, waits_s=POLL_S):
             take(tickets)

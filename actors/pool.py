@@ -1,10 +1,5 @@
-"""The rollout pool: workers come, take work, fail and are replaced; it works with as many as are there.
-
-States of a worker, and what moves it:
-
-    STARTING   created; Ray may still be looking for a node that offers the rollout resource
-    JOINED     its engine is up; the weight sync owns its version from here
-    GONE       its process or its engine died, or it took no weights; a replacement is started, its groups go to other workers
+"""The rollout pool: workers come, take work, fail and are replaced; it works with as many as are there. (A worker's life: workers.py. What
+became of it and of groups: faults.py.)
 
 A joined worker takes work while it holds a receipt for the published version; how much of it, dispatch.py says. One whose engine says that
 it is dirty (a weight update failed half-way) stays joined, and works again after a full sync.
@@ -14,72 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
-import ray
+from ray.exceptions import RayError
 
-from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
-from actors.cluster import kill, lower_priority
+from actors import workers
+from actors.admission import PatientQueue
+from actors.carriers import FAILED, LOST, GroupFailure, GroupSummary, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
+from actors.deadlines import group_s
 from actors.dispatch import Questions, WaitingWork
+from actors.faults import STRIKES, GroupBook, LossBook
 from actors.payloads import sample_again
-from actors.rollout_worker import RolloutWorker, WorkerSettings
-from actors.supervision import USUAL_START, counted, unwrapped, wait_for
+from actors.rollout_worker import WorkerSettings
+from actors.supervision import counted, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S
 from actors.weight_sync import SyncTarget, WeightSync
-from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
+from actors.workers import PoolObserver, WorkerHandle, WorkerState
+from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 
 log = logging.getLogger("evenkeel.pool")
-_MAX_REPLACEMENTS = 10
 _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
-_SCORING_S = 300.0
-_LOAD_S = 5.0
 _ANSWERS = 32
 """Of an evaluation, in one call to a worker."""
-
-
-class WorkerState(StrEnum):
-    STARTING = "starting"
-    JOINED = "joined"
-    GONE = "gone"
-
-
-@dataclass(slots=True)
-class WorkerHandle:
-    """One rollout worker, as the pool sees it."""
-
-    name: str
-    actor: Any
-    sync: SyncTarget
-    state: WorkerState = WorkerState.STARTING
-    groups: set[int] = field(default_factory=set)
-    """Groups that it is sampling."""
-    questions: int = 0
-    """Answers to questions of evaluations that it is sampling."""
-    resyncs: int = 0
-    """Full syncs asked for since its last finished group."""
-    info: ActorInfo | None = None
-
-
-class PoolObserver(Protocol):
-    """Is told what happens in the pool."""
-
-    def joined(self, info: ActorInfo) -> None: ...
-
-    def left(self, key: str) -> None:
-        """key: as ActorInfo.key."""
-
-    def group_finished(self, summary: GroupSummary) -> None: ...
-
-    def lost(self, tickets: Sequence[Ticket]) -> None: ...
-
-    def event(self, level: str, text: str) -> None: ...
 
 
 class RolloutPool:
@@ -87,12 +44,17 @@ class RolloutPool:
 
     def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver) -> None:
         self._settings, self._config, self._deadlines = settings, settings.rollout, deadlines
-        self._queue, self._observer = queue, observer
+        self._queue, self._observer = PatientQueue(queue, late=lambda text: observer.event("warning", text)), observer
         self._sync: WeightSync | None = None
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._workers: dict[str, WorkerHandle] = {}
         self._born = 0
-        self._replaced = 0
+        self._losses, self._groups = LossBook(), GroupBook()
+        self._lost_with: dict[Questions, int] = {}
+        """Engines, by the part of an evaluation that they were asked."""
+        self._has_begun = False
+        """A worker has joined."""
+        self._progressed = self._attended = asyncio.get_running_loop().time()
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -118,7 +80,7 @@ class RolloutPool:
         await wait_for(
             self._until(lambda: any(True for _ in self._joined())),
             "the first rollout worker",
-            deadline_s=self._deadlines.start_s,
+            deadline_s=self._no_workers_s,
             notice=log.debug,  # each worker's own start gives notice
         )
 
@@ -131,52 +93,60 @@ class RolloutPool:
         joined = list(self._joined())
         return len(joined), sum(self._is_current(w) for w in joined)
 
+    def attended_since(self) -> float:
+        """Time of the event loop, seconds, until which no worker could work; now, if none can."""
+        if not any(self._is_current(w) for w in self._joined()):
+            self._attended = self._now()
+        return self._attended
+
+    def last_progress(self) -> float:
+        """Time of the event loop, seconds, when a group was last finished or a worker came or was lost; now, if none can work."""
+        return max(self._progressed, self.attended_since())
+
+    def is_moving(self) -> bool:
+        """The last progress is not so long ago that a batch is late."""
+        return self._now() - self.last_progress() < self._deadlines.batch_s
+
     async def raise_on_failure(self) -> None:
         """Never returns; raises when the pool can't go on."""
         await asyncio.shield(self._failure)
 
+    @property
+    def _no_workers_s(self) -> float:
+        return self._deadlines.no_workers_s or math.inf
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def _start_worker(self) -> None:
         name = str(self._born)
         self._born += 1
-        engine = self._config.engine
-        on_gpu = engine.resolved_device == "cuda"
-        actor = (
-            ray.remote(RolloutWorker)
-            .options(
-                num_cpus=1,
-                num_gpus=1 if on_gpu else 0,
-                resources={self._settings.resource: 1},
-                max_concurrency=4096,
-                max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
-            )
-            .remote(name, self._settings, self._queue)
-        )
-        lower_priority(actor)
-        worker = WorkerHandle(name, actor, SyncTarget(name, actor))
+        worker = workers.create(name, self._settings, self._queue.actor, self._losses.avoided(self._now()))
         self._workers[name] = worker
         self._spawn(self._bring_up(worker))
 
+    async def _replace(self, pause_s: float) -> None:
+        if pause_s:
+            self._observer.event("warning", f"workers are lost one after the other: the next replacement starts in {pause_s:.0f} s")
+            await asyncio.sleep(pause_s)
+        self._start_worker()
+
     async def _bring_up(self, worker: WorkerHandle) -> None:
         try:
-            info = await wait_for(
-                worker.actor.start.remote(0),
-                f"start of rollout worker {worker.name} (a node with the resource {self._settings.resource!r}, then its engine)",
-                deadline_s=self._deadlines.start_s,
-                notice_s=self._deadlines.notice_s,
-                usual_s=USUAL_START * self._deadlines.start_s,
-            )
-        except (EvenkeelError, ray.exceptions.RayError) as error:
+            info = await workers.started(worker, self._settings, self._deadlines)
+        except (EvenkeelError, RayError) as error:
             self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
             return
         worker.state, worker.info = WorkerState.JOINED, info
+        self._has_begun, self._progressed = True, self._now()
         self._observer.joined(info)
+        self._spawn(self._follow_heartbeat(worker))
         if self._sync is not None:
             self._sync.join(worker.sync)
         self.wake()
 
     def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
-        """Give a worker up; start another in its place, unless that has been tried too often."""
+        """Give a worker up; start another in its place, unless that has been in vain for too long."""
         if worker.state is WorkerState.GONE or self._is_stopping:
             return
         never_worked = worker.state is WorkerState.STARTING
@@ -185,19 +155,27 @@ class RolloutPool:
         if self._sync is not None:
             self._sync.leave(worker.name)
         self._observer.left(f"rollout-{worker.name}")
-        kill(worker.actor)
+        workers.kill(worker.actor)
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
-        is_waiting_for_a_node = never_worked and isinstance(error, DeadlineExceeded) and any(True for _ in self._joined())
-        self._replaced += not is_waiting_for_a_node
-        is_hopeless = never_worked and not self._workers
-        if is_hopeless or self._replaced > _MAX_REPLACEMENTS:
-            if not self._failure.done():
-                cause = error if isinstance(error, EvenkeelError) else EngineError(f"rollout worker {worker.name} {reason}")
-                self._failure.set_exception(cause)
+        self._progressed = self._now()
+        self._losses.lost(self._now(), worker.info.node if worker.info else "")
+        if never_worked and not self._has_begun and not self._workers:
+            self._fail(error if isinstance(error, EvenkeelError) else EngineError(f"rollout worker {worker.name} {reason}"))
         else:
-            self._start_worker()
+            try:
+                self._losses.check(self._config.workers, f"rollout worker {worker.name}: {reason}")
+                self._spawn(self._replace(self._losses.pause_s(self._config.workers)))
+            except EngineError as hopeless:
+                self._fail(hopeless)
         self.wake()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
+        self._lost(worker, await workers.until_lost(worker, self._config.engine.deadlines.heartbeat_s))
 
     def _engine_failed(self, worker: WorkerHandle, error: EvenkeelError) -> None:
         """A call to a worker failed: a dirty engine is synced again, anything else means that the worker is lost."""
@@ -230,31 +208,12 @@ class RolloutPool:
         try:
             self._work.add_groups(unfinished)
             self.wake()
-            await self._admit(prompts, on_admitted)
+            async for tickets in self._queue.admit(prompts, self._deadlines.notice_s):
+                on_admitted(tickets)
+                self._work.add_groups(tickets)
+                self.wake()
         finally:
             self._work.is_fed = False
-
-    async def _admit(self, prompts: Iterator[Prompt], on_admitted: Callable[[list[Ticket]], None]) -> None:
-        held: list[Prompt] = []
-        places = 0
-        while True:
-            call = self._queue.wait_for_places.remote(self._deadlines.notice_s)  # no place for long is no fault; no answer is one
-            limit_s = self._deadlines.notice_s + ANSWER_S
-            waiting = asyncio.ensure_future(wait_for(call, "free places <- trajectory queue", deadline_s=limit_s, notice_s=ANSWER_S))
-            while len(held) < places and not waiting.done():  # as many as last time, made while the engines are at work
-                held.append(next(prompts))
-                await asyncio.sleep(0)
-            places = await waiting
-            while len(held) < places:
-                held.append(next(prompts))
-            if not places:
-                continue
-            call = self._queue.admit.remote(held[:places])
-            tickets = await wait_for(call, f"admission of {places} groups <- trajectory queue", deadline_s=ANSWER_S)
-            held = held[len(tickets) :]
-            on_admitted(tickets)
-            self._work.add_groups(tickets)
-            self.wake()
 
     def _take_again(self, tickets: Sequence[Ticket]) -> None:
         self._observer.lost(tickets)
@@ -264,18 +223,53 @@ class RolloutPool:
     async def _sample(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
         """Have a worker sample groups that it took; if it fails they wait again, and the queue takes each once."""
         ids = [ticket.group_id for ticket in tickets]
+        lived = False
         try:
+            if self._groups.were_lost(ids):  # on a worker that died together with others, without it
+                await wait_for(worker.actor.load.remote(), f"sign of life <- rollout worker {worker.name}", deadline_s=ANSWER_S)
+            lived = True
             call = worker.actor.generate_groups.remote(tickets)
-            for summary in await self._worked(call, f"groups {ids} <- rollout worker {worker.name}"):
-                self._observer.group_finished(summary)
-            worker.resyncs = 0
-            self._replaced = 0  # the limit is on losses without any work done, not on those of a long life on nodes that come and go
-        except (EngineError, DeadlineExceeded) as error:
+            outcomes = await self._worked(call, f"groups {ids} <- rollout worker {worker.name}")
+        except EngineError as error:
             self._engine_failed(worker, error)
+            guilty = self._groups.lost(ids, worker.name) if lived and not isinstance(error, EngineDirty) else []
+            for ticket in tickets:
+                if ticket.group_id in guilty:
+                    self._discard(ticket, LOST, f"a third engine was lost while it was sampled: {error}")
+                elif self._groups.is_suspect(ticket.group_id):
+                    self._work.suspect(ticket.group_id)
+            self._work.add_groups([ticket for ticket in tickets if ticket.group_id not in guilty])
+        except (DeadlineExceeded, LateError) as error:  # the worker answers its heartbeat: it waits for others
+            self._observer.event("warning", f"others sample groups {ids} again, worker {worker.name} goes on: {error}")
             self._work.add_groups(tickets)
+        else:
+            self._take(worker, tickets, outcomes)
         finally:
             worker.groups.difference_update(ids)
         self.wake()
+
+    def _take(self, worker: WorkerHandle, tickets: Sequence[Ticket], outcomes: Sequence[GroupSummary | GroupFailure]) -> None:
+        """What became of the groups of a call."""
+        for ticket, outcome in zip(tickets, outcomes, strict=True):
+            if not isinstance(outcome, GroupFailure):
+                worker.resyncs, self._progressed = 0, self._now()
+                self._losses.worked()
+                self._groups.finished(ticket.group_id, worker.name)
+                self._work.forget(ticket.group_id)
+                self._observer.group_finished(outcome)
+            elif not outcome.is_final and self._groups.failed(ticket.group_id, worker.name):
+                self._observer.event("warning", f"group {ticket.group_id} is sampled again: {outcome.reason}")
+                self._work.add_failed(ticket, worker)
+            else:
+                self._discard(ticket, FAILED, outcome.reason)
+        if self._groups.is_sick(worker.name):
+            self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
+
+    def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
+        self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
+        self._work.forget(ticket.group_id)
+        self._spawn(self._queue.ask("give_up", ticket.group_id, reason))
+        self._groups.discarded(ticket.group_id, why)
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt, spread over the workers."""
@@ -295,10 +289,13 @@ class RolloutPool:
         try:
             call = worker.actor.answer.remote(list(part.prompts), part.how)
             answers = await self._worked(call, f"evaluation answers <- rollout worker {worker.name}")
+            self._progressed = self._now()
             if not part.answers.done():
                 part.answers.set_result(answers)
-        except (EngineError, DeadlineExceeded) as error:
+        except EngineError as error:
             self._engine_failed(worker, error)
+            if self._is_too_dangerous(part, error) and not part.answers.done():
+                part.answers.set_exception(error)
             self._work.add_questions([part])
         except Exception as error:  # is the evaluation's, which need not end the run
             if not part.answers.done():
@@ -307,32 +304,30 @@ class RolloutPool:
             worker.questions -= part.size
         self.wake()
 
+    def _is_too_dangerous(self, part: Questions, error: EngineError) -> bool:
+        """So many engines were lost with these questions that the evaluation is ended rather than another one."""
+        if not isinstance(error, EngineDirty):
+            self._lost_with[part] = self._lost_with.get(part, 0) + 1
+        return self._lost_with.get(part, 0) >= STRIKES
+
     async def _worked(self, call: Any, what: str) -> Any:
-        """The result of a call to a worker. The engine's own deadline comes first, unless its process hangs."""
-        limit_s = self._config.engine.deadlines.generate_s + _SCORING_S
+        """The result of a call to a worker. Requests and rewards have deadlines of their own, which come first."""
+        limit_s = group_s(self._config)
         return await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s)
 
     async def loads(self) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds."""
 
-        async def ask(worker: WorkerHandle) -> WorkerLoad | None:
-            try:
-                return await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
-            except (EvenkeelError, ray.exceptions.RayError):
-                return None
-
-        workers = list(self._joined())
-        answers = await asyncio.gather(*(ask(w) for w in workers))
-        return {worker.name: load for worker, load in zip(workers, answers, strict=True) if load is not None}
+        return await workers.loads(list(self._joined()))
 
     async def _watch(self) -> None:
-        """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts too long."""
+        """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""
         while True:
             await self._until(self._is_stuck)
             await wait_for(
                 self._until(lambda: not self._is_stuck()),
                 f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
-                deadline_s=self._deadlines.start_s + 3 * self._deadlines.sync_s,  # of a new engine and its three attempts at a sync
+                deadline_s=self._no_workers_s,
                 notice_s=self._deadlines.notice_s,
                 notice=lambda text: self._observer.event("warning", text),
                 detail=self._missing,
@@ -352,11 +347,7 @@ class RolloutPool:
         self._is_stopping = True
         for task in list(self._tasks):
             task.cancel()
-        stopping = [w.actor.stop.remote() for w in self._joined()]
-        if stopping:
-            await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=20.0)
-        for worker in self._workers.values():
-            kill(worker.actor)
+        await workers.end(list(self._workers.values()))
         self._workers.clear()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
@@ -396,5 +387,5 @@ class RolloutPool:
         """A task of the pool has ended; its error, if any, is the pool's."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._failure.done():
-            self._failure.set_exception(error)
+        if error is not None:
+            self._fail(error)

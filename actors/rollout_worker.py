@@ -12,17 +12,20 @@ from typing import Any
 
 import ray
 
-from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, GroupFailure, GroupSummary, Ticket, WorkerLoad
 from actors.exporter import MetricsEndpoint, listen_address
-from actors.supervision import wait_for
+from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
-from correction.errors import SyncError
+from correction.errors import ActorLost, DataError, DeadlineExceeded, LateError, RequestError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
-from rollout.trajectory import Group, GroupFacts, Prompt, SyncReceipt, Trajectory
+from rollout.trajectory import FinishReason, Group, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
+
+UNANSWERED = (RequestError, DataError, DeadlineExceeded)
+"""What one request may fail with while its engine goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +74,23 @@ class RolloutWorker:
             topk=settings.topk,
             has_weights=False,
         )
-        return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target)
+        return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
-    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary]:
-        """Sample several groups at once; each goes to the queue as soon as it is finished."""
+    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary | GroupFailure]:
+        """Sample several groups at once; each goes to the queue as soon as it is finished.
+
+        Raises: EngineError kinds, if the engine is dirty or lost; LateError, if the queue is gone: the groups are not sampled then.
+        """
         return list(await asyncio.gather(*(self._generate_group(ticket) for ticket in tickets)))
 
-    async def _generate_group(self, ticket: Ticket) -> GroupSummary:
+    async def _generate_group(self, ticket: Ticket) -> GroupSummary | GroupFailure:
         """Sample the G trajectories of a prompt, score them, put the group into the queue."""
-        group = await self._sampler.group(
-            ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._settings.topk
-        )
+        try:
+            group = await self._sampler.group(
+                ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._settings.topk
+            )
+        except UNANSWERED as error:
+            return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError))
         self._count(group.trajectories)
         await self._finish(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
@@ -96,14 +105,17 @@ class RolloutWorker:
     async def _hand_over(self, group: GroupFacts) -> None:
         """Put a finished group into the queue, and with it all others that are finished: short answers come by the dozen.
 
-        Groups whose call failed stay; the queue knows a repeated delivery.
+        A queue that is late is waited for. Groups whose call failed stay; the queue knows a repeated delivery.
         """
         async with self._handing_over:
             groups = list(self._finished)
             if not any(one is group for one in groups):
                 return  # an earlier call took it along
             what = f"groups {[one.group_id for one in groups]} of rollout worker {self._name} -> trajectory queue"
-            taken = await wait_for(self._queue.put.remote(groups, self._handle()), what, deadline_s=ANSWER_S)
+            try:
+                taken = await patiently(lambda: self._queue.put.remote(groups, self._handle()), what, deadline_s=ANSWER_S)
+            except ActorLost as error:
+                raise LateError(str(error)) from error
             del self._finished[: len(groups)]
             for group_id in {one.group_id for one in groups}.difference(taken):
                 self._payloads.pop(group_id, None)
@@ -119,9 +131,18 @@ class RolloutWorker:
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation); not put into the queue."""
-        answers = await asyncio.gather(*(self._sampler.answer(prompt, how) for prompt in prompts))
+        answers = await asyncio.gather(*(self._answer(prompt, how) for prompt in prompts))
         self._count([one for of_one in answers for one in of_one])
         return list(answers)
+
+    async def _answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
+        """Without a reward, if the engine could not answer it."""
+        try:
+            return await self._sampler.answer(prompt, how)
+        except UNANSWERED as error:
+            asked, no_ids, no_logprobs = ids_of(prompt.token_ids), ids_of(()), logprobs_of(())
+            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT, error=str(error))
+            return (nothing,) * how.samples
 
     def _count(self, trajectories: Sequence[Trajectory]) -> None:
         self._endpoint.add("rollout/generated_tokens_total", sum(len(t.response_ids) for t in trajectories))
@@ -176,6 +197,8 @@ class RolloutWorker:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def load(self) -> WorkerLoad:
+        """Raises: EngineError if the engine is lost."""
+        self._sampler.engine.raise_if_lost()
         return WorkerLoad(self._sampler.busy_s, self._sampler.up_s, self._sampler.generated_tokens, self._sampler.engine.requests_in_flight)
 
     async def stop(self) -> None:
@@ -191,4 +214,6 @@ def _summary(group: Group, worker: str) -> GroupSummary:
         reward_errors=tuple(t.error for t in group.trajectories if t.error),
         generate_s=group.generate_s,
         worker=worker,
+        prompt_id=group.prompt.prompt_id,
+        reward_s=group.reward_s,
     )

@@ -1,4 +1,8 @@
-"""Every wait has a name, says what it waits for, and ends."""
+"""Every wait has a name, says what it waits for, and ends.
+
+What Ray raises becomes one of ours here: what another process raised, as itself; anything else that Ray says of a call means that its
+process is gone, or can't be reached, or that its answer is lost with a node (ActorLost).
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,15 @@ from typing import Any, TypeVar
 
 import ray.exceptions
 
-from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
 
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")
 USUAL_START = 1 / 3
 """Share of its deadline: if the start of an engine or a rank takes longer, its notices become warnings."""
 
-ACTOR_LOST = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.WorkerCrashedError)
-"""What Ray raises when the process behind a handle is gone; the call may or may not have run."""
+_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Pauses between attempts to reach an actor that is unavailable: a network that comes back within half a minute costs nothing."""
 
 
 async def wait_for(
@@ -31,6 +35,7 @@ async def wait_for(
     notice: Callable[[str], None] | None = None,
     usual_s: float = 0.0,
     detail: Callable[[], Awaitable[str]] | None = None,
+    counts_from: Callable[[], float] | None = None,
 ) -> T:
     """Await something that another process does.
 
@@ -42,31 +47,73 @@ async def wait_for(
         notice: takes each notice; None: the log, as information until `usual_s`, as a warning from then on.
         usual_s: a wait of up to so many seconds is nothing unusual.
         detail: asked for one clause on what exactly is missing, before each notice.
-    Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; EngineError when its process is gone.
+        counts_from: time of the event loop, seconds, from which the deadline counts if it is later than the call: that of the last
+            progress. Notices count from the call.
+    Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; ActorLost when its process is gone, or its answer.
     """
-    began = time.monotonic()
+    clock = asyncio.get_running_loop().time
+    began = clock()
     task = asyncio.ensure_future(_as_coroutine(awaitable))
     try:
         while True:
-            remaining = began + deadline_s - time.monotonic()
-            done, _ = await asyncio.wait({task}, timeout=max(0.0, min(notice_s, remaining)))
+            counted_s = clock() - max(began, counts_from() if counts_from else began)
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, min(notice_s, deadline_s - counted_s)))
             if done:
                 return task.result()
-            waited = time.monotonic() - began
+            waited = clock() - began
             clause = f" ({await _ask(detail)})" if detail else ""
-            if waited >= deadline_s:
+            if clock() - max(began, counts_from() if counts_from else began) >= deadline_s:
                 raise DeadlineExceeded(f"{what}: not done in {deadline_s:.0f} s{clause}; the deadline is set under deadlines")
             say = notice or (log.warning if waited >= usual_s else log.info)
             say(f"waiting {waited:.0f} s for {what}{clause}")
     except ray.exceptions.RayTaskError as error:
         raise unwrapped(error) from error
-    except ACTOR_LOST as error:
-        raise EngineError(f"{what}: the actor's process is gone ({type(error).__name__})") from error
+    except ray.exceptions.ActorUnavailableError as error:
+        raise ActorUnavailable(f"{what}: the actor can't be reached ({type(error).__name__})") from error
+    except ray.exceptions.RayError as error:
+        raise ActorLost(f"{what}: the actor's process is gone, or its answer ({type(error).__name__}{_reason(error)})") from error
     finally:
         if not task.done():
             task.cancel()
         elif not task.cancelled():
             task.exception()  # read, or asyncio would report it: this wait may be cancelled just when the task fails
+
+
+async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, **named: Any) -> T:
+    """As wait_for, of a call that may run twice: asked again, with growing pauses, while its actor is alive but can't be reached.
+
+    Args:
+        call: makes the call; once for each attempt.
+        deadline_s: of each attempt.
+        named: as wait_for.
+    Raises: as wait_for; ActorUnavailable when it could not be reached for half a minute.
+    """
+    for pause_s in _AGAIN_S:
+        try:
+            return await wait_for(call(), what, deadline_s=deadline_s, **named)
+        except ActorUnavailable as error:
+            log.info("%s; asked again in %g s", error, pause_s)
+            await asyncio.sleep(pause_s)
+    return await wait_for(call(), what, deadline_s=deadline_s, **named)
+
+
+async def patiently(
+    call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, late: Callable[[str], None] = log.warning, **named: Any
+) -> T:
+    """As `persistently`, for what nobody is to lose by being late: past each deadline that is said, and it is asked again.
+
+    Args:
+        call: may run twice.
+        late: told each time.
+    Raises: as `persistently`, but for the deadline. The end of the wait is the caller's.
+    """
+    waited_s = 0.0
+    while True:
+        try:
+            return await persistently(call, what, deadline_s=deadline_s, **named)
+        except DeadlineExceeded:
+            waited_s += deadline_s
+            late(f"{what}: late, no answer in {waited_s:.0f} s; it is asked again")
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, None]) -> T:
@@ -94,6 +141,12 @@ def unwrapped(error: BaseException) -> BaseException:
     """The error as the other process raised it, if it is one of ours; Ray wraps it together with a long traceback."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, EvenkeelError) else error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what Ray says, for an error whose name alone says little."""
+    said = str(error).strip().splitlines()
+    return f": {said[0][:200]}" if said and not isinstance(error, ray.exceptions.RayActorError) else ""
 
 
 def counted(number: int, what: str) -> str:

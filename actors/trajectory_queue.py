@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from actors import payloads
-from actors.carriers import QueueSnapshot, StoredGroup, Ticket
+from actors.carriers import Finished, QueueSnapshot, StoredGroup, Ticket
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group, GroupFacts, Prompt
 
@@ -50,16 +49,6 @@ class _Entry:
     group: Any = None
 
 
-class Finished(Protocol):
-    """What the queue looks at in a finished group."""
-
-    @property
-    def group_id(self) -> int: ...
-
-    @property
-    def prompt_id(self) -> str: ...
-
-
 class TrajectoryQueue:
     """Admission, order and counts of the groups of a run."""
 
@@ -78,7 +67,7 @@ class TrajectoryQueue:
         """Groups that no batch has, by the version of their admission; at most max_staleness + 1 versions."""
         self._finished: list[int] = []
         """A heap of the finished groups' ids; some may have been discarded since."""
-        self._lost: list[int] = []
+        self.lost: list[int] = []
         """Groups to be sampled again, which nobody has been told of."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -109,8 +98,7 @@ class TrajectoryQueue:
         if not self.expects(group.group_id):
             return False
         entry = self._entries[group.group_id]
-        if group.prompt_id != entry.ticket.prompt.prompt_id:
-            asked = entry.ticket.prompt.prompt_id
+        if group.prompt_id != (asked := entry.ticket.prompt.prompt_id):
             raise LedgerError(f"group {group.group_id} came back with prompt {group.prompt_id}, admitted was {asked}")
         entry.group = group
         self._move(entry, GroupState.FINISHED)
@@ -137,12 +125,23 @@ class TrajectoryQueue:
             self._move(entry, GroupState.ADMITTED)
             entry.group = None
             self._undrawn[entry.ticket.admitted_version] += 1
-            self._lost.append(group_id)
+            self.lost.append(group_id)
+
+    def ticket(self, group_id: int) -> Ticket:
+        return self._entries[group_id].ticket
 
     def take_lost(self) -> list[Ticket]:
         """What was lost since the last call, to be sampled again."""
-        lost, self._lost = self._lost, []
+        lost, self.lost = self.lost, []
         return [self._entries[group_id].ticket for group_id in lost if self.expects(group_id)]
+
+    def give_up(self, group_id: int, reason: str) -> bool:
+        """Discard a group that nobody could sample. False, and nothing changes, if it has been finished or given up meanwhile."""
+        entry = self._entries.get(group_id)
+        if entry is None or entry.state is not GroupState.ADMITTED:
+            return False
+        self.discard([group_id], reason)
+        return True
 
     def take_discarded(self) -> list[tuple[str, str]]:
         """What was discarded since the last call, as (prompt id, reason), for the ledger."""
@@ -275,10 +274,7 @@ class TrajectoryQueue:
         )
 
     def restore(self, snapshot: QueueSnapshot, *, held: Callable[[Group], Any] = lambda group: group) -> list[Ticket]:
-        """Take over a snapshot; returns the tickets that have to be sampled again.
-
-        Args: held: what is to stand for a finished group from now on.
-        """
+        """Take over a snapshot; returns the tickets that have to be sampled again. Args: held: what is to stand for a finished group."""
         if self._entries:
             raise DataError("TrajectoryQueue.restore needs an empty queue")
         self.version = snapshot.version
@@ -294,10 +290,6 @@ class TrajectoryQueue:
             heapq.heappush(self._finished, group.group_id)
         return list(snapshot.in_flight)
 
-    def finished_tickets(self) -> list[Ticket]:
-        """Of the finished groups, in the order of a snapshot."""
-        return [self._entries[i].ticket for i in sorted(self._entries) if self._entries[i].group is not None]
-
 
 class TrajectoryQueueActor:
     """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline."""
@@ -305,16 +297,19 @@ class TrajectoryQueueActor:
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._changed = asyncio.Condition()
+        self._admission: tuple[int, list[Ticket]] = (0, [])
+        self._losses: tuple[int, list[Ticket]] = (0, [])
+        """Number of the last numbered one, and its answer."""
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     async def _wait_until(self, ready: Any, deadline: float) -> bool:
-        """Wait for a change that makes ready() true; False at the deadline (time.monotonic seconds)."""
+        """Wait for a change that makes ready() true; False at the deadline (seconds of the event loop)."""
         async with self._changed:
             while not ready():
-                remaining = deadline - time.monotonic()
+                remaining = deadline - asyncio.get_running_loop().time()
                 if remaining <= 0:
                     return False
                 try:
@@ -325,18 +320,19 @@ class TrajectoryQueueActor:
 
     async def wait_for_places(self, timeout_s: float) -> int:
         """Free places, after waiting up to timeout_s for the first."""
-        await self._wait_until(lambda: self._queue.free_places > 0, time.monotonic() + timeout_s)
+        await self._wait_until(lambda: self._queue.free_places > 0, asyncio.get_running_loop().time() + timeout_s)
         return max(0, self._queue.free_places)
 
-    async def admit(self, prompts: list[Prompt]) -> list[Ticket]:
-        return self._queue.admit(prompts)
+    async def admit(self, prompts: list[Prompt], number: int = 0) -> list[Ticket]:
+        """Args: number: of the call, from 1; asked again under the same one, the answer is the same. 0: it is not asked again."""
+        if not number:
+            return self._queue.admit(prompts)
+        if number != self._admission[0]:
+            self._admission = (number, self._queue.admit(prompts))
+        return self._admission[1]
 
     async def put(self, groups: list[GroupFacts], worker: Any) -> list[int]:
-        """Groups that a worker has finished.
-
-        Args: worker: its handle; it is asked for the groups themselves, for the object store.
-        Returns: ids of those that it was asked for. The others had come before.
-        """
+        """Groups that a worker has finished. Returns: ids of those that its handle is asked for; the others had come before."""
         expected = list({one.group_id: one for one in groups if self._queue.expects(one.group_id)}.values())
         for group in payloads.stored(expected, worker):
             self._queue.put(group)
@@ -347,20 +343,22 @@ class TrajectoryQueueActor:
         self._queue.lose(group_ids)
         await self._notify()
 
-    async def take_lost(self, timeout_s: float) -> list[Ticket]:
-        """Groups to be sampled again, after waiting up to timeout_s for the first."""
-        lost: list[Ticket] = []
-
-        def take() -> bool:
-            lost.extend(self._queue.take_lost())
-            return bool(lost)
-
-        await self._wait_until(take, time.monotonic() + timeout_s)
-        return lost
+    async def take_lost(self, number: int, timeout_s: float) -> list[Ticket]:
+        """Groups to be sampled again, after waiting up to timeout_s for the first. Args: number: of the call, as for `admit`."""
+        until = asyncio.get_running_loop().time() + timeout_s
+        await self._wait_until(lambda: number == self._losses[0] or bool(self._queue.lost), until)
+        if number != self._losses[0]:
+            self._losses = (number, self._queue.take_lost())
+        return self._losses[1]
 
     async def discard(self, group_ids: list[int], reason: str) -> None:
         self._queue.discard(group_ids, reason)
         await self._notify()
+
+    async def give_up(self, group_id: int, reason: str) -> bool:
+        is_new = self._queue.give_up(group_id, reason)
+        await self._notify()
+        return is_new
 
     async def draw(self, version: int, places: int, timeout_s: float) -> list[StoredGroup]:
         """Groups for the batch of `version`; none if none has come after timeout_s.
@@ -373,8 +371,8 @@ class TrajectoryQueueActor:
             drawn.extend(self._queue.draw(version, places - len(drawn)))
             return bool(drawn)
 
-        if await self._wait_until(take, time.monotonic() + timeout_s):
-            await self._wait_until(lambda: take() and len(drawn) == places, time.monotonic() + _JOIN_S)
+        if await self._wait_until(take, asyncio.get_running_loop().time() + timeout_s):
+            await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
         return drawn
 
     async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
@@ -394,7 +392,7 @@ class TrajectoryQueueActor:
         """Without its finished groups; these, and their tickets in the same order."""
         snapshot = self._queue.snapshot()
         held: Any = snapshot.finished
-        return replace(snapshot, finished=()), list(held), self._queue.finished_tickets()
+        return replace(snapshot, finished=()), list(held), [self._queue.ticket(one.group_id) for one in held]
 
     async def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
         return self._queue.restore(snapshot, held=lambda group: StoredGroup(group.facts, group))

@@ -90,10 +90,11 @@ def compare_batch(learner: LearnerConfig, batch: PackedBatch, target_logprobs: T
     return compare(batch, trained)
 
 
-def check_agreement(config: RunConfig, agreement: Agreement, *, step: int) -> None:
+def checked(config: RunConfig, agreement: Agreement, *, step: int) -> Agreement:
     """Raises: EngineError naming the first token that differs, unless the run is to go on with correction."""
     if agreement.first is not None and config.true_on_policy_on_difference == "stop":
         raise EngineError(f"step {step}: {describe(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
+    return agreement
 
 
 def describe(agreement: Agreement) -> str:

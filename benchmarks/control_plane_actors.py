@@ -37,11 +37,12 @@ from actors.correction_service import CorrectionService, ServiceConfig
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
 from actors.loop_clock import LoopClock
-from actors.pool import RolloutPool, WorkerHandle
+from actors.pool import RolloutPool
 from actors.record.step_report import batch_metrics, learned_numbers
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.trajectory_queue import TrajectoryQueueActor
 from actors.weight_sync import SyncTarget, WeightSync
+from actors.workers import WorkerHandle
 from benchmarks.sides import options
 from correction.config import CorrectionConfig
 from learner.config import LearnerConfig
@@ -88,6 +89,8 @@ class ReplayedEngine:
     async def update_weights(self, version: int, buckets: Sequence[Any]) -> SyncReceipt:
         self._version = version
         return SyncReceipt(version, "retract", len(buckets), 0, 0, 0.0)
+
+    def raise_if_lost(self) -> None: ...
 
     async def weight_checksums(self) -> dict[str, str]:
         return {}
@@ -144,6 +147,8 @@ class HostedCall:
     method: str
 
     def remote(self, *arguments: Any) -> Any:
+        if self.method == "__ray_ready__":
+            return self.host.__ray_ready__.remote()
         if self.method == "start":
             return self.host.start.remote(self.name, *arguments)
         return self.host.call.remote(self.name, self.method, *arguments)

@@ -3,9 +3,11 @@
     python benchmarks/early_warning.py                                  # ours alone
     python benchmarks/early_warning.py --make-rlwatch /tmp/rlwatch      # once: rlwatch 0.5.1 in a virtual environment of its own
     python benchmarks/early_warning.py --rlwatch /tmp/rlwatch           # both
+    python benchmarks/early_warning.py --series benchmarks/series/mismatch --rlwatch /tmp/rlwatch     # fresh batches, other engines
 
-The series are in benchmarks/series (lab/record_collapse.py records them). A run has collapsed if the reward of its own samples has fallen,
-for good, under half of the best that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
+The series are in benchmarks/series, those of engines in other number formats, with a mismatch in every step, in its folder mismatch
+(lab/record_collapse.py records both). A run has collapsed if the reward of its own samples has fallen, for good, under half of the best
+that it had reached: the outcome decides, neither the settings nor a metric that a monitor reads.
 Both systems are scored as they are shipped, and with thresholds that were chosen on the runs of even seeds, by the same rule from as many
 candidates; the scores are of the odd seeds.
 What our monitor ships with is itself from the even seeds. What it follows, and over how many steps, was settled with an eye on all seeds up
@@ -291,6 +293,7 @@ def _falling(name: str) -> Callable[[Mapping[str, float]], float | None]:
 SIGNALS: dict[str, tuple[Callable[[Mapping[str, float]], float | None], float]] = {
     "mismatch k3": (lambda numbers: numbers.get("mismatch_k3_kl"), 1e-9),
     "k3": (lambda numbers: numbers.get("k3_kl"), 1e-9),
+    "drift k3": (lambda numbers: numbers.get("drift_k3_kl"), 1e-9),
     "bad updates": (lambda numbers: numbers.get("bad_update_share"), 5e-3),
     "gradient norm": (lambda numbers: numbers.get("grad_norm"), 1e-3),
     "entropy falls": (_falling("entropy"), 1e-3),
@@ -300,17 +303,41 @@ LOST = 0.8
 """Of the best mean reward of 5 steps so far, under which the reward has visibly fallen."""
 
 
-def first_watch(run: Run, signal: str) -> int | None:
-    """First step, since its onset if it has one, in which a signal alone is watched; None: never, or its level stays without a start."""
+def states(run: Run, signal: str, config: MonitorConfig | None = None) -> list[State]:
+    """Of a signal alone, at every step."""
     read, offset = SIGNALS[signal]
-    monitor = Monitor(symptoms=(Symptom(signal, "", "", offset=offset),))
+    monitor, found = Monitor(config, symptoms=(Symptom(signal, "", "", offset=offset),)), []
     for step in range(run.steps):
         value = read(run.numbers(step))
         if value is not None:
             monitor.update(step, {signal: value})
-        if step >= (run.onset or 0) and monitor.state is not State.OK:
-            return step
-    return None
+        found.append(monitor.state)
+    return found
+
+
+def first_watch(run: Run, signal: str) -> int | None:
+    """First step, since its onset if it has one, in which a signal alone is watched; None: never, or its level stays without a start."""
+    onset = run.onset or 0
+    return next((step for step, state in enumerate(states(run, signal)) if step >= onset and state is not State.OK), None)
+
+
+def alone(runs: Sequence[Run], signal: str, setting: Setting) -> list[list[Warned]]:
+    """A signal as a system of its own: it speaks when its state gets worse."""
+    config, said = monitor_config(setting), []
+    for run in runs:
+        pairs = enumerate(itertools.pairwise([State.OK, *states(run, signal, config)]))
+        said.append([Warned(step, signal, now is State.ALARM) for step, (before, now) in pairs if now.rank > before.rank])
+    return said
+
+
+def signals_scored(runs: Sequence[Run], fitted: Sequence[int], scored: Sequence[int]) -> str:
+    """Each signal alone, with the thresholds that suit it best on the fitted runs, on the scored ones."""
+    lines = [HEAD.replace("system", "signal")]
+    for signal in SIGNALS:
+        system = functools.cache(functools.partial(alone, runs, signal))
+        setting = choose(runs, system, fitted, only_severe=False)
+        lines.append(row(f"{signal}, {setting}", runs, system(setting), scored, only_severe=False))
+    return "\n".join(lines)
 
 
 def reward_falls(run: Run) -> int | None:
@@ -357,6 +384,7 @@ def main() -> None:
             print(f"\n{title}: {len(scored)} runs\n\n{compare(runs, systems, fitted, scored)}")
             for name, system in systems.items():
                 print(f"\n{name}, as shipped, said first: {first_words(of(runs, scored), of(system(Setting()), scored))}")
+    print(f"\none signal at a time, odd seeds, thresholds from the even ones:\n\n{signals_scored(runs, fitted, held_out)}")
     print(f"\nsteps from the onset to the first watch, one signal at a time:\n\n{by_signal(runs)}")
 
 

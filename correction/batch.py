@@ -210,7 +210,7 @@ class CorrectedBatch:
         )
 
     def to_padded(self, attention_mask: Tensor) -> dict[str, Tensor]:
-        """What was decided, as padded tensors [B, T] that travel with a trainer's own: importance_weights, keep_mask, token_scale.
+        """The decisions as padded tensors [B, T], beside those that a trainer has: importance_weights, keep_mask, token_scale.
 
         Args:
             attention_mask: [B, T], the one that the batch was made with.
@@ -228,7 +228,7 @@ class CorrectedBatch:
         token_scale: Tensor,
         is_deferred: bool = False,
     ) -> CorrectedBatch:
-        """The way back, for some of the rows, in any order: scales stay those of the global batch.
+        """The inverse of `to_padded`, for some of the rows in any order; scales stay those of the global batch.
 
         Args:
             batch: of these rows, packed with attention_mask [B, T].

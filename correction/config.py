@@ -1,7 +1,7 @@
 """The correction's settings as a whole; a preset names a combination of them.
 
 `preset` is read first, and keys that are given with it override its values: {preset: tis-token, importance: {upper: 3}}.
-What makes no sense is refused here, with the reason.
+Combinations that make no sense are refused here, with the reason.
 """
 
 from __future__ import annotations

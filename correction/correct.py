@@ -120,7 +120,7 @@ class _Early:
 
 
 def _reduce_of(totals: Tensor | None, reduce: Reduce | None, config: CorrectionConfig, num_prompts: int | None) -> Reduce | None:
-    """The caller's way to the whole batch; None: the batch is the whole."""
+    """How sums of this shard become those of the whole batch; None if the batch is not sharded."""
     if totals is None and reduce is None:
         return None
     if totals is not None and reduce is not None:
@@ -228,7 +228,7 @@ def _is_one_number(config: CorrectionConfig, schedule: Schedule) -> bool:
 
 
 def _counts(batch: PackedBatch, keep: Tensor, config: CorrectionConfig, schedule: Schedule, num_prompts: int | None) -> Tensor:
-    """[2 + prompts] float64: `batch_counts` of this shard; without the sequences where one number is enough."""
+    """[2 + prompts] float64: `batch_counts` of this shard. Where all tokens have one scale, sequences are not counted (0)."""
     counted = _counted(batch, keep, schedule)
     if _is_one_number(config, schedule):
         return torch.stack([counted.count_nonzero(), counted.new_zeros((), dtype=torch.int64)]).double()
@@ -251,9 +251,9 @@ def _batch_scale(
 
 
 def _check_advantages(batch: PackedBatch, config: CorrectionConfig) -> None:
-    """A method is its advantages too: those of a batch must be the config's, or somebody must have said that they are not.
+    """A method includes how advantages are made: a batch must have those of the config, or be marked as having others.
 
-    Raises: ConfigError if they are known to be others.
+    Warns if the batch doesn't say how its advantages were made. Raises: ConfigError if it says otherwise than the config.
     """
     part, made_by = config.advantage, batch.advantages_by
     if made_by is None and part != AdvantageConfig():

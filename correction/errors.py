@@ -18,7 +18,23 @@ class EngineError(EvenkeelError, RuntimeError):
 
 
 class EngineDirty(EngineError):
-    """The engine lives, but its weights are of no version: a weight update failed half-way. A whole one mends it."""
+    """The engine runs, but a weight update failed half-way: its weights are of no one version. A complete update repairs it."""
+
+
+class ActorLost(EngineError):
+    """The process behind a call is gone, or cannot be reached: the call may or may not have run."""
+
+
+class ActorUnavailable(ActorLost):
+    """It cannot be reached just now; it may be again in a moment, and what may run twice may be asked again."""
+
+
+class RequestError(EvenkeelError, RuntimeError):
+    """One request got no answer that can be used. The engine goes on: others have had theirs."""
+
+
+class LateError(EvenkeelError, TimeoutError):
+    """What was needed of another part is late or lost: whoever waited for it is not to blame."""
 
 
 class SyncError(EvenkeelError, RuntimeError):

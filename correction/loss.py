@@ -79,7 +79,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """What an objective says of each token."""
+    """What an objective gives for each token."""
 
     loss: Tensor
     """[N] with gradient."""
@@ -328,7 +328,7 @@ def _entropy_bonus(view: BatchView, entropy: Tensor | None, scale: Tensor, confi
 def _token_sums(
     view: BatchView, keep: Tensor, tokens: TokenLoss, weights: Tensor, entropy: Tensor | None, moved: Ratio
 ) -> dict[str, Tensor]:
-    """Args: moved: target over the policy from which the update's way is measured."""
+    """Args: moved: the ratio of the target to the policy from which the update began."""
     drift = view.log_ratio(moved)
     kept_weights = torch.where(keep, weights, 0).double()
     sums = {

@@ -6,7 +6,7 @@ are held against the scatter of the first steps, and must be large in themselves
 when a symptom's state changes; others act on it.
 
 What comes first was measured for the KL of stale tokens: on recorded collapses it warns with bad updates or before, then gradient norm and
-reward, entropy last. That mismatch at equal weights comes first is what papers report (correction.findings); those runs had none to follow.
+reward, entropy last. That mismatch at equal weights comes first is what papers report (docs/correction.md); those runs had none to follow.
 Entropy alone is no symptom: it falls in most runs that go well.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
@@ -151,7 +151,7 @@ class _Series:
 
 @dataclass(slots=True)
 class _SymptomState:
-    """The state of a symptom, and the state that the last steps speak for."""
+    """The state of a symptom, and the one that the last steps would give it."""
 
     state: State = State.OK
     candidate: State = State.OK
@@ -303,7 +303,7 @@ class Monitor:
         return f", above {level.alarm:.2g}, the alarm level for {level.text} ({level.low:.2g} to {level.high:.2g} is usual)"
 
     def _place(self, name: str, diagnostics: Mapping[str, float]) -> str:
-        """Which tokens it is in, or which criterion does it, as far as the numbers tell."""
+        """Which tokens show the symptom, or which criterion causes it, as far as the numbers tell."""
         words = []
         by = {label: share for label, share in diagnostics.items() if label.startswith("rejected_by_")}
         if name == "rejected_share" and by:

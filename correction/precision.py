@@ -1,7 +1,8 @@
 """How far two engines drift apart by number format alone: a softmax in low precision against the same one in float32.
 
 The experiment behind Table 2 of "Probing RLVR training instability through the lens of objective-level hacking". The table's KL column
-is a histogram quantity that the paper doesn't specify, no token KL: printed here is the token k3, which is a thousand times smaller.
+is a quantity of histograms that the paper doesn't define, not a KL of tokens. What is printed here is the k3 of tokens, which is a thousand
+times smaller.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ def tightened(config: CorrectionConfig, factor: float) -> CorrectionConfig:
 
 
 def check_replaceable(before: CorrectionConfig, after: CorrectionConfig) -> None:
-    """What engines and learner offer is settled at the start, for the correction that the run begins with.
+    """Refuse a correction that needs what engines and learner were not set up for when the run began, with `before`.
 
-    Raises: ConfigError if `after` needs more.
+    Raises: ConfigError naming what it needs.
     """
     if after.kl.coefficient > 0 and after.kl.anchor == "reference" and before.kl.coefficient == 0:
         raise ConfigError(

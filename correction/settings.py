@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 LARGEST_NUMBER = 10**12
 """A terabyte, or a step a second for 30,000 years: what is larger is a slip, and would fail late, as an overflow."""
@@ -35,3 +36,22 @@ class Settings(BaseModel):
             if isinstance(number, (int, float)) and abs(number) > LARGEST_NUMBER:
                 raise ValueError(f"{number} is beyond {LARGEST_NUMBER:.0e}, the largest number that any setting takes")
         return value
+
+
+class DerivedSettings(Settings):
+    """A section of which some values follow from other sections, unless they are set: those are not written down, and derived anew."""
+
+    DERIVED: ClassVar[frozenset[str]] = frozenset()
+    """Keys whose default is the least that is derived."""
+
+    def derived(self, values: Mapping[str, Any]) -> Self:
+        """With these values where nothing is set; what had been derived before is forgotten."""
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        open_ = self.DERIVED - self.model_fields_set
+        new = {name: values.get(name, type(self).model_fields[name].default) for name in open_}
+        return type(self).model_construct(_fields_set=set(self.model_fields_set), **{**own, **new})
+
+    @model_serializer(mode="wrap")
+    def _leave_derived_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = handler(self)
+        return {name: value for name, value in written.items() if name not in self.DERIVED - self.model_fields_set}

@@ -28,7 +28,7 @@ class Symptom:
     implied_by: str | None = None
     """Symptom that explains this one: while it is in the same state or a worse one, this one is silent."""
     presets: tuple[str, ...] = ()
-    """Corrections that the remedy names, the first one first. Sources differ about most: correction.findings."""
+    """Corrections that the remedy names, the first one first. Sources differ about most: docs/correction.md."""
 
     def quantity(self, value: float) -> float:
         """What is followed, >= 0."""

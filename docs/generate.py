@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from correction.findings import findings_table
 from correction.methods import presets_table
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
 from correction.reference_levels import levels_table
@@ -42,10 +41,6 @@ def symptoms() -> str:
     return "\n".join(lines + [_row(f"`{item.name}`", item.meaning, item.remedy) for item in SYMPTOMS])
 
 
-def findings() -> str:
-    return findings_table()
-
-
 def levels() -> str:
     return levels_table()
 
@@ -54,7 +49,6 @@ PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
     (PRESETS_PAGE, presets),
     (CORRECTION_PAGE, diagnostics),
     (CORRECTION_PAGE, symptoms),
-    (CORRECTION_PAGE, findings),
     (CORRECTION_PAGE, levels),
 )
 """Page, and the function that makes a part of it; the part has the function's name."""

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
-from torch.distributed.rendezvous import rendezvous
 
 from correction.errors import SyncError
+from learner.rendezvous import rendezvous_store
 
 
 class WeightBroadcaster:
@@ -47,10 +47,9 @@ class WeightBroadcaster:
     def _join(self, host: str, port: int, world_size: int) -> None:
         backend = Backend("nccl" if torch.cuda.is_available() else "gloo")
         timeout = timedelta(seconds=self._timeout_s)
-        store, rank, world_size = next(rendezvous(f"tcp://{host}:{port}", 0, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout)
         self._group, _ = _new_process_group_helper(
-            world_size, rank, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
+            world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
         )
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 

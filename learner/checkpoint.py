@@ -1,4 +1,4 @@
-"""A checkpoint of the learner: a folder that is complete or counts for nothing, and that any layout of ranks can go on from.
+"""A checkpoint of the learner: a folder from which any layout of ranks can go on. An incomplete one is ignored.
 
     <folder>/manifest.json           the model's sizes, the layout of the ranks that wrote it, the learning-rate schedule
     <folder>/rank-<r>.safetensors    rank r's part of weights, master weights and Adam's averages
@@ -227,7 +227,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _write(path: Path, fill: Callable[[Path], Any]) -> None:
-    """A file that is whole or not there, and stays through a power cut."""
+    """Write a file that is either complete or absent, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     fill(partial)
     with partial.open("rb") as file:

@@ -50,7 +50,7 @@ class Rule:
 
     @property
     def is_expert(self) -> bool:
-        """An expert is whole on one rank, and which one decides expert parallelism; tensor parallelism splits none."""
+        """Expert parallelism decides on which rank an expert is. It is whole there: tensor parallelism splits none."""
         return ".local_experts." in self.megatron
 
     @property

@@ -59,16 +59,16 @@ def in_pieces(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterato
 
 
 class Staging:
-    """The way of weights out of the learner's device: memory of the host, a bucket at a time, used again by every version.
+    """Host memory through which weights leave the learner's device, a bucket at a time.
 
-    To copy into fresh memory takes several times as long: the system has to find and clear every page of it first.
+    Every version uses it again: a copy into fresh memory takes several times as long, as the system has to find and clear each page first.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def bucket(self, tensors: Mapping[str, Tensor]) -> WeightBucket:
-        """The tensors as they are until the next call, and until the model is trained on: where they lie, if that can be read as it is."""
+        """The tensors as one bucket, valid until the next call and until the weights change. Contiguous CPU tensors are not copied."""
         if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors.values()):
             return WeightBucket.over(tensors)
         specs = tuple(WeightSpec.of(name, tensor) for name, tensor in tensors.items())

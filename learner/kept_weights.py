@@ -1,4 +1,4 @@
-"""Copies of a rank's weights at earlier versions: what sampled a stale token can then be asked what it says of it."""
+"""Copies of a rank's weights at earlier versions, to score stale tokens with the weights that sampled them."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from correction.engines import matrix_products
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.megatron import model_parallel_cuda_manual_seed, parallel_state
+from learner.rendezvous import rendezvous_store
 
 T = TypeVar("T")
 
@@ -204,8 +205,8 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
         if world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)  # no port is opened
         else:
-            address = f"tcp://{master_addr}:{master_port}"
-            dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout)
+            store = rendezvous_store(master_addr, master_port, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
             pipeline_model_parallel_size=config.pipeline_parallel,

@@ -26,16 +26,16 @@ from learner.parallel import Placement
 
 
 def smallest_type(experts: int) -> torch.dtype:
-    """Of an expert's number."""
+    """The smallest integer type that holds the index of an expert."""
     return torch.uint8 if experts <= 256 else torch.int16
 
 
 @dataclass(slots=True)
 class Routes:
-    """Of one micro-batch on this rank: what its routers are to take, and what they took.
+    """The experts of one micro-batch on this rank: those that its routers are told to take, and those that they took.
 
-    Travels with the rows through the model, so that a layer finds those of its rows in whatever order a pipeline's schedule, or the
-    recomputation of activations, comes back to a micro-batch.
+    Passed through the model with the rows, because a pipeline's schedule and the recomputation of activations come back to a micro-batch
+    in an order of their own.
     """
 
     rows: range

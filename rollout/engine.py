@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from correction.errors import ConfigError, DataError, EngineDirty, EngineError, EvenkeelError
+from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities, EngineProcess
 from rollout.trajectory import ExpertShape, Trajectory
@@ -67,6 +67,7 @@ class RolloutEngine(UpdatableEngine):
             await engine.weight_specs()
             # Full garbage collections walk through all that the imports made: in this process a third of its time. Freeze it, everywhere.
             await engine._manager.freeze_gc()
+            engine.watch_heartbeat()
         except BaseException:
             await process.shutdown()
             raise
@@ -119,7 +120,8 @@ class RolloutEngine(UpdatableEngine):
             topk: most likely tokens to report at each position, with their logprobs, beside the sampled one; see check_topk.
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
         Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error.
-        Raises: DataError for ids or lengths that the engine can't take, EngineDirty, EngineError if it is lost, DeadlineExceeded.
+        Raises: DataError for ids or lengths that the engine can't take; RequestError for an answer that can't be used, DeadlineExceeded,
+            and the engine goes on; EngineDirty, EngineError if it is lost.
         """
         self._check_request(prompt_ids, max_tokens, temperature)
         if samples > 1 and self.config.prefix_cache:
@@ -179,7 +181,7 @@ class RolloutEngine(UpdatableEngine):
                 for request_id in request_ids:
                     self._manager.abort_request(rid=request_id)
             if isinstance(error, Exception) and not isinstance(error, EvenkeelError):
-                raise EngineError(f"{self.name}: SGLang refused a request ({phase}): {error}") from error
+                raise RequestError(f"{self.name}: SGLang refused a request ({phase}): {error}") from error
             raise
         finally:
             self._requests -= len(samplings)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from correction.settings import Settings
+from correction.settings import DerivedSettings, Settings
 
 RESERVED_ARGUMENTS = {
     "model_path": "the run's model folder",
@@ -30,13 +30,17 @@ RESERVED_ARGUMENTS = {
 """SGLang arguments that evenkeel sets itself, and what to set instead of each."""
 
 
-class EngineDeadlines(Settings):
-    """Longest waits of one engine, seconds."""
+class EngineDeadlines(DerivedSettings):
+    """Longest waits of one engine, seconds. Unset ones grow with the model's bytes and the answers' length (actors/deadlines.py)."""
 
+    DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "generate_s", "update_s", "control_s"})
+
+    heartbeat_s: float = Field(default=30.0, gt=0)
+    """An engine that answers no probe for so long, and computes nothing, is lost; no other wait loses one that answers."""
     start_s: float = Field(default=300.0, gt=0)
     """From the first import to the first answer; a large model on a cold disk needs more."""
-    generate_s: float = Field(default=600.0, gt=0)
-    """One request, weight updates in between included."""
+    generate_s: float = Field(default=120.0, gt=0)
+    """One request, those before it and weight updates in between included; past it the request has failed, not the engine."""
     update_s: float = Field(default=120.0, gt=0)
     """One weight update, pause to continue; also joining and leaving the broadcast group."""
     control_s: float = Field(default=60.0, gt=0)

@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points
 from importlib.metadata import version as installed_version
@@ -106,6 +106,7 @@ class EngineProcess:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._pidfds: list[int] = []
+        self._heartbeat: asyncio.Task[None] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -166,8 +167,19 @@ class EngineProcess:
         if self._lost.done():
             raise EngineError(f"{self.name}: {self._lost.result()}. Start a new engine")
 
+    def watch_heartbeat(self, until_lost: Coroutine[Any, Any, str]) -> None:
+        """Args: until_lost: returns why, when the engine is lost."""
+
+        async def watch() -> None:
+            self.declare_lost(await until_lost)
+
+        self._heartbeat = asyncio.ensure_future(watch())
+        self._heartbeat.add_done_callback(_forget)
+
     async def shutdown(self) -> None:
         """End the engine's processes; waiting calls get an EngineError. May be called twice."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
         for descriptor in self._pidfds:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)

@@ -1,10 +1,10 @@
 """What runs in a scoring process: `python -m rollout.reward_process FD PARENT_PID`, started and killed by rollout/rewards.py.
 
-It imports the standard library and what the one scorer needs; never torch. Messages have their length before them and go over a socket
-of its own, so that a scorer may print what it likes: pickles to it, JSON from it, so that nothing that a scorer says is run by its
-parent. The first message is the specification (`RewardConfig` as a dict), the answer {"ready": true} or {"error": why}; after that each
-message is a request with several completions of one question, and each of them is answered, in order and as soon as it is scored, by
-{"components": ...} or {"error": why}.
+It imports the standard library and what the one scorer needs; never torch. Messages go over a socket of its own, so that a scorer may print
+what it likes; each begins with its length. Requests are pickles; answers are JSON, so that the parent never unpickles what a scorer sends.
+The first message is the specification (`RewardConfig` as a dict), its answer {"ready": true} or {"error": why}. Every further message is a
+request with several completions of one question. Each of them is answered, in order and as soon as it is scored, by {"components": ...} or
+{"error": why}.
 
 A scoring process must never outlive its parent: the kernel kills it when the parent dies, even in the middle of a C function.
 """

@@ -125,7 +125,7 @@ class RewardPool:
 
 
 def _given_up(trajectory: Trajectory) -> Trajectory:
-    """With an error, if the engine did not finish it."""
+    """The trajectory, with an error if the engine did not finish it."""
     if trajectory.error is None and (trajectory.finish_reason is FinishReason.ABORT or not trajectory.response_ids):
         return replace(trajectory, reward=None, error="the engine gave the request up: no complete answer")
     return trajectory
@@ -279,7 +279,7 @@ class _ScoringProcess:
 
 
 def _as_reply(payload: bytes) -> dict[str, Any]:
-    """Raises: ValueError if it is nothing that a scoring process says."""
+    """The answer of a scoring process. Raises: ValueError if it has none of the forms that one may have."""
     reply = json.loads(payload)
     match reply:
         case {"ready": True} | {"error": str()}:

@@ -70,7 +70,7 @@ def dataset_rows(task: HuggingFaceTask, split: str) -> Iterator[PlacedRow]:
 
 
 def _why_the_hub_is_out_of_reach(path: str) -> str | None:
-    """None if it answers, whatever it says. datasets itself would try again and again for half a minute."""
+    """The reason; None if the hub answers anything at all. The datasets package itself would try for half a minute."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -88,7 +88,7 @@ def _why_the_hub_is_out_of_reach(path: str) -> str | None:
 
 @contextlib.contextmanager
 def _from_cache_alone() -> Iterator[None]:
-    """datasets doesn't try the network. Both libraries read the environment variable when they are imported, which was before."""
+    """Keep datasets off the network. Set on the modules, as both have read HF_HUB_OFFLINE from the environment when they were imported."""
     import datasets
     import huggingface_hub
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from correction.errors import EngineError
+from correction.errors import RequestError
 
 if TYPE_CHECKING:
     from correction.engines.processor import Processor
@@ -202,13 +202,13 @@ class Trajectory(_Answer):
         Args:
             topk: most likely tokens that were asked for at each position.
             experts: of the model, if routes were asked for.
-        Raises: EngineError if logprobs, version spans or routes do not cover the tokens one to one, or a logprob is not finite.
+        Raises: RequestError if logprobs, version spans or routes do not cover the tokens one to one, or a logprob is not finite.
         """
         meta = answer["meta_info"]
         response_ids = ids_of(answer["output_ids"])
         logprobs = logprobs_of(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
         if len(logprobs) != len(response_ids) or not all(math.isfinite(value) for value in logprobs):
-            raise EngineError(
+            raise RequestError(
                 f"{engine_name}: {len(response_ids)} tokens came with {len(logprobs)} logprobs, or one is not finite: the weights hold a "
                 "NaN, or SGLang's answer has another form than in 0.5.21"
             )
@@ -327,7 +327,7 @@ def _version_spans(meta: dict[str, Any], tokens: int, engine_name: str) -> tuple
     )
     bounds = [0, *(span.end for span in spans)]
     if bounds[-1] != tokens or [span.start for span in spans] != bounds[:-1]:
-        raise EngineError(
+        raise RequestError(
             f"{engine_name}: version spans {spans} do not cover {tokens} tokens: SGLang's answer has another form than in 0.5.21"
         )
     return spans
@@ -337,7 +337,7 @@ def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str
     rows = meta.get("output_top_logprobs") or ()
     found = TopLogprobs.of(topk, ([(entry[0], entry[1]) for entry in row] for row in rows))
     if len(rows) != tokens or len(found.ids) != tokens * topk or not all(map(math.isfinite, found.logprobs)):
-        raise EngineError(
+        raise RequestError(
             f"{engine_name}: {tokens} tokens came with {len(rows)} rows and {len(found.ids)} entries of the top {topk} logprobs, or one is "
             "not finite: the weights hold a NaN, or SGLang's answer has another form than in 0.5.21"
         )
@@ -349,7 +349,7 @@ def _routed_experts(meta: dict[str, Any], tokens: int, shape: ExpertShape, engin
     wide = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
     expected = (int(meta["prompt_tokens"]) + tokens - 1) * shape.layers * shape.k
     if len(wide) != expected or wide.min() < 0 or wide.max() >= shape.experts:
-        raise EngineError(
+        raise RequestError(
             f"{engine_name}: {meta['prompt_tokens']} + {tokens} tokens came with {len(wide)} routed experts instead of {expected}, or one "
             f"is not below {shape.experts}: the engine was started without rollout.engine.return_routed_experts, or SGLang's answer has "
             "another form than in 0.5.21"

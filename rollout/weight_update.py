@@ -7,8 +7,9 @@ bucket is checked before it is sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from correction.engines.processor import Processor
@@ -18,6 +19,7 @@ from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, Sync
 from rollout import weight_transfer
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
+from rollout.heartbeat import SchedulerProbe, processor_seconds, until_lost
 from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
 from rollout.trajectory import SyncReceipt
 from rollout.weight_transfer import Receiving, Sending, UpdateMode
@@ -42,6 +44,24 @@ class UpdatableEngine:
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
         self._staging = weight_transfer.SharedStaging()
+        self._interruptions = 0
+        """Calls under way during which the scheduler may answer nothing else; each has a deadline of its own."""
+
+    def watch_heartbeat(self) -> None:
+        """From now on the engine is lost as soon as it misses its heartbeat."""
+        process, limit_s = self._process, self.config.deadlines.heartbeat_s
+        process.watch_heartbeat(
+            until_lost(
+                SchedulerProbe(self._manager),
+                lambda: processor_seconds(process.pids.values()),
+                limit_s=limit_s,
+                is_excused=lambda: self._updating.locked() or self._interruptions > 0,
+            )
+        )
+
+    def raise_if_lost(self) -> None:
+        """Raises: EngineError."""
+        self._process.raise_if_lost()
 
     @property
     def version(self) -> int:
@@ -230,15 +250,25 @@ class UpdatableEngine:
 
         self._process.raise_if_lost()
         call = self._manager.check_weights(CheckWeightsReqInput(action=action, selector="target"), None)
-        success, message, ranks, _ = await self._process.wait(call, deadline_s or self.config.deadlines.control_s, action, keep=True)
+        with self._interrupted():
+            success, message, ranks, _ = await self._process.wait(call, deadline_s or self.config.deadlines.control_s, action, keep=True)
         if not success:
             raise EngineError(f"{self.name}: {action}: {message}. Is evenkeel installed where SGLang runs, with its entry points?")
         return dict(ranks[0]["checksums"])
 
     async def _control(self, call: Coroutine[Any, Any, tuple[bool, str]], phase: str, deadline_s: float | None) -> None:
-        success, message = await self._process.wait(call, deadline_s or self.config.deadlines.update_s, phase, keep=True)
+        with self._interrupted():
+            success, message = await self._process.wait(call, deadline_s or self.config.deadlines.update_s, phase, keep=True)
         if not success:
             raise SyncError(f"{self.name}: {phase}: {message}")
+
+    @contextlib.contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        self._interruptions += 1
+        try:
+            yield
+        finally:
+            self._interruptions -= 1
 
     @property
     def _manager(self) -> Any:

@@ -27,18 +27,24 @@ _ENGINES = (
 )
 """Files whose tests own engines: of several processes only one imports SGLang, and starts the shared engine."""
 
+_RANKS = ("tests/learner/test_learner_kept_weights.py", "tests/learner/test_learner_ranks.py")
+"""Files whose tests share processes for the learner's ranks."""
+
 _RUNS = (
     "tests/e2e/test_several_workers.py",
     "tests/e2e/test_asynchronous_run.py",
+    "tests/e2e/test_early_warning.py",
     "tests/e2e",
+    "tests/actors/test_learner_ranks_in_ray.py",
     "tests/failures",
 )
-"""Whole runs, which wait as much as they compute: one process begins with them."""
+"""Whole runs, which wait as much as they compute, the longest first: two of three processes begin with them."""
 
 _COMPUTING = (
     "tests/rollout/test_rewards.py",
     "tests/rollout",
     "tests/learner",
+    "ranks",
     "engines",
 )
 """What computes, the longest last: the other process begins there. What is short lies between, and they end together."""
@@ -47,11 +53,11 @@ _COMPUTING = (
 def group_of(node_id: str) -> str:
     """A file stays in one process, and so does all that owns engines: engines, ranks and whole runs are then made once."""
     file = node_id.split("::")[0]
-    return "engines" if file in _ENGINES else file
+    return "engines" if file in _ENGINES else "ranks" if file in _RANKS else file
 
 
 def _rank(group: str) -> int:
-    """Place in the row of which one process takes from the front, and the other from the back; 0: in the middle."""
+    """Place in the row of which two processes take from the front, and the second from the back; 0: in the middle."""
     for rank, start in enumerate(_RUNS):
         if group.startswith(start):
             return rank - len(_RUNS)
@@ -64,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups for `pytest -n 2`. (Those of `--dist loadgroup` go by marks, which pytest 9.2 leaves without effect.)"""
+    """Groups for `pytest -n 3` (or 2). (Those of `--dist loadgroup` go by marks, which pytest 9.2 leaves without effect.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class InGroups(LoadScopeScheduling):

@@ -1,7 +1,7 @@
 """docs/library.md: its examples run, and its table from other trainers' flags holds.
 
-The plain loop runs here, under the name that the distribution installs. TRL's and verl's examples, and the rows of their tables, are run by
-Pythons of their own beside TRL's and verl's own code (slow).
+The plain loop runs here, under the name that the distribution installs. TRL's and verl's examples, and the rows of their tables, of
+Liger-Kernel's and of TorchRL's, are run by Pythons of their own beside those projects' own code (slow).
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
 TEXT = PAGE.read_text()
 CASES = ROOT / "tests" / "correction"
-INSTALLS = {"trl": TRL.installs, "verl": (*VERL.installs, ("datasets", "pillow", "torchdata"))}
+INSTALLS = {
+    "trl": TRL.installs,
+    "verl": (*VERL.installs, ("datasets", "pillow", "torchdata")),
+    "liger": (("torch==2.13.0", "liger-kernel==0.8.5", "transformers==5.23.0", "pydantic"),),
+    "torchrl": (("torch==2.13.0", "torchrl==0.14.1", "pydantic"),),
+}
 
 
 def section(title: str) -> str:
@@ -45,7 +50,7 @@ def rows(title: str) -> dict[str, list[Any]]:
 
 
 def test_every_setting_of_the_tables_is_one_that_we_take() -> None:
-    titles = ("verl 0.9.1", "TRL 1.16", "Miles and slime", "SkyRL", "NeMo-RL", "AReaL")
+    titles = ("verl 0.9.1", "TRL 1.16", "Liger-Kernel 0.8.5", "TorchRL 0.14", "Miles and slime", "SkyRL", "NeMo-RL", "AReaL")
     right = {title: re.findall(r"\| [^|]*`(\{[^|]*\})` \|$", section(title), re.MULTILINE) for title in titles}
     assert {title: len(cells) for title, cells in right.items() if len(cells) < 4} == {}
     for cells in right.values():
@@ -171,13 +176,27 @@ def python_of(name: str, scratch: Path) -> Path:
     return folder / "bin" / "python"
 
 
+def assert_equal(lines: dict[str, dict[str, float]], *, gradient: float = 1e-6) -> None:
+    """Loss and gradient of both sides, to 1e-6; the gradient alone where the row says so."""
+    for row, found in lines.items():
+        assert found["size"] > 1e-3, f"{row}: no gradient to compare"
+        assert found["gradient"] < gradient, row
+        if "(gradient alone)" not in row:
+            assert found["ours"] == pytest.approx(found["theirs"], rel=1e-6, abs=1e-6), row
+    distinct = {(round(found["theirs"], 9), round(found["size"], 9)) for found in lines.values()}
+    assert len(distinct) >= len(lines) - 3, "rows that are alike show little"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("name", "title"), [("trl", "TRL 1.16"), ("verl", "verl 0.9.1")])
-def test_the_trainers_own_code_has_the_same_numbers(name: str, title: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "title", "least"),
+    [("trl", "TRL 1.16", 15), ("verl", "verl 0.9.1", 15), ("liger", "Liger-Kernel 0.8.5", 13), ("torchrl", "TorchRL 0.14", 6)],
+)
+def test_the_trainers_own_code_has_the_same_numbers(name: str, title: str, least: int, tmp_path: Path) -> None:
     """Loss and gradient of each row of its table, and of the page's example, by its own functions and by ours."""
     lines = {row: [theirs[0], ours[0]] for row, (theirs, ours) in rows(title).items()}
-    assert len(lines) >= 15
+    assert len(lines) >= least
     (tmp_path / "lines.json").write_text(json.dumps(lines))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "distribution"), "PYTHONDONTWRITEBYTECODE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     command = [python_of(name, tmp_path), CASES / f"{name}_case.py", PAGE, tmp_path / "lines.json"]
@@ -185,11 +204,13 @@ def test_the_trainers_own_code_has_the_same_numbers(name: str, title: str, tmp_p
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
     assert set(lines) <= set(answer["lines"])
-    for row, found in answer["lines"].items():
-        assert found["size"] > 1e-3, f"{row}: no gradient to compare"
-        assert found["ours"] == pytest.approx(found["theirs"], rel=1e-6, abs=1e-6), row
-        assert found["gradient"] < 1e-6, row
-    distinct = {(round(found["theirs"], 9), round(found["size"], 9)) for found in answer["lines"].values()}
-    assert len(distinct) >= len(answer["lines"]) - 3, "rows that are alike show little"
+    assert_equal(answer["lines"])
     if name == "trl":  # the example, through TRL's own training loop
         assert answer["moved"] > 1e-3 and len(answer["losses"]) == 4
+    if name == "liger":  # the Triton kernel: in float32, in which 2^-24 of each of VESPO's log ratios shows
+        kernel = {row: found for row, found in answer["kernel"].items() if "luspo" not in row}
+        assert len(kernel) == len(lines) - 1
+        assert_equal({row: found for row, found in kernel.items() if "vespo" not in row})
+        assert_equal({row: found for row, found in kernel.items() if "vespo" in row}, gradient=3e-6)
+    if name == "torchrl":
+        assert answer["advantages"]["ours"] == pytest.approx(answer["advantages"]["theirs"], rel=1e-9)

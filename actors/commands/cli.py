@@ -260,13 +260,12 @@ def config(
     """Print a recipe as it will be used, or explain the settings.
 
     With a recipe: YAML, with the defaults filled in and the KEY=VALUE words applied; nothing is started. Without one, or with --explain or
-    --section: the settings, two lines for each.
+    --section: the settings, two lines for each, and the deadlines that follow from them.
     """
-    from actors.commands.recipe import explain as explain_model
-    from actors.config import RunConfig
+    from actors.commands.deadline_views import explained
 
     if explain or section or recipe is None:
-        typer.echo(explain_model(RunConfig, section))
+        typer.echo(explained(_load(recipe, overrides) if recipe else None, section))
         return
     import yaml
 

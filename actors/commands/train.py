@@ -16,6 +16,7 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
 from actors.config import RunConfig
 from actors.controller import Controller, RunSummary
+from actors.deadlines import bytes_of, inversions, with_deadlines
 from actors.devices import check_devices, check_types
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
@@ -77,7 +78,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     check_trainable(model)
     shape = model_config(model)
     config.learner.check_model(shape)
-    config = resolved(config, model)
+    config = with_deadlines(resolved(config, model), bytes_of(model))
     check_types(config)
     tokenizer = load_tokenizer(model)
     longest_prompt = config.rollout.max_prompt_tokens(shape.max_position_embeddings)
@@ -86,7 +87,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     asyncio.run(_try_reward(config, task))
     # A resumed run has had them checked; what the model was made from need not be there any more.
     report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
-    return config, task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5])]
+    return config, task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
 
 
 async def _try_reward(config: RunConfig, task: Task) -> None:

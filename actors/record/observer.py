@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from actors.carriers import INVALID, UNIFORM, ActorInfo, GroupSummary, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, GroupSummary, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
 from actors.config import RunConfig
 from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.loop_clock import LoopClock
-from actors.metrics import StepMetrics
+from actors.metrics import DISCARD_COUNTERS, StepMetrics
 from actors.payloads import value_of
 from actors.record.metric_views import MetricViews
 from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from actors.weight_sync import SyncTarget
     from learner.step import StepResult
 
-_DISCARD_COUNTERS = {INVALID: "groups/invalid_total", UNIFORM: "groups/refilled_total"}
 """Where discarded groups are counted besides groups/discarded_total, by reason."""
 _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
 """Families that count the monitor's events, by symptom."""
@@ -259,7 +258,7 @@ class Observer:
         for line in self._repeated.take():
             self.event("warning", f"step {number}: {line}")
         for _, reason in discarded:
-            self._count(_DISCARD_COUNTERS[reason], 1)
+            self._count(DISCARD_COUNTERS[reason], 1)
         self._count("steps/skipped_total", result.skipped_steps - result.overflowed_steps)
         if result.loss_scale is not None:
             self._count("steps/overflowed_total", result.overflowed_steps)

@@ -48,7 +48,7 @@ class PluginSettings(BaseModel):
 
 
 def register(group_timeout_s: float) -> None:
-    """Of every engine: prefix cache, pauses, deadlines of the weight-update group."""
+    """Register the hooks of every engine: prefix cache, pauses, deadlines of the weight-update group."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def with_timeout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Keys and values of the running batch, one padded row a sequence, kept from one decode step to the next, for the batch-invariant
 attention.
 
-The engine's paged cache stays the truth, and is written at every step as ever. While the batch is the same as in the step before, each
-sequence only one token longer, the padded copy is brought up to date by that token; otherwise it is gathered anew. Torch only.
+The engine's paged cache stays the original, and SGLang writes to it at every step as usual. While the batch is that of the step before,
+each sequence one token longer, only that token is added to the padded copy; otherwise the copy is gathered anew. Torch only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stand-in for `torchvision`: transformers, on SGLang's import path, wants the package to exist; a text model calls nothing of it.
+"""Stand-in for `torchvision`: transformers, on SGLang's import path, wants the package to exist; a text model uses nothing of it.
 
 Any name of any submodule can be imported; using one raises.
 """

@@ -80,6 +80,7 @@ class FakeActor:
     """
 
     __ray_call__ = SimpleNamespace(remote=lambda function: None)
+    __ray_ready__ = SimpleNamespace(remote=lambda: asyncio.sleep(0, True))
 
     def __init__(self, instance: object) -> None:
         self.instance = instance

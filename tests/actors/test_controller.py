@@ -52,6 +52,12 @@ class SilentPool:
     async def answer(self, *_: Any) -> Any:
         await asyncio.sleep(60.0)
 
+    def is_moving(self) -> bool:
+        return False
+
+    def last_progress(self) -> float:
+        return 0.0
+
 
 class Receipts:
     async def receipts(self, version: int, *, deadline_s: float) -> None: ...
@@ -101,8 +107,8 @@ def test_the_last_evaluation_waits_for_the_one_beside_it_and_has_an_end_of_its_o
         observer = Observer()
         run = controller(observer)
         run._evaluations.begin_if_due(run._step, run._version)
-        with pytest.raises(DeadlineExceeded, match=r"^evaluation after training, weights v2 <- rollout workers: not done"):
-            await asyncio.wait_for(run._evaluate_now("after training"), 10.0)
+        assert await asyncio.wait_for(run._evaluate_now("after training"), 10.0) is None, "the run goes on without it"
+        assert observer.events[-1].startswith("left out: evaluation after training, weights v2 <- rollout workers: not done")
         assert any("an evaluation beside training failed" in event for event in observer.events)
 
     asyncio.run(scenario())

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.cluster
-import actors.pool
+import actors.workers
 from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.config import DeadlinesConfig
 from actors.dispatch import Questions, WaitingWork
@@ -81,8 +80,7 @@ class Run:
         fake_ray = SimpleNamespace(
             remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make)), exceptions=ray.exceptions
         )
-        monkeypatch.setattr(actors.pool, "ray", fake_ray)
-        monkeypatch.setattr(actors.cluster, "ray", fake_ray)
+        monkeypatch.setattr(actors.workers, "ray", fake_ray)
         config = RolloutConfig.model_validate(
             {
                 "workers": len(group_s),

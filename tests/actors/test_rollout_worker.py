@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray.exceptions
 
-from actors.carriers import Ticket
+from actors.carriers import GroupFailure, Ticket
 from actors.rollout_worker import RolloutWorker, WorkerSettings
-from correction.errors import EngineError
-from rollout.config import RolloutConfig
-from rollout.trajectory import GroupFacts
+from correction.errors import DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, RequestError
+from rollout.config import AnswerSampling, RolloutConfig
+from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.simulated_time import simulate
 
 
 class SlowQueue:
@@ -40,10 +42,15 @@ CONFIG = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"},
 SETTINGS = WorkerSettings(CONFIG, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
 
 
-async def hand_over_three(queue: SlowQueue) -> list[Any]:
-    """The first group's call is under way when two more finish. Returns what each of the three got."""
+def idle_worker(queue: Any) -> RolloutWorker:
     worker = RolloutWorker("0", SETTINGS, queue)
     worker._handle = lambda: "handle"  # type: ignore[method-assign]  # which an actor has
+    return worker
+
+
+async def hand_over_three(queue: SlowQueue) -> list[Any]:
+    """The first group's call is under way when two more finish. Returns what each of the three got."""
+    worker = idle_worker(queue)
     tasks = []
     for finished in [group(Ticket(i, prompt(i), 0)) for i in range(3)]:
         tasks.append(asyncio.create_task(worker._finish(finished)))
@@ -84,8 +91,7 @@ def test_a_finished_group_stays_with_its_worker_until_the_queue_asks_for_it() ->
             return [one.group_id for one in groups if one.group_id != 1]
 
     async def scenario() -> None:
-        worker = RolloutWorker("0", SETTINGS, FakeActor(Queue()))
-        worker._handle = lambda: "handle"  # type: ignore[method-assign]
+        worker = idle_worker(FakeActor(Queue()))
         groups = [group(Ticket(i, prompt(i), 0)) for i in range(4)]
         for one in groups:
             await worker._finish(one)
@@ -93,5 +99,70 @@ def test_a_finished_group_stays_with_its_worker_until_the_queue_asks_for_it() ->
         assert await worker.payloads([0]) is groups[0], "one result"
         assert await worker.payloads([3, 2]) == [groups[3], groups[2]], "two results"
         assert not worker._payloads
+
+    asyncio.run(scenario())
+
+
+def test_a_queue_that_is_silent_for_ninety_seconds_is_waited_for() -> None:
+    """It is asked again after a minute, which it may be any number of times."""
+
+    async def scenario() -> None:
+        queue = SlowQueue()
+        asyncio.get_running_loop().call_later(90.0, queue.gate.set)
+        worker = idle_worker(queue)
+        await worker._finish(group(Ticket(0, prompt(0), 0)))
+        assert queue.calls == [[0], [0]] and asyncio.get_running_loop().time() == pytest.approx(90.0)
+        assert worker._finished == []
+
+    simulate(scenario)
+
+
+class Failing:
+    """A sampler whose engine fails each request in its own way."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def group(self, *_: Any, **__: Any) -> Group:
+        raise self._error
+
+    answer = group
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [(RequestError("one logprob is not finite"), False), (DeadlineExceeded("no answer in 600 s"), False), (DataError("too long"), True)],
+)
+def test_one_request_that_fails_is_told_and_costs_nothing_else(error: EvenkeelError, is_final: bool) -> None:
+    async def scenario() -> None:
+        worker = idle_worker(SlowQueue())
+        worker._sampler = Failing(error)  # type: ignore[assignment]
+        assert await worker.generate_groups([Ticket(7, prompt(0), 0)]) == [GroupFailure(7, str(error), is_final)]
+        answered = await worker._answer(prompt(0), AnswerSampling(samples=2, temperature=1.0))
+        assert [(one.error, one.reward, one.is_valid) for one in answered] == [(str(error), None, False)] * 2
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_engine_is_no_failed_request() -> None:
+    async def scenario() -> None:
+        worker = idle_worker(SlowQueue())
+        worker._sampler = Failing(EngineError("the scheduler is gone"))  # type: ignore[assignment]
+        with pytest.raises(EngineError, match="the scheduler is gone"):
+            await worker.generate_groups([Ticket(7, prompt(0), 0)])
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_queue_is_not_the_engines_fault() -> None:
+    async def scenario() -> None:
+        async def lost(groups: list[GroupFacts], worker: str) -> list[int]:
+            raise ray.exceptions.ActorDiedError()
+
+        worker = idle_worker(SimpleNamespace(put=SimpleNamespace(remote=lost)))
+        finished = group(Ticket(0, prompt(0), 0))
+        with pytest.raises(LateError) as caught:
+            await worker._finish(finished)
+        assert not isinstance(caught.value, EngineError) and worker._finished == [finished.facts], "it goes along with the next one"
 
     asyncio.run(scenario())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import logging
 import time
+from collections.abc import Iterator
 
 import pytest
 import ray.exceptions
 
-from actors.supervision import Stopwatch, counted, unwrapped, wait_for
-from correction.errors import DeadlineExceeded, EngineError, SyncError
+from actors.supervision import Stopwatch, counted, persistently, unwrapped, wait_for
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError
+from tests.actors.simulated_time import simulate
 
 
 async def late(seconds: float, value: str = "done") -> str:
@@ -84,10 +87,84 @@ def test_errors_of_another_process_arrive_as_themselves() -> None:
     assert isinstance(unwrapped(wrapped), SyncError)
     with pytest.raises(SyncError, match=r"^tensor x differs$"):
         asyncio.run(wait_for(fail(wrapped), "x", deadline_s=5.0))
-    with pytest.raises(EngineError, match=r"sync -> worker 1: the actor's process is gone \(ActorDiedError\)"):
+    with pytest.raises(EngineError, match=r"sync -> worker 1: the actor's process is gone, or its answer \(ActorDiedError\)"):
         asyncio.run(wait_for(fail(ray.exceptions.ActorDiedError()), "sync -> worker 1", deadline_s=5.0))
     foreign = ray.exceptions.RayTaskError("f", "a long traceback", ValueError("no"))
     assert unwrapped(foreign) is foreign
+
+
+def errors_of_ray() -> Iterator[ray.exceptions.RayError]:
+    """One of each kind but for what an actor's own code raised."""
+    values = {"actor_id": b"1" * 16, "owner_address": b"1", "cause": None}
+    for kind in vars(ray.exceptions).values():
+        if isinstance(kind, type) and issubclass(kind, ray.exceptions.RayError) and not issubclass(kind, ray.exceptions.RayTaskError):
+            wanted = list(inspect.signature(kind.__init__).parameters.values())[1:]
+            plain = [p.name for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+            if kind is not ray.exceptions.CrossLanguageError:  # takes one of Java's
+                yield kind(*(values.get(name, "deadbeef") for name in plain))
+
+
+@pytest.mark.parametrize("error", errors_of_ray(), ids=lambda error: type(error).__name__)
+def test_whatever_ray_says_of_a_call_its_actor_is_lost(error: ray.exceptions.RayError) -> None:
+    """Killed for its memory, never scheduled, its node gone, its answer lost: none of it is a mistake that would come again."""
+
+    async def fail() -> None:
+        raise error
+
+    with pytest.raises(ActorLost) as caught:
+        asyncio.run(wait_for(fail(), "groups [3] <- rollout worker 1", deadline_s=5.0))
+    assert str(caught.value).startswith("groups [3] <- rollout worker 1: the actor") and type(error).__name__ in str(caught.value)
+    assert isinstance(caught.value, ActorUnavailable) == isinstance(error, ray.exceptions.ActorUnavailableError)
+
+
+@pytest.mark.parametrize(("failures", "seconds"), [(2, 3.0), (6, None)], ids=["comes back", "stays away"])
+def test_what_can_not_be_reached_is_asked_again(failures: int, seconds: float | None) -> None:
+    """Twice in vain: pauses of 1 and 2 s. Six times: after 1 + 2 + 4 + 8 + 15 s that is the answer."""
+    calls = []
+
+    async def call() -> str:
+        calls.append(1)
+        if len(calls) <= failures:
+            raise ray.exceptions.ActorUnavailableError("the network hiccups", b"1" * 16)
+        return "done"
+
+    async def scenario() -> None:
+        began = asyncio.get_running_loop().time()
+        if seconds is None:
+            with pytest.raises(ActorUnavailable):
+                await persistently(call, "counts <- queue", deadline_s=5.0)
+            assert asyncio.get_running_loop().time() - began == pytest.approx(30.0)
+        else:
+            assert await persistently(call, "counts <- queue", deadline_s=5.0) == "done"
+            assert asyncio.get_running_loop().time() - began == pytest.approx(seconds)
+
+    simulate(scenario)
+    assert len(calls) == min(failures + 1, 6)
+
+
+def test_what_is_lost_is_not_asked_again() -> None:
+    calls = []
+
+    async def call() -> None:
+        calls.append(1)
+        raise ray.exceptions.ActorDiedError()
+
+    with pytest.raises(ActorLost):
+        asyncio.run(persistently(call, "counts <- queue", deadline_s=5.0))
+    assert len(calls) == 1
+
+
+def test_a_deadline_counts_from_the_last_progress() -> None:
+    """Ten seconds without progress: with the last one at 25 s the wait ends at 35 s."""
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        with pytest.raises(DeadlineExceeded):
+            await wait_for(late(1e4), "batch", deadline_s=10.0, notice_s=3.0, counts_from=lambda: began + min(25.0, clock() - began))
+        assert clock() - began == pytest.approx(35.0)
+
+    simulate(scenario)
 
 
 def test_a_wait_cancelled_as_its_task_fails_leaves_nothing_unseen() -> None:

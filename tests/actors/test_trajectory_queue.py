@@ -391,3 +391,21 @@ def test_what_a_group_takes_does_not_grow_with_the_groups_held() -> None:
     """From 2,048 to 8,192: two levels of a heap more, of the dozen that there are; what walks through them takes four times as much."""
     few, many = operations(2048), operations(8192)
     assert many < 1.5 * few
+
+
+def test_what_may_be_asked_twice_happens_once() -> None:
+    """An admission under the same number; giving up a group that is gone, or that has been finished meanwhile."""
+
+    async def scenario() -> None:
+        actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
+        first = await actor.admit(prompts(0, 2), 1)
+        assert await actor.admit(prompts(0, 2), 1) == first and actor._queue.counts()["admitted"] == 2
+        second = await actor.admit(prompts(2, 6), 2)
+        assert [ticket.group_id for ticket in second] == [2, 3]
+        await put(actor, group(first[0]))
+        assert [await actor.give_up(group_id, "why") for group_id in (0, 1, 1)] == [False, True, False]
+        counts = actor._queue.counts()
+        assert (counts["finished"], counts["in_flight"], counts["discarded"]) == (1, 2, 1)
+        assert actor._queue.take_discarded() == [("train/0/1", "why")]
+
+    asyncio.run(scenario())

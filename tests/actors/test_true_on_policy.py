@@ -11,7 +11,7 @@ import torch
 
 from actors.config import RunConfig
 from actors.metrics import StepMetrics
-from actors.true_on_policy import check_agreement, compare_batch, metrics_of, resolved
+from actors.true_on_policy import checked, compare_batch, metrics_of, resolved
 from correction.batch import PackedBatch
 from correction.errors import ConfigError, EngineError
 
@@ -75,9 +75,9 @@ def batch(proximal: float | None = None) -> PackedBatch:
 def test_a_difference_stops_the_run_with_its_name_or_is_counted(tmp_path: Path) -> None:
     config, other = run_config(tmp_path), torch.tensor([0.0, -1.5])
     with pytest.raises(EngineError, match=r"step 3: .*1 of 1 tokens.*by up to 0\.5 nats.*token 2 at position 1.*on_difference: correct"):
-        check_agreement(config, compare_batch(config.learner, batch(), other), step=3)
+        checked(config, compare_batch(config.learner, batch(), other), step=3)
     agreement = compare_batch(config.learner, batch(), other)
-    check_agreement(run_config(tmp_path, true_on_policy_on_difference="correct"), agreement, step=3)  # which raises nothing
+    checked(run_config(tmp_path, true_on_policy_on_difference="correct"), agreement, step=3)  # which raises nothing
     assert StepMetrics(3, metrics_of(agreement))["true_on_policy/equal_share"] == 0.0
     assert metrics_of(agreement)["true_on_policy/max_abs_difference"] == 0.5
 

@@ -26,6 +26,7 @@ from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
+from tests.actors.simulated_time import simulate
 
 SUMS = {"a": "1", "b": "2"}
 
@@ -180,7 +181,7 @@ def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
             ("w", "weight sync v1, attempt 2 of 3: no answer"),
         ]
 
-    play(scenario)
+    simulate(scenario)  # the pauses between attempts are seconds
     assert engine.taken == [(0, True), (1, False), (1, True), (1, True)]
 
 
@@ -195,7 +196,7 @@ def test_an_engine_that_fails_three_times_is_given_up() -> None:
         assert name == "w" and "took no weights in 3 attempts" in reason and "the disk of the engine is full" in reason
         assert scene.targets["w"].version == -1 and scene.receipts == []
 
-    play(scenario)
+    simulate(scenario)  # the pauses between attempts are seconds
 
 
 def test_an_engine_that_says_it_is_dirty_gets_everything_again_with_checksums() -> None:
@@ -242,7 +243,7 @@ def test_wrong_tensors_count_as_a_failure() -> None:
             await asyncio.sleep(0.05)
         assert "1 tensors differ, first b" in scene.failures[0][1]
 
-    play(scenario)
+    simulate(scenario)  # the pauses between attempts are seconds
 
 
 def test_a_slow_engine_skips_to_the_newest_version_and_holds_up_nobody() -> None:

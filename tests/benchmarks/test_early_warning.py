@@ -9,7 +9,9 @@ from benchmarks.early_warning import (
     Score,
     Setting,
     Warned,
+    alone,
     choose,
+    first_watch,
     monitor_config,
     monitor_warnings,
     of,
@@ -110,6 +112,21 @@ def test_warnings_are_changes_for_the_worse():
     said = monitor_warnings(run([GOOD] * len(k3), k3_kl=k3))
     assert [(warned.what, warned.is_severe) for warned in said] == [("k3_kl", False), ("k3_kl", True)]
     assert 50 <= said[0].step < 60 and 80 <= said[1].step < 90
+
+
+def test_a_signal_alone_speaks_as_the_monitor_does():
+    """Of a run in which nothing else is known the monitor says the same; a falling number is followed by what grows then."""
+    k3 = [1e-3 * factor for factor in outcome((1, 50), (3, 30), (12, 30), (3, 30), (1, 30))]
+    told = run([GOOD] * len(k3), k3_kl=k3, entropy=[1e-3 / value for value in k3], onset=60)
+    said = monitor_warnings(told)
+    for signal in ("k3", "entropy falls"):
+        (mine,) = alone([told], signal, Setting())
+        assert [(warned.step, warned.is_severe) for warned in mine] == [(warned.step, warned.is_severe) for warned in said]
+        assert {warned.what for warned in mine} == {signal}
+    (later,) = alone([told], "k3", Setting(3.0))
+    assert [warned.is_severe for warned in later] == [False] and later[0].step >= 80, "a watch at 8 times the level; 64 never come"
+    assert first_watch(told, "k3") == 60, "it has been watched since before the onset"
+    assert first_watch(told, "drift k3") is None, "not recorded"
 
 
 def test_a_disturbance_grows_from_its_onset_on():

@@ -1,9 +1,7 @@
 """One test for each contradiction of the sources, with a case on which they differ; docs/correction.md has the decisions."""
 
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from correction.objectives import clipped_loss
 from correction.rejection import second_moment_keep, token_statistic, within
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, worked_example
 
-PAGE = Path(__file__).parents[2] / "docs" / "correction.md"
 LOG_RHO = flat_log(PROX) - flat_log(MU)
 ALL = torch.ones(9, dtype=torch.bool)
 
@@ -35,13 +32,6 @@ def kept_of(config, target):
     leaf = target.clone().requires_grad_()
     policy_loss(correct(worked_example(), config), leaf, config).loss.backward()
     return (leaf.grad != 0).tolist()
-
-
-def test_each_contradiction_on_the_page_is_tested_here():
-    """The page's rows are numbered, and a test of this file has the number in its name."""
-    listed = re.findall(r"^\| C(\d+) \| ", PAGE.read_text(), re.MULTILINE)
-    tested = {int(number) for name in globals() if name.startswith("test_c") for number in re.findall(r"_?c(\d\d)_", name)}
-    assert list(map(int, listed)) == list(range(1, 29)) and tested == set(range(1, 29))
 
 
 def test_every_preset_has_its_row():

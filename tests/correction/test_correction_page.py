@@ -1,4 +1,4 @@
-"""docs/correction.md names every diagnostic and settings that exist, and its example runs."""
+"""docs/correction.md names every diagnostic, and settings and presets that exist; its example runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from correction.config import CorrectionConfig
+from correction.methods import PRESETS
 from correction.quantities import DIAGNOSTICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "correction.md"
@@ -23,6 +24,15 @@ def test_settings_that_the_page_names_exist() -> None:
     table = PAGE.read_text().split("## The parts")[1].split("\n## ")[0]
     keys = re.findall(r"^\| [^|]+ \| `(\w+)` \|", table, re.MULTILINE)
     assert len(keys) == 8 and set(keys) <= set(CorrectionConfig.model_fields)
+
+
+def test_findings_name_presets_that_exist() -> None:
+    """The last column. On the first five the sources contradict each other, as the text above them says."""
+    section = PAGE.read_text().split("## What was found")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    named = [set(re.findall(r"`([^`]+)`", row[3])) for row in rows if len(row) > 3]
+    assert len(rows) == 10 and set().union(*named) <= set(PRESETS) and all(named[:8])
+    assert all(len(row[2]) > 20 for row in rows[:5])
 
 
 def test_example_runs() -> None:

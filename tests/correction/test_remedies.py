@@ -11,7 +11,6 @@ import torch
 from benchmarks.remedies import ExactPolicy, Sample, outcomes, recorded_table
 from correction import PRESETS, CorrectionConfig, correct
 from correction.errors import ConfigError
-from correction.findings import FINDINGS
 from correction.monitor import SYMPTOMS
 from correction.replacement import breaks_at_an_alarm
 from lab.recorded_runs import Run
@@ -150,11 +149,9 @@ def test_presets_that_would_break_at_an_alarm_are_known() -> None:
     assert breaks_at_an_alarm(CorrectionConfig.model_validate({"rejection": [{**BAND, "usual_kl": 8e-3}]})) is None
 
 
-def test_findings_and_symptoms_name_presets_that_exist() -> None:
-    named = {name for one in FINDINGS for name in one.presets} | set(NAMED)
-    assert named <= set(PRESETS)
+def test_symptoms_name_presets_that_exist() -> None:
+    assert set(NAMED) <= set(PRESETS)
     assert all(f"{name}" in symptom.remedy for symptom in SYMPTOMS for name in symptom.presets)
-    assert all(one.opposite for one in FINDINGS[:5]), "the first five are contradictions"
 
 
 def test_an_unknown_setting_of_the_monitor_names_the_known_ones() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.e2e.launch import environment
 
 RAY = str(Path(sys.executable).with_name("ray"))
 OPEN = {"RAY_AUTH_MODE": "disabled"}
+"""Of a cluster that lets everybody in."""
 
 
 def _free_port() -> int:
@@ -27,11 +30,24 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass(frozen=True)
+class RunningCluster:
+    """A head node."""
+
+    address: str
+    variables: dict[str, str]
+    """By which its users know themselves to it."""
+
+
 @contextmanager
-def ray_cluster() -> Iterator[str]:
-    """The address of a head node of its own, with one unit of the resource that a rollout worker asks for."""
+def ray_cluster(*, asks_for_token: bool = True) -> Iterator[RunningCluster]:
+    """A head node of its own, with one unit of the resource that a rollout worker asks for."""
     port, temp = _free_port(), tempfile.mkdtemp(prefix="ekc-", dir="/tmp")
-    variables = environment() | OPEN | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    token = Path(temp) / "token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
+    users = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if asks_for_token else OPEN
+    variables = environment() | users | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     ports = ["--min-worker-port=0", "--max-worker-port=0", f"--ray-client-server-port={_free_port()}"]
     command = [
         *(RAY, "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1"),
@@ -46,7 +62,7 @@ def ray_cluster() -> Iterator[str]:
                     break
             assert head.poll() is None, "ray start ended"
             time.sleep(0.5)
-        yield f"127.0.0.1:{port}"
+        yield RunningCluster(f"127.0.0.1:{port}", users)
     finally:
         head.terminate()
         try:
@@ -55,8 +71,9 @@ def ray_cluster() -> Iterator[str]:
             head.kill()
 
 
-def is_up(address: str) -> bool:
-    status = subprocess.run([RAY, "status", f"--address={address}"], env=environment() | OPEN, capture_output=True, check=False)
+def is_up(cluster: RunningCluster) -> bool:
+    variables = environment() | cluster.variables
+    status = subprocess.run([RAY, "status", f"--address={cluster.address}"], env=variables, capture_output=True, check=False)
     return status.returncode == 0
 
 

@@ -37,7 +37,7 @@ def environment(mark: str = "") -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, _MARK: mark}
 
 
-def evenkeel(*words: str, timeout_s: float = 120.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def evenkeel(*words: str, timeout_s: float = 300.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a short command to its end."""
     return subprocess.run([*EVENKEEL, *words], capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd, check=False)
 
@@ -55,7 +55,7 @@ def refused(*words: str) -> str:
 class Run:
     """`evenkeel train` in a session of its own, with its own Ray session in a short path, or on the cluster at `address`."""
 
-    def __init__(self, run_dir: Path, *words: str, address: str = "") -> None:
+    def __init__(self, run_dir: Path, *words: str, address: str = "", **variables: str) -> None:
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
         self._temp = tempfile.mkdtemp(prefix="ek-", dir="/tmp")  # socket paths must stay below 108 characters
@@ -65,7 +65,7 @@ class Run:
                 [*EVENKEEL, "train", *words, f"ray.address={address}" if address else f"ray.temp_dir={self._temp}"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(self._mark) | ({"RAY_AUTH_MODE": "disabled"} if address else {}),
+                env=environment(self._mark) | variables,
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -147,6 +147,15 @@ class Run:
         """Live processes whose command line contains `command`."""
         return [process.pid for process in self.processes() if command in command_of(process)]
 
+    def listening(self) -> set[tuple[str, str]]:
+        """Command and address of each TCP socket that a process of the run listens on now."""
+        found = set()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                addresses = {one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+                found |= {(command_of(process), address) for address in addresses}
+        return found
+
     def close(self) -> None:
         """End what is left, by process id."""
         self._is_over.set()
@@ -158,22 +167,30 @@ class Run:
 
     def _watch(self) -> None:
         """Collect descendants: by parentage, by session, and by the mark in their environment (some processes overwrite theirs)."""
+        others: set[psutil.Process] = set()  # looked at once: nobody else's process becomes ours
         while not self._is_over.wait(0.5):
             for process in psutil.process_iter():
-                if process.pid not in self._seen and self._is_ours(process):
+                if process.pid in self._seen or process in others:
+                    continue
+                if (is_ours := self._is_ours(process)) is None:
+                    continue
+                if is_ours:
                     self._seen[process.pid] = process
+                else:
+                    others.add(process)
             for pid, process in list(self._seen.items()):
                 if (command := command_of(process)) != _GONE:
                     self._commands[pid] = command
 
-    def _is_ours(self, process: psutil.Process) -> bool:
+    def _is_ours(self, process: psutil.Process) -> bool | None:
+        """None: not to be told now, as it is ending or another user's."""
         try:
             parent = process.ppid()
             if parent in self._seen and self._seen[parent].create_time() <= process.create_time():
                 return True
             return os.getsid(process.pid) == self.process.pid or process.environ().get(_MARK) == self._mark
         except (psutil.Error, OSError):
-            return False
+            return None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

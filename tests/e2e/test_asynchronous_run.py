@@ -8,7 +8,9 @@ after kill -9 of the driver no process is left, and a resume needs nothing but t
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from transformers import AutoTokenizer
 
 from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
-from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, command_of, living
+from tests.e2e.launch import RAY_AGENTS, RECIPE, ROOT, Run, command_of, living
 from tests.rollout.hf_reference import hf_model, response_logprobs
 
 pytestmark = pytest.mark.engine
@@ -44,6 +46,8 @@ class Story:
     """Its folder is as the driver's death left it."""
     resumed: Run
     """Of a copy of that folder, until Ctrl-C."""
+    listening: set[tuple[str, str]]
+    """Commands of the first run's processes, with the addresses that they listened on."""
     left_soon: list[str]
     """Processes of the first run half a minute after the driver's death."""
     checkpoint_at_kill: int
@@ -56,6 +60,12 @@ class Story:
     last_step: int
 
 
+def listeners_of_the_page() -> set[str]:
+    """Names of processes in the first column of the table in docs/security.md."""
+    rows = [line.split("|")[1] for line in (ROOT / "docs/security.md").read_text().splitlines() if line.startswith("| ")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
 @pytest.fixture(scope="module")
 def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("async") / "run"
@@ -65,6 +75,7 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     runs = [first]
     try:
         first.wait_until(lambda: len(first.metrics()) >= 7, "seven steps")
+        listening = first.listening()
         first.kill()
         left_soon = first.orphans(30.0, but=RAY_AGENTS)
         checkpoint = RunFolder.view(run_dir).latest_checkpoint().step
@@ -84,7 +95,7 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         resumed.wait_until(lambda: len(resumed.metrics()) >= target, "steps with a replacement of the rollout worker")
         resumed.interrupt()
         assert resumed.wait() == 0, resumed.output()[-4000:]
-        yield Story(first, resumed, left_soon, checkpoint, saved, of_worker, outlived, _steps_saved(moved)[-1])
+        yield Story(first, resumed, listening, left_soon, checkpoint, saved, of_worker, outlived, _steps_saved(moved)[-1])
     finally:
         for run in runs:
             run.close()
@@ -92,6 +103,17 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def _steps_saved(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in RunFolder.view(run_dir).checkpoints()]
+
+
+def test_a_private_run_listens_on_loopback_alone_and_as_the_page_says(story: Story) -> None:
+    """Ray's control service, daemon and workers listened on all interfaces of the user's laptop."""
+    assert len(story.listening) >= 6, story.listening
+    print(sorted(story.listening))
+    open_to_others = {one for one in story.listening if ipaddress.ip_address(one[1].removeprefix("::ffff:")).is_loopback is False}
+    assert not open_to_others, f"docs/security.md says otherwise: {open_to_others}"
+    named = listeners_of_the_page()
+    unnamed = {command for command, _ in story.listening if not any(name in command for name in named)}
+    assert not unnamed, f"docs/security.md doesn't name {unnamed}"
 
 
 def test_no_process_outlives_the_driver(story: Story) -> None:

@@ -8,8 +8,10 @@ the step under way with a checkpoint from which it can go on, and with an exit c
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +33,8 @@ THRESHOLDS = ["skip_steps=1", "baseline_steps=8", "level_steps=3", "trend_steps=
 OVERRIDES = ["steps=60", "learner.learning_rate=0.1", "learner.warmup_steps=60", "checkpoint.every_steps=0", "monitor.on_alarm=stop",
              "rollout.sampling.max_tokens=24"]
 
+ROLES = {"controller", "learner", "rollout"}
+
 
 @dataclass
 class Story:
@@ -49,8 +53,9 @@ class Story:
 def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("warning") / "run"
     thresholds = [f"monitor.thresholds.{item}" for item in THRESHOLDS]
-    with ray_cluster() as address:
-        run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds, address=address)
+    with ray_cluster() as cluster:
+        words = [str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", *OVERRIDES, *thresholds]
+        run = Run(run_dir, *words, address=cluster.address, **cluster.variables)
         story = Story(run)
         try:
             until = time.monotonic() + 300.0
@@ -58,9 +63,10 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 discovered, scraped = scraped_roles(run_dir)
                 story.discovered |= discovered
                 story.scraped |= scraped
-                time.sleep(0.5)
+                with suppress(subprocess.TimeoutExpired):
+                    run.process.wait(0.5 if story.scraped < ROLES else 5.0)  # each page costs the actors some time
             run.wait(1.0)
-            story.cluster_is_up = is_up(address)
+            story.cluster_is_up = is_up(cluster)
             yield story
         finally:
             run.close()
@@ -73,7 +79,7 @@ def run(story: Story) -> Run:
 
 def test_run_joins_a_cluster_and_its_actors_can_be_scraped(story: Story) -> None:
     """Every actor that joined is in the service discovery, serves evenkeel_ metrics, and the cluster outlives the run."""
-    assert story.discovered == story.scraped == {"controller", "learner", "rollout"}
+    assert story.discovered == story.scraped == ROLES
     assert story.cluster_is_up
     assert "raylet" not in story.run.seen_commands, "it would be a Ray of the run's own"
 

@@ -1,4 +1,4 @@
-"""A model folder that passes every check at start-up, without weights worth the name: no engine is started here."""
+"""A model folder that passes every check at start-up, without weights worth the name: most tests here start no engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import small_model as small_model  # for those that do start engines
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 

@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_every_step_has_a_mismatch_that_follows_the_format(tmp_path: Path) -> None:
-    """The engine computes in bfloat16, 8 bits: log ratios of some 1e-3, k3 of half their square. Weights in float8, 4 bits, add more.
+    """The engine computes in bfloat16, 8 bits: log ratios of some 1e-2, k3 of half their square. Weights in float8, 4 bits, add more: over
+    the recorded runs' first 30 steps the medians are 5e-5 and 3e-4.
 
     Both kinds run by one engine, one after the other: what is sent decides.
     """

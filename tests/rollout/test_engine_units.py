@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
-from correction.errors import ConfigError, EngineError, SyncError
+from correction.errors import ConfigError, RequestError, SyncError
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities
 from rollout.trajectory import ExpertShape, FinishReason, Trajectory, VersionSpan
@@ -115,7 +115,7 @@ def test_trajectory_reads_spans() -> None:
     ],
 )
 def test_trajectory_refuses_what_does_not_cover_the_tokens(spans: list[tuple[str, int, int]], logprobs: list[float]) -> None:
-    with pytest.raises(EngineError):
+    with pytest.raises(RequestError):
         Trajectory.from_sglang(answer(spans, logprobs), [7, 8, 9], "engine")
 
 
@@ -136,7 +136,7 @@ def test_trajectory_reads_routes_of_all_tokens_but_the_last() -> None:
     wide = Trajectory.from_sglang(sent, [7, 8, 9], "engine", experts=replace(shape, experts=257)).routed_experts
     assert wide is not None and wide.ids.typecode == "h"
     for changes, wrong in (({"routed_experts": routes(5)}, shape), ({"routed_experts": None}, shape), ({}, replace(shape, experts=5))):
-        with pytest.raises(EngineError, match="routed experts"):
+        with pytest.raises(RequestError, match="routed experts"):
             Trajectory.from_sglang({**sent, "meta_info": {**sent["meta_info"], **changes}}, [7, 8, 9], "engine", experts=wrong)  # type: ignore[dict-item]
     aborted = {**sent["meta_info"], "finish_reason": {"type": "abort"}, "routed_experts": None}  # type: ignore[dict-item]
     unread = Trajectory.from_sglang({**sent, "meta_info": aborted}, [7, 8, 9], "engine", experts=shape)

@@ -1,0 +1,42 @@
+"""What `evenkeel config --explain` prints: every key, and the deadlines that follow from them."""
+
+from __future__ import annotations
+
+from actors.commands.recipe import explain
+from actors.config import RunConfig
+from actors.deadlines import as_text, bytes_of, table
+
+_EXAMPLES = ((256, 10**9), (32_768, 60 * 10**9))
+"""(tokens of an answer, bytes of the model)."""
+
+
+def explained(config: RunConfig | None, section: str) -> str:
+    """Every key, or those of a section; with the deadlines of a recipe, or of two examples. Raises: ConfigError for an unknown section."""
+    keys = explain(RunConfig, section)
+    if section and section.split(".")[0] != "deadlines":
+        return keys
+    if config is not None:
+        size = bytes_of(config.model)
+        known = f"{size / 1e9:.3g} GB of weights" if size else f"its weights, {config.model}, are not there yet, and count as none"
+        return f"{keys}\n\nDeadlines of this recipe ({known}):\n{as_text(table(config, size))}"
+    parts = [
+        f"Deadlines with answers of up to {tokens} tokens and {size / 1e9:g} GB of weights:\n{as_text(table(_example(tokens), size))}"
+        for tokens, size in _EXAMPLES
+    ]
+    return "\n\n".join([keys, *parts])
+
+
+def _example(answer_tokens: int) -> RunConfig:
+    """Defaults but for the answers' length."""
+    return RunConfig.model_validate(
+        {
+            "model": "model",
+            "steps": 1,
+            "groups_per_step": 64,
+            "rollout": {
+                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+                "reward": {"kind": "reasoning_gym"},
+                "sampling": {"max_tokens": answer_tokens},
+            },
+        }
+    )

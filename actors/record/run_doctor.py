@@ -1,0 +1,276 @@
+"""What happened to a run, read from its folder: how it ended, what it waited for, which part was slow or gone, and what to do."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from actors.metrics import StepMetrics
+from actors.record.run_folder import RunEvent, RunFolder
+from correction.errors import ConfigError, DataError
+from learner.file_sums import read_manifest_of_files, verify
+
+RECENT_STEPS = 20
+"""Medians are of so many steps before the end."""
+LAST_EVENTS = 8
+_TROUBLE = ("watch", "warning", "alarm", "error")
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+_WAIT = re.compile(r"waiting (\d+) s for (.+?)(?: \((.*)\))?$")
+_FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
+
+
+class RunState(Enum):
+    """How a run ended."""
+
+    RUNNING = "is running"
+    COMPLETE = "is complete"
+    STOPPED = "was stopped"
+    FAILED = "failed"
+    VANISHED = "ended without a word"
+    """Killed, out of memory, or the machine went down: the process had no time to write an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The longest notice of one thing that was waited for."""
+
+    what: str
+    seconds: int
+    notices: int
+    detail: str
+    """What was missing, as the last notice said; empty if none did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Events of one kind: alike but for their numbers."""
+
+    level: str
+    last: RunEvent
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDiagnosis:
+    """What a run folder tells."""
+
+    path: Path
+    state: RunState
+    reason: str
+    """The event that says why it ended; empty if none does."""
+    step: int
+    steps: int
+    saved_step: int | None
+    """Of the newest checkpoint that is whole."""
+    damaged: tuple[str, ...]
+    """A sentence for each newer one that isn't."""
+    pace: dict[str, float]
+    """Medians of the recent steps, by metric."""
+    waits: tuple[Wait, ...]
+    troubles: tuple[Trouble, ...]
+    books: str
+    stacks: tuple[tuple[str, str], ...]
+    """Actor, and where its main thread was, for the newest dump of stacks."""
+    last_events: tuple[RunEvent, ...]
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do, the most important first."""
+        resume = f"evenkeel train --resume {self.path}"
+        found = []
+        match self.state:
+            case RunState.RUNNING:
+                found.append("It is still running; this page is of this moment.")
+            case RunState.COMPLETE:
+                found.append("Nothing. To train on, resume it with more steps: " + resume + " steps=N")
+            case _ if self.saved_step is None:
+                found.append("Start it again: there is no checkpoint to go on from.")
+            case _:
+                lost = self.step - self.saved_step
+                found.append(f"{resume} goes on from step {self.saved_step}" + (f" and does {lost} of its steps again." if lost else "."))
+        if self.state is RunState.VANISHED:
+            found.append("Look whether the machine ran out of memory then (dmesg, the batch system's log).")
+        if self.waits and self.waits[0].seconds >= 60:
+            longest = self.waits[0]
+            found.append(f"It waited {longest.seconds} s for {longest.what}: look at that part first{', below' if self.stacks else ''}.")
+        learner, rollout = self.pace.get("wait/learner_share", 0.0), self.pace.get("wait/rollout_share", 0.0)
+        if learner > 0.3 and learner > rollout:
+            found.append(f"The learner waits {learner:.0%} of a step: more workers or a higher max_staleness pay (evenkeel simulate).")
+        elif rollout > 0.5:
+            found.append(f"The engines wait {rollout:.0%} of a step: fewer workers would do, or a faster learner (evenkeel simulate).")
+        if not self.books.startswith("balanced"):
+            found.append("The ledger is the proof that no prompt was lost or trained twice: keep the folder and report this.")
+        return tuple(found)
+
+
+def diagnose(folder: RunFolder) -> RunDiagnosis:
+    """Read a run's folder, while it runs or afterwards; nothing in it is changed."""
+    config, metrics, events = folder.read_config(), folder.read_metrics(), folder.read_events()
+    steps = int(config.get("steps", 0))
+    step = metrics[-1].step if metrics else 0
+    saved_step, damaged = _newest_whole(folder)
+    state, reason = _end(events, step >= steps > 0, is_owned(folder.path))
+    return RunDiagnosis(
+        path=folder.path,
+        state=state,
+        reason=reason,
+        step=step,
+        steps=steps,
+        saved_step=saved_step,
+        damaged=damaged,
+        pace=_pace(metrics),
+        waits=_waits(events),
+        troubles=_troubles(events),
+        books=_books(folder.path / "ledger.jsonl", metrics),
+        stacks=_stacks(folder.path / "stacks"),
+        last_events=tuple(events[-LAST_EVENTS:]),
+    )
+
+
+def page(found: RunDiagnosis) -> str:
+    """The diagnosis as text, a page of it."""
+    saved = "no checkpoint" if found.saved_step is None else f"newest checkpoint: step {found.saved_step}"
+    lines = [f"{found.path} {found.state.value}, after step {found.step} of {found.steps} ({saved})"]
+    lines += [f"  {sentence}" for sentence in (found.reason, *found.damaged) if sentence]
+    lines += _section("What to do", found.advice)
+    lines += _section(f"Pace, medians of the last {RECENT_STEPS} steps", [f"{name:<28} {value:.3g}" for name, value in found.pace.items()])
+    lines += _section("Longest waits", [_wait_line(wait) for wait in found.waits[:5]])
+    lines += _section("Where each part was when a wait was half over", [f"{actor}: {where}" for actor, where in found.stacks])
+    lines += _section("Warnings and errors, by kind", [_trouble_line(trouble) for trouble in found.troubles[-8:]])
+    lines += _section("Books", [found.books])
+    lines += _section("Last events", [f"{event.time}  {event.level:<8}{event.text}" for event in found.last_events])
+    return "\n".join(lines)
+
+
+def is_owned(path: Path) -> bool:
+    """A process holds the folder's lock."""
+    try:
+        with (path / ".owner.lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    lines = list(lines)
+    return ["", title, *(f"  {line}" for line in lines)] if lines else []
+
+
+def _wait_line(wait: Wait) -> str:
+    return f"{wait.seconds:>5} s  {wait.what}" + (f" ({wait.detail})" if wait.detail else "")
+
+
+def _trouble_line(trouble: Trouble) -> str:
+    times = f"{trouble.count} times, last at " if trouble.count > 1 else ""
+    return f"{trouble.level:<8} {times}{trouble.last.time}: {trouble.last.text}"
+
+
+def _end(events: Sequence[RunEvent], is_complete: bool, is_running: bool) -> tuple[RunState, str]:
+    """State, and the event that says why."""
+    if is_running:
+        return RunState.RUNNING, ""
+    last = events[-1] if events else None
+    if last is not None and last.level == "error":
+        return (RunState.STOPPED if last.text.startswith("ended at once by") else RunState.FAILED), last.text
+    if is_complete:
+        return RunState.COMPLETE, ""
+    asked = next((event for event in reversed(events) if event.text.startswith("interrupted (") or event.level == "alarm"), None)
+    saved_after = asked is not None and any(event.text.startswith("checkpoint ") for event in events[events.index(asked) :])
+    if asked is not None and saved_after:
+        return RunState.STOPPED, asked.text
+    return RunState.VANISHED, f"its last event is of {last.time}" if last else "it has no events"
+
+
+def _newest_whole(folder: RunFolder) -> tuple[int | None, tuple[str, ...]]:
+    """Step of the newest checkpoint whose files have the sizes and sums that its manifest says, and what is wrong with newer ones."""
+    damaged = []
+    for checkpoint in reversed(folder.checkpoints()):
+        try:
+            verify(checkpoint.path, read_manifest_of_files(checkpoint.path))
+        except (ConfigError, DataError, OSError) as error:
+            damaged.append(str(error))
+            continue
+        return checkpoint.step, tuple(damaged)
+    return None, tuple(damaged)
+
+
+def _pace(metrics: Sequence[StepMetrics]) -> dict[str, float]:
+    names = ("time/step_s", "wait/learner_share", "wait/rollout_share", "time/train_s", "time/sync_s", "time/pause_s", "staleness/mean")
+    recent = metrics[-RECENT_STEPS:]
+    values = {name: [step[name] for step in recent if name in step] for name in names}
+    return {name: statistics.median(numbers) for name, numbers in values.items() if numbers}
+
+
+def _waits(events: Sequence[RunEvent]) -> tuple[Wait, ...]:
+    """By what was waited for, the longest first."""
+    found: dict[str, Wait] = {}
+    for event in events:
+        if (match := _WAIT.search(event.text)) is None:
+            continue
+        seconds, what, detail = int(match[1]), match[2], match[3] or ""
+        before = found.get(what)
+        longest = max(seconds, before.seconds if before else 0)
+        found[what] = Wait(what, longest, 1 + (before.notices if before else 0), detail)
+    return tuple(sorted(found.values(), key=lambda wait: -wait.seconds))
+
+
+def _troubles(events: Sequence[RunEvent]) -> tuple[Trouble, ...]:
+    """By kind, in the order of their last event; waits have a list of their own."""
+    found: dict[tuple[str, str], Trouble] = {}
+    for event in events:
+        if event.level not in _TROUBLE or _WAIT.search(event.text):
+            continue
+        kind = (event.level, _NUMBER.sub("#", event.text))
+        before = found.pop(kind, None)
+        found[kind] = Trouble(event.level, event, 1 + (before.count if before else 0))
+    return tuple(found.values())
+
+
+def _books(path: Path, metrics: Sequence[StepMetrics]) -> str:
+    """Whether each prompt left the queue once, and as many did as the last step says."""
+    outcomes: dict[str, int] = {}
+    seen: set[str] = set()
+    twice: set[str] = set()
+    for line in path.open(encoding="utf-8") if path.is_file() else ():
+        try:
+            record = json.loads(line)
+            prompt, outcome, step = str(record["prompt_id"]), str(record["outcome"]), int(record["step"])
+        except (ValueError, KeyError, TypeError):  # the last line of a run that was killed may be torn
+            continue
+        if metrics and step > metrics[-1].step:
+            continue  # settled before the step's line was written
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        (twice if prompt in seen else seen).add(prompt)
+    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) or "no prompt has left the queue"
+    if twice:
+        return f"NOT balanced: {len(twice)} prompts stand in the ledger twice, {', '.join(sorted(twice)[:5])} among them ({told})"
+    trained = metrics[-1].get("groups/trained_total") if metrics else None
+    if trained is not None and int(trained) != outcomes.get("trained", 0):
+        return f"NOT balanced: the last step says {int(trained)} groups trained, the ledger has {outcomes.get('trained', 0)} ({told})"
+    return f"balanced: {told}, each prompt once"
+
+
+def _stacks(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Of the newest dump: actor, and the innermost frames of its main thread that are not waiting code of the standard library."""
+    dumps = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    return tuple((path.stem, _gist(path.read_text(errors="replace"))) for path in sorted(dumps[-1].glob("*.txt"))) if dumps else ()
+
+
+def _gist(text: str) -> str:
+    """Where the main thread was: faulthandler writes each thread with its innermost frame first, and the main one last."""
+    threads = [block for block in re.split(r"\n\s*\n", text) if _FRAME.search(block)]
+    if not threads:
+        return "no frames"
+    frames = [(match["path"], match["line"], match["function"]) for match in _FRAME.finditer(threads[-1])]
+    own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames
+    shown = [f"{function} ({Path(path).name}:{line})" for path, line, function in own[:3]]
+    return " < ".join(shown)

@@ -1,0 +1,69 @@
+"""Who may reach a run's Ray: this machine alone if it is private, and who has the token if it is joined (docs/security.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import ray
+from ray._private import ray_constants
+
+from actors.config import RayConfig
+from correction.errors import ConfigError, EngineError
+
+_ASKED_S = 60.0
+"""A task on the joined cluster tells within so long whether it asks for a token."""
+_TOKEN = Path.home() / ".ray" / "auth_token"
+"""Where Ray keeps the token if RAY_AUTH_TOKEN_PATH doesn't say otherwise."""
+
+
+@contextlib.contextmanager
+def loopback_only() -> Iterator[None]:
+    """Within it, ray.init starts a cluster that listens on 127.0.0.1 alone.
+
+    Ray does so by itself on a Mac, where it supports no clusters of several machines; the variable that turns them on there turns them
+    off here. Left alone, its control service, daemon and every worker listen on all interfaces of a laptop.
+    """
+    name, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def protect_token() -> None:
+    """Let nobody else on this machine read the token by which Ray knows its owner; Ray itself leaves that to the umask."""
+    with contextlib.suppress(OSError):  # there is none: authentication is off, or the token is elsewhere
+        _TOKEN.chmod(0o600)
+
+
+def require_authentication(settings: RayConfig) -> None:
+    """Ask the cluster that was joined whether it lets everybody in.
+
+    Raises: ConfigError if it does, unless ray.allow_unauthenticated says that this is known.
+    """
+    if settings.allow_unauthenticated:
+        return
+    try:
+        asks_for_token = ray.get(ray.remote(num_cpus=0)(_asks_for_token).remote(), timeout=_ASKED_S)
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"ray.address = {settings.address}: joined, but a first task failed there: {type(error).__name__}") from error
+    if not asks_for_token:
+        raise ConfigError(
+            f"ray.address = {settings.address}: that cluster asks nobody for a token, so whoever reaches it can run code as you. "
+            "Start it with RAY_AUTH_MODE=token on every node (deploy/README.md), or, if its network is closed, "
+            "say ray.allow_unauthenticated=true"
+        )
+
+
+def _asks_for_token() -> bool:
+    """Workers have their mode from the daemon of their node."""
+    return os.environ.get("RAY_AUTH_MODE", "disabled").lower() == "token"

@@ -1,0 +1,166 @@
+"""The life of a rollout worker, from its actor's creation to its end. Who gets work, and who is replaced, the pool decides.
+
+States, and what moves a worker:
+
+    STARTING   created; Ray may still be looking for a node that offers the rollout resource
+    JOINED     its engine is up; the weight sync owns its version from here
+    GONE       its process or its engine died, or it took no weights; a replacement is started, its groups go to other workers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import ray
+from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
+
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.cluster import lower_priority
+from actors.config import DeadlinesConfig
+from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.supervision import USUAL_START, unwrapped, wait_for
+from actors.weight_sync import SyncTarget
+from correction.errors import DeadlineExceeded, EvenkeelError
+from rollout.heartbeat import MISSES
+
+log = logging.getLogger("evenkeel.pool")
+_LOAD_S = 5.0
+_NODE_ID = "ray.io/node-id"
+_PROBES = 6
+"""In the time after which a worker without an answer is lost."""
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    JOINED = "joined"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class WorkerHandle:
+    """One rollout worker, as the pool sees it."""
+
+    name: str
+    actor: Any
+    sync: SyncTarget
+    state: WorkerState = WorkerState.STARTING
+    groups: set[int] = field(default_factory=set)
+    """Groups that it is sampling."""
+    questions: int = 0
+    """Answers to questions of evaluations that it is sampling."""
+    resyncs: int = 0
+    """Full syncs asked for since its last finished group."""
+    info: ActorInfo | None = None
+
+
+class PoolObserver(Protocol):
+    """Is told what happens in the pool."""
+
+    def joined(self, info: ActorInfo) -> None: ...
+
+    def left(self, key: str) -> None:
+        """key: as ActorInfo.key."""
+
+    def group_finished(self, summary: GroupSummary) -> None: ...
+
+    def lost(self, tickets: Sequence[Ticket]) -> None: ...
+
+    def event(self, level: str, text: str) -> None: ...
+
+
+def create(name: str, settings: WorkerSettings, queue: Any, avoided: Sequence[str] = ()) -> WorkerHandle:
+    """A worker whose actor Ray has been asked for.
+
+    Args: avoided: ids of nodes that it gets only if there is no room elsewhere.
+    """
+    engine = settings.rollout.engine
+    on_gpu = engine.resolved_device == "cuda"
+    actor = (
+        ray.remote(RolloutWorker)
+        .options(
+            num_cpus=1,
+            num_gpus=1 if on_gpu else 0,
+            resources={settings.resource: 1},
+            max_concurrency=4096,
+            max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
+            scheduling_strategy=NodeLabelSchedulingStrategy({}, soft={_NODE_ID: NotIn(*avoided)}) if avoided else None,  # type: ignore[no-untyped-call]
+        )
+        .remote(name, settings, queue)
+    )
+    lower_priority(actor)
+    return WorkerHandle(name, actor, SyncTarget(name, actor))
+
+
+async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: DeadlinesConfig) -> ActorInfo:
+    """Wait for its node, as long as that takes, and until its engine is up. Raises: the error of its start."""
+    await wait_for(
+        worker.actor.__ray_ready__.remote(),
+        f"a node with the resource {settings.resource!r} for rollout worker {worker.name}",
+        deadline_s=math.inf,  # who waits for work has deadlines.no_workers_s
+        notice_s=deadlines.notice_s,
+        usual_s=USUAL_START * deadlines.start_s,
+    )
+    return await wait_for(
+        worker.actor.start.remote(0),
+        f"start of rollout worker {worker.name}",
+        deadline_s=deadlines.start_s,
+        notice_s=deadlines.notice_s,
+        usual_s=USUAL_START * deadlines.start_s,
+    )
+
+
+async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
+    """Ask a worker for its load every few seconds: whether its engine lives, it looks after itself. Returns why, when it is lost.
+
+    Args: limit_s: seconds without an answer.
+    """
+    what, missed = f"heartbeat <- rollout worker {worker.name}", 0
+    while missed < MISSES:
+        if not missed:
+            await asyncio.sleep(limit_s / _PROBES)
+        try:
+            await wait_for(worker.actor.load.remote(), what, deadline_s=limit_s / MISSES, notice=log.debug)
+        except DeadlineExceeded:  # a probe, not the time: that this process stood still is none of the worker's faults
+            missed += 1
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            return str(unwrapped(error))
+        else:
+            missed = 0
+    return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
+
+
+async def loads(joined: Sequence[WorkerHandle]) -> dict[str, WorkerLoad]:
+    """Running totals, by name, of those that answer within a few seconds."""
+
+    async def ask(worker: WorkerHandle) -> WorkerLoad | None:
+        try:
+            return await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
+        except (EvenkeelError, ray.exceptions.RayError):
+            return None
+
+    answers = await asyncio.gather(*(ask(w) for w in joined))
+    return {worker.name: load for worker, load in zip(joined, answers, strict=True) if load is not None}
+
+
+async def end(workers: Sequence[WorkerHandle]) -> None:
+    """End them all, engines first."""
+    stopping = [w.actor.stop.remote() for w in workers if w.state is WorkerState.JOINED]
+    if stopping:
+        await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=20.0)
+    for worker in workers:
+        kill(worker.actor)
+
+
+def kill(actor: Any) -> None:
+    """Kill an actor that may be gone already."""
+    try:
+        ray.kill(actor)
+    except Exception as error:  # nothing to kill is what we wanted
+        log.debug("kill: %s", error)

@@ -1,0 +1,112 @@
+"""Whether an engine lives: a short probe of its scheduler every few seconds, and what its processes compute meanwhile.
+
+The probe is SGLang's own (/health_generate does the same): a request of one token under a name that the scheduler knows, which it answers
+after its next forward pass if it has work, and by sampling if it has none. Any sign of the scheduler counts as an answer.
+
+A scheduler that gives none may be at a long forward pass: a prefill of a large model takes a CPU a minute. So one that computes has ten
+times as long; one that doesn't has stopped, or waits for what never comes. A paused owner misses at most one probe, so that its own
+standstill condemns nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import psutil
+
+MISSES = 3
+"""Probes in a row without an answer, each a third of the limit, after which an engine is lost that computes nothing."""
+_MISSES_AT_WORK = 10 * MISSES
+_PROBES = 6
+"""In the time of the limit, while they are answered."""
+_LEAST_SHARE = 0.05
+"""Of a processor: what computes uses more."""
+_LOOK_S = 0.1
+
+
+async def until_lost(
+    probe: Callable[[float], Awaitable[bool]],
+    cpu_s: Callable[[], float],
+    *,
+    limit_s: float,
+    is_excused: Callable[[], bool],
+) -> str:
+    """Returns why, when the engine has missed its heartbeat.
+
+    Args:
+        probe: whether the engine gives a sign within so many seconds.
+        cpu_s: processor seconds that its processes have used.
+        limit_s: seconds without an answer after which an engine that computes nothing is lost.
+        is_excused: it does what it can't be interrupted at, and what has a deadline of its own.
+    """
+    missed = stood = 0
+    while True:
+        used_s = cpu_s()
+        if is_excused() or await probe(limit_s / MISSES) or is_excused():
+            missed = stood = 0
+            await asyncio.sleep(limit_s / _PROBES)
+            continue
+        missed += 1
+        computes = cpu_s() - used_s > _LEAST_SHARE * limit_s / MISSES
+        stood = 0 if computes else stood + 1
+        if stood >= MISSES:
+            return f"it missed its heartbeat: no answer to {missed} probes, and its processes computed nothing in the last {limit_s:g} s"
+        if missed >= _MISSES_AT_WORK:
+            waited_s = missed * limit_s / MISSES
+            return f"it missed its heartbeat: no answer to {missed} probes in {waited_s:.0f} s, though its processes compute"
+
+
+class SchedulerProbe:
+    """Asks SGLang's scheduler for a sign of life, unless it has given one since it was asked last."""
+
+    def __init__(self, manager: Any) -> None:
+        """Args: manager: SGLang's tokenizer manager."""
+        self._manager = manager
+        self._seen = manager.last_receive_tstamp
+
+    async def __call__(self, deadline_s: float) -> bool:
+        if self._gave_a_sign():
+            return True
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        name = f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}"
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        request = GenerateReqInput(rid=name, input_ids=[0], sampling_params=sampling, log_metrics=False)
+        asking = asyncio.ensure_future(self._first(self._manager.generate_request(request, None)))
+        clock = asyncio.get_running_loop().time
+        until = clock() + deadline_s
+        try:
+            while not self._gave_a_sign():
+                if clock() >= until:
+                    return False
+                await asyncio.sleep(_LOOK_S)
+            return True
+        finally:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await asking
+            self._manager.rid_to_state.pop(name, None)
+
+    def _gave_a_sign(self) -> bool:
+        before, self._seen = self._seen, self._manager.last_receive_tstamp
+        return bool(self._seen != before)
+
+    @staticmethod
+    async def _first(answers: Any) -> None:
+        async for _ in answers:
+            return
+
+
+def processor_seconds(pids: Iterable[int]) -> float:
+    """Used by these processes so far; those that are gone count as none."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total

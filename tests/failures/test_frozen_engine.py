@@ -1,0 +1,45 @@
+"""An engine that stops answering, in a synchronous run with two real workers: nobody sends it weights, so only its heartbeat tells.
+
+Behaviours locked here: it is condemned long before any of its answers is late, its groups are sampled by the other worker and its
+replacement, the batch that needed them is trained, and the books hold every prompt once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import RECIPE, Run
+
+pytestmark = pytest.mark.engine
+
+HEARTBEAT_S = 9
+
+
+def test_a_frozen_engine_is_condemned_by_its_heartbeat_and_the_run_goes_on(small_model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ["max_staleness=0", "rollout.workers=2", "groups_per_step=8", "evaluation.problems=4", "checkpoint.every_steps=0"]
+    waits = [f"rollout.engine.deadlines.heartbeat_s={HEARTBEAT_S}", "rollout.engine.deadlines.generate_s=3000", "deadlines.batch_s=3000"]
+    run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "rollout.sampling.max_tokens=96", *words, *waits)
+    try:
+        run.wait_until(lambda: len(run.metrics()) >= 2 and "rollout 1 is up" in run.events(), "two workers and two steps")
+        frozen = run.pids("sglang::scheduler")[0]
+        os.kill(frozen, signal.SIGSTOP)
+        run.wait_until(lambda: "missed its heartbeat" in run.events(), "the frozen engine's condemnation")
+        before = len(run.metrics())
+        run.wait_until(lambda: len(run.metrics()) >= before + 3, "three more steps")
+        run.interrupt()
+        assert run.wait() == 0, run.output()[-4000:]
+        assert len(re.findall(r"rollout worker \d+ is gone", run.events())) == 1, run.events()
+        lines = run.ledger()
+        twice = [prompt for prompt, times in Counter(line["prompt_id"] for line in lines).items() if times > 1]
+        assert lines and twice == [], "no prompt is trained or discarded twice"
+        steps = run.steps()
+        assert steps == list(range(1, steps[-1] + 1)) and run.orphans(60.0) == []
+    finally:
+        run.close()

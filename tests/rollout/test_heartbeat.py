@@ -1,0 +1,79 @@
+"""An engine is lost when it gives no sign of life and computes nothing, and for nothing else. In simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from rollout.heartbeat import until_lost
+from tests.actors.simulated_time import simulate
+
+LIMIT_S = 30.0
+FOREVER_S = 1e9
+
+
+class FrozenFrom:
+    """Answers at once until `freezes_at`, and again from `wakes_at` on; uses `share` of a processor all the time that it lives."""
+
+    def __init__(self, *, freezes_at: float, wakes_at: float = FOREVER_S, share: float = 0.0) -> None:
+        self.freezes_at, self.wakes_at, self.share = freezes_at, wakes_at, share
+        self.probes = 0
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def probe(self, deadline_s: float) -> bool:
+        self.probes += 1
+        if self.freezes_at <= self.now < self.wakes_at:
+            await asyncio.sleep(deadline_s)
+        return not self.freezes_at <= self.now < self.wakes_at
+
+    def cpu_s(self) -> float:
+        return self.share * self.now
+
+
+def lost_at(engine: FrozenFrom, *, is_excused: Callable[[], bool] = lambda: False, within_s: float = 2000.0) -> tuple[float, str] | None:
+    """(seconds, why), or None if it still counts as living after `within_s`."""
+    found: list[tuple[float, str]] = []
+
+    async def scenario() -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                why = await until_lost(engine.probe, engine.cpu_s, limit_s=LIMIT_S, is_excused=is_excused)
+                found.append((engine.now, why))
+        except TimeoutError:
+            return
+
+    simulate(scenario)
+    return found[0] if found else None
+
+
+def test_a_frozen_engine_is_lost_after_three_probes_in_vain() -> None:
+    """Three probes of 10 s, the first of which begins at most 5 s after it froze."""
+    found = lost_at(FrozenFrom(freezes_at=100.0))
+    assert found is not None and 130.0 <= found[0] <= 135.0
+    assert "no answer to 3 probes" in found[1] and "computed nothing" in found[1]
+
+
+def test_an_engine_at_a_long_pass_has_ten_times_as_long() -> None:
+    assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=350.0, share=0.5)) is None
+    found = lost_at(FrozenFrom(freezes_at=100.0, share=0.5))
+    assert found is not None and 400.0 <= found[0] <= 405.0 and "though its processes compute" in found[1]
+
+
+def test_two_missed_probes_are_none() -> None:
+    assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=118.0)) is None
+
+
+def test_what_it_is_excused_for_has_a_deadline_of_its_own() -> None:
+    """A weight update takes the scheduler's whole attention, however long."""
+    assert lost_at(FrozenFrom(freezes_at=100.0), is_excused=lambda: True) is None
+
+
+def test_an_engine_that_answers_is_asked_every_few_seconds() -> None:
+    engine = FrozenFrom(freezes_at=FOREVER_S)
+    assert lost_at(engine, within_s=100.0) is None
+    assert engine.probes == pytest.approx(100.0 / 5.0, abs=1)

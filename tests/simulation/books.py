@@ -1,0 +1,144 @@
+"""What has to hold at every moment of a simulated run, written against what crosses between the parts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from correction.batch import PackedBatch
+from tests.simulation.learner import Weights
+
+
+class ViolationError(AssertionError):
+    """Something that never may be, was."""
+
+
+class Books:
+    """The simulation's own account of a run, through all crashes and resumes."""
+
+    def __init__(self, *, max_staleness: int, groups_per_step: int) -> None:
+        self._max_staleness, self._places = max_staleness, (max_staleness + 1) * groups_per_step
+        self._groups_per_step = groups_per_step
+        self.violation = ""
+        """The first thing that was wrong."""
+        self.weights: Weights | None = None
+        """Those that the learner has."""
+        self.receipts: dict[str, int] = {}
+        """By worker of the present driver: version of the last receipt that has come; -1: it has said that it is dirty."""
+        self.exports: Counter[object] = Counter()
+        """By version, and for checksums ("hash", version), of the present driver."""
+        self._counts: dict[str, int] = {}
+        """Of the queue, when they were looked at last."""
+        self.saved: dict[str, int] = {}
+        """Checkpoints that the run has called complete, by folder name: their steps."""
+
+    def refuse(self, what: str) -> None:
+        """Raises: ViolationError, which ends the run even if who called this catches it."""
+        self.violation = self.violation or what
+        raise ViolationError(what)
+
+    # -- at every step of the loop -----------------------------------------------------------------------------------
+
+    def check_queue(self, queue: Any) -> None:
+        """The balance, and the bound of staleness, of the queue's own counts and contents."""
+        counts = queue.counts()
+        if counts == self._counts:
+            return
+        self._counts = counts
+        under_way = counts["in_flight"] + counts["finished"] + counts["drawn"]
+        if counts["admitted"] != counts["trained"] + counts["discarded"] + under_way:
+            self.refuse(f"the queue is out of balance: {counts}")
+        if len(queue.outstanding()) != under_way:
+            self.refuse(f"the queue holds {len(queue.outstanding())} groups, and counts {under_way}")
+        if under_way > self._places:
+            self.refuse(f"{under_way} groups are under way, more than the {self._places} that keep the staleness within its bound")
+
+    # -- work and weights --------------------------------------------------------------------------------------------
+
+    def gets_work(self, worker: str, published: int) -> None:
+        held = self.receipts.get(worker)
+        if held is None or held < published:  # a broadcast reaches some before all have it, which is when it is published
+            self.refuse(f"{worker} got work at version {published}, and its last receipt is of {held}")
+
+    def is_exported(self, version: int, *, may_be_copied: bool) -> None:
+        """The learner copies its weights once for all who read them; what was broadcast first, and failed, or somebody needs, once more."""
+        self.exports[version] += 1
+        if self.exports[version] > (3 if may_be_copied else 1):
+            self.refuse(f"version {version} is exported {self.exports[version]} times")
+
+    def is_hashed(self, version: int) -> None:
+        self.exports["hash", version] += 1
+        if self.exports["hash", version] > 1:
+            self.refuse(f"the checksums of version {version} are made {self.exports['hash', version]} times")
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def trains(self, weights: Weights, batch: PackedBatch) -> None:
+        """A batch reaches the learner."""
+        groups: list[int] = batch.group_ids.unique().tolist()
+        if twice := sorted(set(groups) & set(weights.trained)):
+            self.refuse(f"groups {twice} are trained a second time, at version {weights.version}")
+        if len(groups) != self._groups_per_step:
+            self.refuse(f"a batch of {len(groups)} groups instead of {self._groups_per_step}, at version {weights.version}")
+        lineage = (*weights.ancestors, weights.name)
+        tokens = zip(batch.token_ids.tolist(), batch.weight_versions.tolist(), batch.loss_mask.tolist(), strict=True)
+        for token, version, is_response in tokens:
+            if not is_response:
+                continue
+            if version < 0:
+                self.refuse(f"a token without a version in the batch of version {weights.version}")
+            if not 0 <= weights.version - version <= self._max_staleness:
+                self.refuse(f"a token of version {version} in the batch of version {weights.version}, bound {self._max_staleness}")
+            if lineage[version] != token:
+                where = f"of version {lineage.index(token)}" if token in lineage else "of no weights that these come from"
+                self.refuse(f"a token that says version {version} was sampled by weights {where}; trained at version {weights.version}")
+
+    def trained(self, weights: Weights) -> None:
+        self.weights = weights
+
+    # -- the ledger --------------------------------------------------------------------------------------------------
+
+    def step_ended(self, number: int, ledger: Path, queue: Any, *, may_lack_lines: bool) -> None:
+        """A step is settled: the file says what the weights know, and with the queue it has every prompt once."""
+        assert self.weights is not None
+        trained, discarded = read_ledger(ledger)
+        known = set(self.weights.trained)
+        if not (trained <= known if may_lack_lines else trained == known):
+            extra, lacking = _told(trained - known), _told(known - trained)
+            self.refuse(f"step {number}: the ledger calls {extra} trained, the weights don't; it lacks {lacking}, which they know")
+        if both := discarded & known:
+            self.refuse(f"step {number}: {_told(both)} were trained, and the ledger calls them discarded")
+        counts, held = queue.counts(), {int(prompt_id.rpartition("/")[2]) for prompt_id in queue.outstanding()}
+        all_of_them = trained | discarded | held
+        if not may_lack_lines and (missing := set(range(counts["admitted"])) - all_of_them):
+            unreported = {int(prompt_id.rpartition("/")[2]) for prompt_id, _ in queue.snapshot().unreported}
+            if missing - unreported:
+                self.refuse(f"step {number}: prompts {_told(missing - unreported)} are nowhere: {counts['admitted']} were admitted")
+        if twice := (trained | discarded) & held:
+            self.refuse(f"step {number}: {_told(twice)} have left by the ledger, and the queue holds them")
+
+    def resumed(self, step: int, damaged: Iterable[str]) -> None:
+        """A resume goes on at this step. What was called complete, and was not damaged since, is not lost."""
+        whole = [saved for name, saved in self.saved.items() if name not in set(damaged)]
+        if whole and step < max(whole):
+            self.refuse(f"the resume goes on at step {step}, though a whole checkpoint of step {max(whole)} was told")
+
+
+def read_ledger(path: Path) -> tuple[set[int], set[int]]:
+    """Positions of trained and of discarded prompts. Raises: ViolationError for one that stands there twice."""
+    trained: set[int] = set()
+    discarded: set[int] = set()
+    for line in path.read_text().splitlines() if path.exists() else ():
+        record = json.loads(line)
+        position = int(record["prompt_id"].rpartition("/")[2])
+        if position in trained or position in discarded:
+            raise ViolationError(f"prompt {position} stands twice in the ledger")
+        (trained if record["outcome"] == "trained" else discarded).add(position)
+    return trained, discarded
+
+
+def _told(positions: Iterable[int]) -> str:
+    return str(sorted(positions)[:8])

@@ -1,0 +1,257 @@
+"""What plays SGLang: tokens take time, and each one is the name of the weights that sampled it.
+
+The rollout worker is the real one; this stands in place of its sampler, with what a worker can see of an engine: updates that pause it,
+that fail half-way and leave it dirty, requests that an update cuts into spans of versions, answers in SGLang's form (which the product's
+own reading of them takes apart), a scheduler that dies or stands still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
+from rollout.config import AnswerSampling, RolloutConfig
+from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
+from tests.simulation.processes import Process
+
+_CHUNKS = 3
+"""An answer is sampled in so many parts, between which weights may change."""
+_TENSORS = ("a", "b", "c")
+"""Of the model; each is a bucket of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A bucket of weights: one tensor, which is the name of the weights."""
+
+    tensor: str
+    weights: int
+
+    def checksums(self) -> dict[str, str]:
+        return {self.tensor: f"{self.weights}-{self.tensor}"}
+
+
+def pieces_of(weights: int) -> list[Piece]:
+    return [Piece(tensor, weights) for tensor in _TENSORS]
+
+
+def checksums_of_weights(weights: int) -> dict[str, str]:
+    return {tensor: f"{weights}-{tensor}" for tensor in _TENSORS}
+
+
+def probe_of(weights: int, tokens: int) -> list[float]:
+    """Logprobs of the fixed prompt under these weights."""
+    return [-1.0 - (weights % 997) / 1000] * (tokens - 1)
+
+
+@dataclass(slots=True)
+class Health:
+    """What faults do to one engine."""
+
+    slowness: float = 1.0
+    is_hanging: bool = False
+    garbage: int = 0
+    """So many of the next answers are none."""
+    breaks_updates: int = 0
+    """So many of the next updates stop after the first tensor."""
+    damages_updates: int = 0
+    """So many of the next weights arrive with other bytes."""
+    lost: str = ""
+    """Why its scheduler is gone."""
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    """Of those who let time go by in the engine."""
+
+    def changed(self) -> None:
+        for waiter in self.waiters:
+            _wake(waiter)
+        self.waiters.clear()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class SimulatedEngine:
+    def __init__(self, process: Process, config: RolloutConfig, version: int) -> None:
+        self._process, self._deadlines = process, config.engine.deadlines
+        self.health = Health()
+        self.version = version
+        self.held: dict[str, int] = dict.fromkeys(_TENSORS, -1)
+        """By tensor: the weights that it is of."""
+        self.requests_in_flight = 0
+        self._dirty: str | None = "it has had no weights yet"
+        self._failed_updates = 0
+        self._updating = asyncio.Lock()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._broadcasts: dict[str, Any] = {}
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _s(self, what: str, least_s: float, most_s: float) -> float:
+        return self._process.cluster.delay(f"{self._process.name} {what}", least_s, most_s) * self.health.slowness
+
+    async def _takes(self, seconds: float, limit_s: float, phase: str) -> None:
+        """Time goes by in the engine. Raises: EngineError if it is lost meanwhile, DeadlineExceeded if it stands still for too long."""
+        loop = asyncio.get_running_loop()
+        ends, limit = loop.time() + seconds, loop.time() + limit_s
+        while True:
+            self.raise_if_lost()
+            now = loop.time()
+            if now >= limit:
+                raise DeadlineExceeded(f"{phase}: not done in {limit_s:g} s")
+            if now >= ends and not self.health.is_hanging:
+                return
+            waiter: asyncio.Future[None] = loop.create_future()
+            self.health.waiters.append(waiter)
+            timer = loop.call_at(min(limit, ends if ends > now else limit), _wake, waiter)
+            await waiter
+            timer.cancel()
+            if waiter in self.health.waiters:
+                self.health.waiters.remove(waiter)
+
+    def raise_if_lost(self) -> None:
+        if self.health.lost:
+            raise EngineError(f"{self._process.name}: {self.health.lost}")
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, samples: int) -> tuple[Trajectory, ...]:
+        self.raise_if_lost()
+        if self._dirty is not None:
+            raise EngineDirty(f"{self._process.name} is dirty: {self._dirty}. Send it a whole weight update first")
+        failed_updates = self._failed_updates
+        spans: list[tuple[int, int]] = []
+        self.requests_in_flight += samples
+        try:
+            for _ in range(_CHUNKS):
+                await self._takes(self._s("tokens", 0.1, 2.0), self._deadlines.generate_s, f"generate {prompt.prompt_id}")
+                await self._resumed.wait()
+                if self._failed_updates != failed_updates:
+                    raise EngineDirty(f"{self._process.name}: a weight update failed while this request ran")
+                spans.append((self.version, self._weights()))
+        finally:
+            self.requests_in_flight -= samples
+        return tuple(self._answer(prompt, index, spans) for index in range(samples))
+
+    def _weights(self) -> int:
+        """What a token shows of the weights that sampled it: their name if they are of one version, something else if they are not."""
+        held = set(self.held.values())
+        return held.pop() if len(held) == 1 else -2
+
+    def _answer(self, prompt: Prompt, index: int, spans: Sequence[tuple[int, int]]) -> Trajectory:
+        """From an answer in SGLang's form. Raises: EngineError for one that is none."""
+        each = 1 + zlib.crc32(f"{prompt.prompt_id}/{index}".encode()) % 3
+        ids = [weights for _, weights in spans for _ in range(each)]
+        logprobs: list[list[Any]] = [[-1.0, token, None] for token in ids]
+        if self.health.garbage > 0:
+            self.health.garbage -= 1
+            logprobs = [[math.nan, token, None] for token in ids] if index % 2 else logprobs[:-1]
+        versions: list[dict[str, Any]] = []
+        for i, (version, _) in enumerate(spans):
+            if versions and versions[-1]["version"] == str(version):
+                versions[-1]["end"] = (i + 1) * each
+            else:
+                versions.append({"version": str(version), "start": i * each, "end": (i + 1) * each})
+        meta = {"output_token_logprobs": logprobs, "weight_versions": versions, "finish_reason": {"type": "stop"}, "prompt_tokens": 3}
+        answer = {"output_ids": ids, "meta_info": meta}
+        return Trajectory.from_sglang(answer, prompt.token_ids, self._process.name, prompt_id=prompt.prompt_id)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        self.raise_if_lost()
+        if self._dirty is not None:
+            raise EngineDirty(f"{self._process.name} is dirty: {self._dirty}. Send it a whole weight update first")
+        await self._takes(self._s("probe", 0.05, 3.0), self._deadlines.control_s, "score")
+        await self._resumed.wait()
+        return probe_of(self._weights(), len(token_ids))
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, version: int, buckets: Sequence[Piece]) -> SyncReceipt:
+        """As the real one: under way it is shielded from whoever has asked for it."""
+        self.raise_if_lost()
+        return await asyncio.shield(asyncio.ensure_future(self._update(version, buckets)))
+
+    async def _update(self, version: int, buckets: Sequence[Piece]) -> SyncReceipt:
+        async with self._updating:
+            self.raise_if_lost()
+            began = asyncio.get_running_loop().time()
+            self._resumed.clear()
+            self._dirty = f"an update to v{version} has begun"
+            try:
+                for number, piece in enumerate(buckets):
+                    if number and self.health.breaks_updates:
+                        self.health.breaks_updates -= 1
+                        raise SyncError(f"{self._process.name}: tensor {piece.tensor} of v{version} could not be read")
+                    await self._takes(self._s("tensor", 0.02, 0.6), self._deadlines.update_s, f"weight update v{version}")
+                    self.held[piece.tensor] = piece.weights
+                if self.health.damages_updates:
+                    self.health.damages_updates -= 1
+                    self.held["b"] = -3
+            except DeadlineExceeded as error:
+                self.health.lost = f"weight update v{version}: {error}"
+                self.health.changed()
+                raise
+            except EvenkeelError as error:
+                self._failed_updates += 1
+                self._dirty = f"the update to v{version} failed ({error})"
+                raise
+            finally:
+                self._resumed.set()
+            self.version, self._dirty = version, None
+            pause_s = asyncio.get_running_loop().time() - began
+            return SyncReceipt(version, "retract", len(buckets), len(_TENSORS), bytes=8, pause_s=pause_s)
+
+    async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
+        self.raise_if_lost()
+        self._broadcasts[name] = await self._process.cluster.meetings.rendezvous(name, world_size, self._deadlines.update_s)
+
+    async def leave_weight_group(self, name: str) -> None:
+        self._broadcasts.pop(name, None)
+
+    async def receive_weights(self, version: int, buckets: Sequence[Any], *, group: str) -> SyncReceipt:
+        self.raise_if_lost()
+        if group not in self._broadcasts:
+            raise SyncError(f"{self._process.name} is in no weight group {group}")
+        weights = await self._process.cluster.meetings.received(group, self._deadlines.update_s)
+        return await asyncio.shield(asyncio.ensure_future(self._update(version, pieces_of(weights))))
+
+    async def weight_checksums(self) -> dict[str, str]:
+        await self._takes(self._s("checksums", 0.01, 0.5), self._deadlines.control_s, "checksums")
+        return {tensor: f"{weights}-{tensor}" for tensor, weights in self.held.items()}
+
+    async def processor(self) -> None: ...
+
+    async def shutdown(self) -> None: ...
+
+
+class SimulatedSampler:
+    """Groups of answers, scored by a hash: some questions are too easy, some answers can't be scored."""
+
+    generated_tokens = 0
+    busy_s = up_s = 1.0
+
+    def __init__(self, engine: SimulatedEngine, samples: int, unscored: float) -> None:
+        self.engine, self._samples, self._unscored = engine, samples, unscored
+
+    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0) -> Group:
+        answers = await self.engine.generate(prompt, self._samples)
+        scored = tuple(self._scored(answer, prompt, index) for index, answer in enumerate(answers))
+        return Group(group_id, prompt, scored, admitted_version)
+
+    async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
+        return tuple(self._scored(one, prompt, i) for i, one in enumerate(await self.engine.generate(prompt, how.samples)))
+
+    def _scored(self, answer: Trajectory, prompt: Prompt, index: int) -> Trajectory:
+        share = zlib.crc32(f"reward of {prompt.prompt_id}/{index}".encode()) / 2**32
+        if share < self._unscored:
+            return replace(answer, error="the reward took longer than its deadline")
+        return replace(answer, reward=float(share > 0.6))
+
+    async def close(self) -> None: ...

@@ -1,0 +1,235 @@
+"""What befalls a simulated run: faults at their time, and calls that come late, twice, or lose their answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.simulation.engine import Health
+from tests.simulation.processes import Process, SimulatedRay
+from tests.simulation.schedule import Fault
+
+WORKER, QUEUE, SERVICE, RANK = "RolloutWorker", "TrajectoryQueueActor", "CorrectionService", "LearnerRankActor"
+_KINDS = {"worker": WORKER, "queue": QUEUE, "service": SERVICE, "learner": RANK}
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """Of one call."""
+
+    late_s: float = 0.0
+    is_lost: bool = False
+    """It runs, and who called is told that the connection was lost."""
+    is_repeated: bool = False
+
+
+_USUAL = Fate()
+
+
+class Disk:
+    """Every file below a folder is written to it."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.was_full = False
+        """Since the driver began."""
+
+    @contextmanager
+    def in_place(self, root: Path) -> Iterator[None]:
+        opened, usage = Path.open, shutil.disk_usage
+        prefix = str(root)
+
+        def open_here(path: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
+            if self.is_full and set(mode) & set("wax+") and str(path).startswith(prefix):
+                file = opened(path, mode, *args, **named)
+                return _FullFile(file) if "b" in mode and "a" in mode else _refuse(file)
+            return opened(path, mode, *args, **named)
+
+        def free(path: Any) -> Any:
+            found = usage(path)
+            return found._replace(free=0) if self.is_full else found
+
+        with mock.patch.object(Path, "open", open_here), mock.patch.object(shutil, "disk_usage", free):
+            yield
+
+
+def _refuse(file: Any) -> Any:
+    file.close()
+    raise OSError(ENOSPC, "No space left on device", file.name)
+
+
+class _FullFile:
+    """Takes a part of what is written, as a file does whose disk becomes full."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> _FullFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: bytes) -> int:
+        written: int = self._file.write(data[: len(data) // 2])
+        if not written:
+            raise OSError(ENOSPC, "No space left on device")
+        return written
+
+
+class Faults:
+    """Plays a schedule's faults on the processes of the present driver."""
+
+    def __init__(self, faults: tuple[Fault, ...], disk: Disk, tell: Callable[[str], None]) -> None:
+        self._faults, self._disk, self._tell = list(faults), disk, tell
+        self.played: list[Fault] = []
+        self._cluster: SimulatedRay | None = None
+        self._calls: list[Fault] = []
+        """Wait for the next call of their method."""
+        self._held_up_until = 0.0
+        self.learner_slowness = 1.0
+        self.crash: Fault | None = None
+        """The driver ends with this step of the loop."""
+        self.interrupt: Callable[[int], None] | None = None
+        """The driver's handler of signals."""
+
+    def begin(self, cluster: SimulatedRay) -> None:
+        """A driver has begun; what should have come while there was none comes now."""
+        self._cluster, self.crash, self.interrupt, self.learner_slowness = cluster, None, None, 1.0
+        for fault in self._faults:
+            if fault not in self.played:
+                cluster.loop.call_at(max(fault.at, cluster.loop.time()), self._play, fault)
+
+    @property
+    def last_end(self) -> float:
+        """From then on nothing befalls the run any more."""
+        return max((fault.at + (fault.lasts if fault.kind not in _COUNTED else 0.0) for fault in self._faults), default=0.0)
+
+    def _play(self, fault: Fault) -> None:
+        if fault in self.played or self._cluster is None:
+            return
+        self.played.append(fault)
+        self._tell(f"fault: {fault}")
+        verb, _, noun = fault.kind.partition("_")
+        if verb in ("kill", "freeze"):
+            if process := self._target(_KINDS[noun], fault):
+                process.kill() if verb == "kill" else self._freeze(process, fault.lasts)
+        elif fault.kind in ("late_reply", "lost_reply", "repeated_call", "damage_update"):
+            self._calls.append(fault)
+        else:
+            getattr(self, f"_{fault.kind}")(fault)
+
+    def _target(self, kind: str, fault: Fault) -> Process | None:
+        assert self._cluster is not None
+        there = self._cluster.alive(kind)
+        return there[fault.target % len(there)] if there else None
+
+    def _freeze(self, process: Process, seconds: float) -> None:
+        process.freeze()
+        process.cluster.loop.call_later(seconds, process.thaw)
+
+    def _health(self, fault: Fault) -> Health | None:
+        process = self._target(WORKER, fault)
+        sampler = getattr(process.instance, "_sampler", None) if process is not None else None
+        return sampler.engine.health if sampler is not None else None
+
+    def _later(self, seconds: float, undo: Callable[[], None]) -> None:
+        assert self._cluster is not None
+        self._cluster.loop.call_later(seconds, undo)
+
+    def _slow_worker(self, fault: Fault) -> None:
+        if health := self._health(fault):
+            health.slowness = 8.0
+            self._later(fault.lasts, lambda: setattr(health, "slowness", 1.0))
+
+    def _lose_scheduler(self, fault: Fault) -> None:
+        if health := self._health(fault):
+            health.lost = "its scheduler is gone"
+            health.changed()
+
+    def _hang_engine(self, fault: Fault) -> None:
+        if health := self._health(fault):
+            health.is_hanging = True
+
+            def wake() -> None:
+                health.is_hanging = False
+                health.changed()
+
+            self._later(fault.lasts, wake)
+
+    def _garbage(self, fault: Fault) -> None:
+        if health := self._health(fault):
+            health.garbage += int(fault.lasts)
+
+    def _break_update(self, fault: Fault) -> None:
+        if health := self._health(fault):
+            health.breaks_updates += int(fault.lasts)
+
+    def _no_node(self, fault: Fault) -> None:
+        self._held_up_until = fault.at + fault.lasts
+
+    def _slow_learner(self, fault: Fault) -> None:
+        self.learner_slowness = 5.0
+        self._later(fault.lasts, lambda: setattr(self, "learner_slowness", 1.0))
+
+    def _full_disk(self, fault: Fault) -> None:
+        self._disk.is_full = self._disk.was_full = True
+        self._later(fault.lasts, lambda: setattr(self._disk, "is_full", False))
+
+    def _crash_driver(self, fault: Fault) -> None:
+        self.crash = fault
+
+    def _stop_driver(self, fault: Fault) -> None:
+        import signal
+
+        if self.interrupt is not None:
+            self.interrupt(signal.SIGTERM)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def start_is_held_up(self, process: Process) -> float:
+        """Seconds that an actor's start waits for a node."""
+        return max(0.0, self._held_up_until - process.cluster.loop.time()) if process.kind == WORKER else 0.0
+
+    def fate_of(self, process: Process, method: str, args: tuple[Any, ...]) -> Fate:
+        for fault in self._calls:
+            if fault.kind == "damage_update":
+                if method == "update_weights" and args[2]:  # one that is verified; what damages others is beyond a checksum's reach
+                    self._calls.remove(fault)
+                    process.instance._sampler.engine.health.damages_updates += int(fault.lasts)
+                    return _USUAL
+            elif fault.what == method:
+                self._calls.remove(fault)
+                self._tell(f"{fault.kind}: {process.name}.{method}")
+                late_s = fault.lasts if fault.kind == "late_reply" else 0.0
+                return Fate(late_s, is_lost=fault.kind == "lost_reply", is_repeated=fault.kind == "repeated_call")
+        return _USUAL
+
+
+_COUNTED = {"garbage", "break_update", "damage_update"}
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    """What a crash, or the disk, may leave of a checkpoint."""
+    state = checkpoint / "state" / "controller.json"
+    if how == "truncated":
+        os.truncate(state, state.stat().st_size // 2)
+    elif how == "missing file":
+        (checkpoint / "state" / "learner" / "weights.json").unlink()
+    elif how == "no manifest":
+        (checkpoint / "manifest.json").unlink()
+    elif how == "flipped bit":
+        plain = json.loads(state.read_text())
+        plain["queue"]["admitted"] += 1
+        state.write_text(json.dumps(plain))

@@ -1,0 +1,149 @@
+"""What plays Megatron: weights are a name, and know all that they were trained on.
+
+The rank is the product's own actor, with its numbering of collective calls and its versions; this stands in place of what it drives. The
+history of the weights is saved with a checkpoint and comes back with it, so that "trained twice" means what it says: by these weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+
+from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from actors.learner_group import LearnerRankActor
+from correction.errors import DataError
+from learner.config import LearnerConfig
+from tests.simulation.engine import checksums_of_weights, pieces_of, probe_of
+from tests.simulation.processes import HERE
+
+WEIGHTS = "weights.json"
+_SECONDS = {"start": (1.0, 6.0), "step": (0.5, 6.0), "export": (0.05, 1.0), "begin_save": (0.05, 0.6), "restore": (0.1, 1.0)}
+_QUICK = (0.005, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of one moment of training."""
+
+    name: int
+    version: int
+    trained: tuple[int, ...] = ()
+    """Groups, in the order of their steps."""
+    ancestors: tuple[int, ...] = ()
+    """Names of the weights before, oldest first."""
+
+    def after(self, groups: Sequence[int]) -> Weights:
+        name = zlib.crc32(f"{self.name}/{sorted(groups)}".encode())
+        return Weights(name, self.version + 1, (*self.trained, *groups), (*self.ancestors, self.name))
+
+    def save(self, folder: Path) -> None:
+        (folder / WEIGHTS).write_text(json.dumps([self.name, self.version, self.trained, self.ancestors]))
+
+    @classmethod
+    def load(cls, folder: Path) -> Weights:
+        name, version, trained, ancestors = json.loads((folder / WEIGHTS).read_text())
+        return cls(name, version, tuple(trained), tuple(ancestors))
+
+
+class SimulatedLearner:
+    def __init__(self, world: Any, weights: Weights) -> None:
+        self._world, self.weights = world, weights
+        self._saving: tuple[float, Path, Path, Weights] | None = None
+        self._failure = ""
+
+    def step(self, corrected: Any, correction: Any, *, step: int) -> Any:
+        batch = corrected.batch
+        self._world.books.trains(self.weights, batch)
+        self.weights = self.weights.after(batch.group_ids.unique().tolist())
+        self._world.books.trained(self.weights)
+        decided = SimpleNamespace(before_update=None)
+        return SimpleNamespace(
+            step=step, loss=0.5, grad_norm=1.0, entropy=None, entropies=None, target_logprobs=batch.behavior_logprobs, decided=decided,
+            metrics={}, skipped_steps=0, overflowed_steps=0, loss_scale=None,
+        )
+
+    def proximal(self, batch: Any) -> Any:
+        return SimpleNamespace(logprobs=torch.full_like(batch.behavior_logprobs, -1.0), routed_experts=None)
+
+    def begin_save(self, folder: Path, hf_folder: Path) -> None:
+        process = HERE.get()
+        assert process is not None
+        ready = asyncio.get_running_loop().time() + process.cluster.delay("checkpoint", 0.2, 15.0)
+        self._saving, self._failure = (ready, folder, hf_folder, self.weights), ""
+
+    def is_saved(self) -> bool:
+        if self._saving is not None:
+            ready, folder, hf_folder, weights = self._saving
+            if asyncio.get_running_loop().time() < ready:
+                return False
+            self._saving = None
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                weights.save(folder)
+                weights.save(hf_folder)
+                (hf_folder / "config.json").write_text("{}")
+            except OSError as error:
+                self._failure = f"{folder} could not be written: {error}"
+        if self._failure:
+            raise DataError(self._failure)
+        return True
+
+    def checkpoint_bytes(self) -> int:
+        return 1000
+
+
+class SimulatedRank(LearnerRankActor):
+    """The real actor, whose methods take their time and come one after the other."""
+
+    overlaps = False
+    world: Any = None
+    """Set by the world that plays."""
+
+    def takes_s(self, method: str) -> float:
+        process = HERE.get()
+        assert process is not None
+        return process.cluster.delay(f"{process.name} {method}", *_SECONDS.get(method, _QUICK)) * self.world.learner_slowness
+
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
+        self._learner: Any = SimulatedLearner(self.world, self.world.weights_of(model))
+        self._version = version
+        self._endpoint: Any = SimpleNamespace(set=lambda *_: None)
+        return ActorInfo("learner", str(self._rank), 1, "127.0.0.1:1")
+
+    def restore(self, number: int, folder: Path, version: int) -> None:
+        self._in_order(number, "restoring a checkpoint")
+        self._learner.weights = Weights.load(folder)
+        self._version = version
+
+    async def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:  # type: ignore[override]
+        self._in_order(number, "export of the weights", version)
+        weights, error = self._learner.weights.name, ""
+        if plan.broadcasts:
+            error = await self.world.cluster.meetings.broadcast(self._broadcaster, weights)
+        buckets = [ray.put(piece) for piece in pieces_of(weights)] if plan.stores else []
+        checksums = checksums_of_weights(weights) if plan.checksums and plan.stores else {}
+        probe = probe_of(weights, len(plan.probe_ids)) if plan.probe_ids else []
+        return WeightSnapshot(self._version, buckets, [["spec"]], probe, checksums, 0.1, None, error)  # type: ignore[list-item]
+
+    async def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:  # type: ignore[override]
+        self._broadcaster = await self.world.cluster.meetings.rendezvous(name, world_size, timeout_s)
+
+    def close_broadcast(self) -> None:
+        self._broadcaster = None
+
+
+def check_config(config: LearnerConfig) -> None:
+    """One rank: what several do together is the product's tests with real ranks."""
+    assert config.world_size == 1

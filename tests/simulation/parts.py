@@ -1,0 +1,103 @@
+"""The smaller parts that a simulated run has instead of the real ones: questions, the folder's bulk, who is told what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray.exceptions
+
+from actors.record.run_folder import RunFolder
+from correction.errors import EvenkeelError
+from rollout.trajectory import Prompt
+
+
+class SimulatedTask:
+    """Questions without end."""
+
+    name, fingerprint = "questions", "fingerprint"
+
+    def train_prompt(self, position: int) -> Prompt:
+        return Prompt(f"train/0/{position}", f"question {position}", (1, 2, 3), f"answer {position}")
+
+    def held_out_prompts(self) -> tuple[Prompt, ...]:
+        return tuple(Prompt(f"held_out/0/{i}", f"question {i}", (1, 2, 3), f"answer {i}") for i in range(6))
+
+
+class SimulatedFolder(RunFolder):
+    """On a disk, without a lock and without the files of a model."""
+
+    def __init__(self, path: Path, tell: Callable[[str, str], None]) -> None:
+        super().__init__(path)
+        self._tell = tell
+        for name in ("checkpoints", "trajectories"):
+            (path / name).mkdir(parents=True, exist_ok=True)
+
+    def keep_model_files(self, source: Path) -> None: ...
+
+    def event(self, level: str, text: str) -> Any:
+        self._tell(level, text)
+
+
+class Notes:
+    """In place of the observer: it is told everything, and keeps what the run's books are compared with."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._telling: list[asyncio.Task[None]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *_, **__: None  # what is only shown to people
+
+    def event(self, level: str, text: str) -> None:
+        self._world.tells(level, text)
+
+    phase = waiting = doing = lambda self, text: self._world.tells("info", text)
+
+    def probed(self, target: Any, version: int, difference: float) -> None:
+        if difference > 0:
+            self._world.books.refuse(f"{target.name} holds other weights than the learner's of version {version}, by its probe")
+
+    def saved(self, path: Path, seconds: float) -> None:
+        self._world.checkpoint_saved(path)
+
+    def totals(self) -> dict[str, float]:
+        return {}
+
+    def end_step(self, number: int, version: int, batch: Any, result: Any, *_: Any) -> Any:
+        self._world.step_ended(number)
+        return SimpleNamespace(number=number, version=version, batch=batch, result=result)
+
+    def tell(self, step: Any, observed: Awaitable[Any]) -> None:
+        self._telling = [task for task in self._telling if not task.done()]
+        self._telling.append(asyncio.create_task(self._tell(observed)))
+
+    async def _tell(self, observed: Awaitable[Any]) -> None:
+        try:
+            await asyncio.wait_for(observed, 300.0)
+        except (EvenkeelError, ray.exceptions.RayError, TimeoutError) as error:
+            self.event("warning", f"no diagnostics: {error}")
+
+    async def flush(self) -> None:
+        if self._telling:
+            await asyncio.wait(self._telling)
+
+    def serve(self) -> None: ...
+
+
+def corrected(batch: Any, correction: Any) -> Any:
+    """In place of the correction's mathematics."""
+    return SimpleNamespace(batch=batch)
+
+
+def diagnosed(*_: Any, **__: Any) -> dict[str, float]:
+    return {}
+
+
+def not_clipped(*_: Any) -> dict[str, Sequence[Any]]:
+    return {}

@@ -1,0 +1,206 @@
+"""A dozen bugs, each a few lines that somebody might write: a simulation that doesn't find them shows nothing.
+
+Each is planted in the product's own classes while its context lasts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+from actors.carriers import Ticket
+from actors.commands import resume_point
+from actors.dispatch import WaitingWork
+from actors.ledger import Ledger
+from actors.rollout_worker import RolloutWorker
+from actors.trajectory_queue import GroupState, TrajectoryQueue
+from actors.weight_sync import WeightSync
+
+Bug = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def a_group_is_handed_out_twice() -> Iterator[None]:
+    """The queue takes a repeated delivery for a new one."""
+
+    def put(queue: TrajectoryQueue, group: Any) -> bool:
+        entry = queue._entries.get(group.group_id)
+        if entry is None:
+            return False
+        entry.group = group
+        if entry.state is GroupState.DRAWN:
+            queue._undrawn[entry.ticket.admitted_version] += 1
+        queue._move(entry, GroupState.FINISHED)
+        heapq.heappush(queue._finished, group.group_id)
+        return True
+
+    with mock.patch.object(TrajectoryQueue, "put", put):
+        yield
+
+
+@contextmanager
+def a_discarded_prompt_is_not_counted() -> Iterator[None]:
+    """Its place becomes free all the same."""
+    discard = TrajectoryQueue.discard
+
+    def forgetful(queue: TrajectoryQueue, group_ids: Sequence[int], reason: str) -> None:
+        discard(queue, group_ids, reason)
+        queue.discarded -= len(group_ids)
+        queue.admitted -= len(group_ids)
+
+    with mock.patch.object(TrajectoryQueue, "discard", forgetful):
+        yield
+
+
+@contextmanager
+def a_late_receipt_counts_for_the_newest_version() -> Iterator[None]:
+    """The next version was published while it was on its way."""
+    accept = WeightSync._accept
+
+    def hasty(sync: WeightSync, target: Any, receipt: Any, snapshot: Any) -> None:
+        accept(sync, target, receipt, snapshot)
+        if target.version >= 0:
+            target.version = sync.version
+
+    with mock.patch.object(WeightSync, "_accept", hasty):
+        yield
+
+
+@contextmanager
+def staleness_is_off_by_one() -> Iterator[None]:
+    """Younger groups are drawn before older ones have their place."""
+
+    def reserved(queue: TrajectoryQueue, version: int, *, older_than: int) -> int:
+        needed = waiting = 0
+        for admitted_version in sorted(v for v in queue._undrawn if v < older_than):
+            waiting += queue._undrawn[admitted_version]
+            later_steps = max(0, admitted_version + queue.max_staleness + 1 - version)
+            needed = max(needed, waiting - later_steps * queue.groups_per_step)
+        return needed
+
+    with mock.patch.object(TrajectoryQueue, "_reserved", reserved):
+        yield
+
+
+@contextmanager
+def a_dirty_engine_gets_work() -> Iterator[None]:
+    """A failed update asks for checksums next time, and takes no receipt back."""
+
+    def mark_dirty(sync: WeightSync, target: Any, reason: str) -> None:
+        target.is_verified = False
+        sync._on_dirty(target, reason)
+
+    with mock.patch.object(WeightSync, "_mark_dirty", mark_dirty):
+        yield
+
+
+@contextmanager
+def a_resume_forgets_what_was_being_sampled() -> Iterator[None]:
+    """The queue waits for groups that nobody samples."""
+    restore = TrajectoryQueue.restore
+
+    def forgetful(queue: TrajectoryQueue, snapshot: Any) -> list[Ticket]:
+        restore(queue, snapshot)
+        return []
+
+    with mock.patch.object(TrajectoryQueue, "restore", forgetful):
+        yield
+
+
+@contextmanager
+def the_ledger_counts_at_the_draw() -> Iterator[None]:
+    """A step's line has what the next batch has drawn already."""
+    settle = Ledger.settle
+
+    def early(ledger: Ledger, step: int, **books: Any) -> None:
+        settle(ledger, step, **books)
+        open_ids = sorted(ledger._open, key=lambda prompt_id: int(prompt_id.rpartition("/")[2]))
+        if len(open_ids) > 2:  # the oldest will be trained next; most of the time that is so
+            ledger._write([{"step": step + 1, "prompt_id": open_ids[0], "outcome": "trained"}])
+
+    with mock.patch.object(Ledger, "settle", early):
+        yield
+
+
+@contextmanager
+def groups_of_a_lost_worker_are_dropped() -> Iterator[None]:
+    """What was handed to a worker once doesn't come back."""
+    add_groups = WaitingWork.add_groups
+
+    def only_new(work: WaitingWork, tickets: Sequence[Ticket]) -> None:
+        seen = work.__dict__.setdefault("seen", set())
+        add_groups(work, [ticket for ticket in tickets if ticket.group_id not in seen])
+        seen.update(ticket.group_id for ticket in tickets)
+
+    with mock.patch.object(WaitingWork, "add_groups", only_new):
+        yield
+
+
+@contextmanager
+def everybody_makes_the_checksums() -> Iterator[None]:
+    """Each engine that joins has the whole snapshot hashed for itself, instead of one for all."""
+
+    async def each(sync: WeightSync, published: Any) -> dict[str, str]:
+        if not published.snapshot.checksums:
+            await sync._hash(published)
+        checksums: dict[str, str] = published.snapshot.checksums
+        return checksums
+
+    with mock.patch.object(WeightSync, "_checksums", each):
+        yield
+
+
+@contextmanager
+def the_checkpoint_comes_before_the_ledgers_flush() -> Iterator[None]:
+    """A step's lines go to the file with the next step's, and a checkpoint's mark counts on them."""
+    append = Ledger._append
+
+    def late(ledger: Ledger, lines: bytes) -> None:
+        held, ledger.__dict__["held"] = ledger.__dict__.get("held", b""), lines
+        append(ledger, held)
+
+    with mock.patch.object(Ledger, "_append", late), mock.patch.object(Ledger, "flush", lambda ledger, queue=None: ledger._mark):
+        yield
+
+
+@contextmanager
+def weights_that_come_late_take_an_engine_back() -> Iterator[None]:
+    """A worker that stood still takes the update that was given up after the one that followed it."""
+    async def in_any_order(worker: RolloutWorker, version: int, buckets: Any, checksums: Any) -> Any:
+        fetched = [await bucket for bucket in buckets]
+        receipt = await worker._sampler.engine.update_weights(version, fetched)
+        return await worker._receipt(receipt, 0.0, with_checksums=bool(checksums))
+
+    with mock.patch.object(RolloutWorker, "update_weights", in_any_order):
+        yield
+
+
+@contextmanager
+def the_last_checkpoint_is_taken_on_trust() -> Iterator[None]:
+    """A resume reads it without comparing files with the manifest."""
+    with mock.patch.object(resume_point, "_verify", lambda checkpoint: []):
+        yield
+
+
+BUGS: tuple[Bug, ...] = (
+    a_group_is_handed_out_twice,
+    a_discarded_prompt_is_not_counted,
+    a_late_receipt_counts_for_the_newest_version,
+    staleness_is_off_by_one,
+    a_dirty_engine_gets_work,
+    a_resume_forgets_what_was_being_sampled,
+    the_ledger_counts_at_the_draw,
+    groups_of_a_lost_worker_are_dropped,
+    everybody_makes_the_checksums,
+    the_checkpoint_comes_before_the_ledgers_flush,
+    weights_that_come_late_take_an_engine_back,
+    the_last_checkpoint_is_taken_on_trust,
+)
+
+
+def title(bug: Bug) -> str:
+    return getattr(bug, "__name__", "").replace("_", " ")
+

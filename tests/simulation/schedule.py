@@ -1,0 +1,183 @@
+"""A seed becomes a run's shape and what befalls it, and both become text that can be read, cut down and played again."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from actors.config import RunConfig
+
+_START_S, _STEP_S = 10.0, 7.0
+"""An undisturbed run's: faults begin while that would be under way."""
+ENDS_A_RUN = {"kill_learner", "kill_queue", "kill_service", "crash_driver", "stop_driver", "full_disk"}
+"""After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at: float
+    """Seconds of virtual time since the run began."""
+    kind: str
+    target: int = 0
+    """Which of those who are there, modulo their number."""
+    lasts: float = 0.0
+    """Seconds; or how many times, for what happens to the next so many answers, updates, replies."""
+    what: str = ""
+    """Method of a call; for a crash: what it does to the newest checkpoint."""
+
+    def __str__(self) -> str:
+        rest = [self.what, f"for {self.lasts:g}" if self.lasts else "", f"of #{self.target}" if self.target else ""]
+        return " ".join([f"{self.at:.1f} s {self.kind}", *(part for part in rest if part)])
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All that decides a simulated run."""
+
+    seed: int
+    """Of the delays, and of what isn't given here."""
+    workers: int
+    groups_per_step: int
+    max_staleness: int
+    steps: int
+    checkpoint_every: int
+    evaluate_every: int
+    dynamic_sampling: bool
+    broadcasts: bool
+    forwards: bool
+    """The learner scores each batch before it trains on it."""
+    unscored: float
+    """Share of answers that get no reward."""
+    faults: tuple[Fault, ...]
+
+    def text(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_text(cls, text: str) -> Schedule:
+        plain = json.loads(text)
+        return cls(**{**plain, "faults": tuple(Fault(**fault) for fault in plain["faults"])})
+
+    def with_faults(self, faults: Sequence[Fault]) -> Schedule:
+        return replace(self, faults=tuple(faults))
+
+    @property
+    def config(self) -> RunConfig:
+        return _config(
+            self.workers, self.groups_per_step, self.max_staleness, self.steps, self.checkpoint_every, self.evaluate_every,
+            self.dynamic_sampling, self.broadcasts, self.forwards,
+        )
+
+
+@cache
+def _config(
+    workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool
+) -> RunConfig:
+    """Deadlines in the order in which they have to be: one answer < a group < a batch, three attempts at a sync < a wait for receipts."""
+    return RunConfig.model_validate(
+        {
+            "model": "model",
+            "steps": steps,
+            "groups_per_step": groups,
+            "max_staleness": staleness,
+            "dynamic_sampling": dynamic,
+            "checkpoint": {"every_steps": checkpoint, "keep": 2},
+            "evaluation": {"every_steps": evaluate, "problems": 6, "problems_between": 4},
+            "weight_sync": {"transport": "broadcast" if broadcasts else "object_store"},
+            "learner": {"optimizer_steps_per_batch": 2 if forwards else 1},
+            "correction": {"proximal": "recompute"},
+            "deadlines": {
+                "start_s": 150, "batch_s": 1500, "step_s": 300, "sync_s": 60, "checkpoint_s": 120, "evaluation_s": 1500, "notice_s": 60,
+            },
+            "rollout": {
+                "workers": workers,
+                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+                "reward": {"kind": "exact_match"},
+                "sampling": {"samples_per_group": 2, "max_tokens": 16},
+                "engine": {
+                    "device": "cpu",
+                    "max_running_requests": 8,
+                    "deadlines": {"generate_s": 120, "update_s": 30, "control_s": 30},
+                },
+            },
+        }
+    )
+
+
+_FAULTS = {  # by kind: how often, how long
+    "kill_worker": (5, None),
+    "freeze_worker": (3, (1.0, 600.0)),
+    "slow_worker": (2, (5.0, 60.0)),
+    "lose_scheduler": (3, None),
+    "hang_engine": (2, (1.0, 300.0)),
+    "garbage": (2, (1, 3)),
+    "break_update": (4, (1, 3)),
+    "damage_update": (1, (1, 2)),
+    "late_reply": (4, (1.0, 40.0)),
+    "lost_reply": (3, None),
+    "repeated_call": (3, None),
+    "no_node": (1, (5.0, 100.0)),
+    "slow_learner": (1, (5.0, 60.0)),
+    "freeze_service": (1, (1.0, 40.0)),
+    "freeze_queue": (1, (1.0, 40.0)),
+    "full_disk": (2, (1.0, 60.0)),
+    "crash_driver": (4, None),
+    "stop_driver": (1, None),
+    "kill_learner": (1, None),
+    "kill_queue": (1, None),
+    "kill_service": (1, None),
+}
+_LATE = (
+    "generate_groups",
+    "update_weights",
+    "put",
+    "draw",
+    "advance",
+    "next_batch",
+    "step",
+    "export",
+    "wait_for_places",
+    "start",
+    "snapshot",
+)
+_LOST = ("generate_groups", "update_weights", "put", "receive_weights")
+_REPEATED = ("generate_groups", "put")
+_AFTER_A_CRASH = ("", "", "truncated", "missing file", "no manifest", "flipped bit")
+
+
+def schedule_of(seed: int) -> Schedule:
+    chance = random.Random(seed)
+    groups, steps = chance.choice((1, 2, 2, 3, 4)), chance.choice((3, 4, 5, 6))
+    until_s = _START_S + steps * _STEP_S
+    faults = sorted((_fault(chance, until_s) for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 6)))), key=lambda fault: fault.at)
+    return Schedule(
+        seed=seed,
+        workers=chance.choice((1, 1, 2, 2, 3, 4)),
+        groups_per_step=groups,
+        max_staleness=chance.choice((0, 1, 1, 2, 3)),
+        steps=steps,
+        checkpoint_every=chance.choice((0, 1, 1, 2, 3)),
+        evaluate_every=chance.choice((0, 0, 0, 2)),
+        dynamic_sampling=chance.random() < 0.3,
+        broadcasts=chance.random() < 0.25,
+        forwards=groups % 2 == 0 and chance.random() < 0.4,
+        unscored=chance.choice((0.0, 0.0, 0.1, 0.4)),
+        faults=tuple(faults),
+    )
+
+
+def _fault(chance: random.Random, until_s: float) -> Fault:
+    kinds: dict[str, Any] = _FAULTS
+    kind = chance.choices(list(kinds), [often for often, _ in kinds.values()])[0]
+    lasts: float = 0.0
+    if (limits := kinds[kind][1]) is not None:
+        is_count = isinstance(limits[0], int)
+        lasts = chance.randint(*limits) if is_count else round(limits[0] * (limits[1] / limits[0]) ** chance.random(), 1)
+    methods = {"late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED, "crash_driver": _AFTER_A_CRASH}
+    what = chance.choice(methods[kind]) if kind in methods else ""
+    return Fault(round(chance.uniform(0.0, until_s), 1), kind, chance.randrange(4), lasts, what)

@@ -1,0 +1,104 @@
+"""Seeds hold, the same seed is the same run, and planted bugs are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.planted import BUGS, Bug, title
+from tests.simulation.report import failures, find
+from tests.simulation.schedule import Fault, Schedule, schedule_of
+from tests.simulation.shrink import shrunk
+from tests.simulation.world import play
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 200
+"""Of the fast suite."""
+
+
+def test_runs_keep_their_books_whatever_befalls_them() -> None:
+    found = [str(failure) for _, some in failures(range(SEEDS)) for failure in some]
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.slow
+def test_runs_of_ten_thousand_seeds_keep_their_books() -> None:
+    found = [str(failure) for _, some in failures(range(10_000), processes=os.cpu_count() or 1) for failure in some]
+    assert not found, "\n\n".join(found)
+
+
+def test_seeds_differ_in_what_befalls_a_run() -> None:
+    """Every kind of fault comes, and among those of the fast suite runs are resumed, and go through without a fault."""
+    schedules = [schedule_of(seed) for seed in range(SEEDS)]
+    kinds = {fault.kind for schedule in schedules for fault in schedule.faults}
+    assert len(kinds) == 21, kinds
+    assert sum(not schedule.faults for schedule in schedules) > 10
+    assert sum(any(fault.kind == "crash_driver" for fault in schedule.faults) for schedule in schedules) > 20
+
+
+def fingerprints(seeds: range) -> list[int]:
+    return [play(schedule_of(seed)).fingerprint for seed in seeds]
+
+
+def test_a_seed_is_one_run_in_any_process() -> None:
+    """Twice here, and once where the hashes of texts are others."""
+    seeds = range(1000, 1010)
+    here = fingerprints(seeds)
+    assert here == fingerprints(seeds) and len(set(here)) == len(here)
+    code = (
+        "import json; from tests.simulation.test_simulation_of_runs import fingerprints; "
+        f"print(json.dumps(fingerprints(range({seeds.start}, {seeds.stop}))))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    there = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    assert json.loads(there.stdout) == here
+
+
+def test_a_crash_goes_on_at_the_checkpoint_and_a_damaged_one_is_passed_over() -> None:
+    """Three drivers: killed, resumed, killed with its newest checkpoint damaged, resumed from the older one."""
+    faults = (Fault(60.0, "crash_driver"), Fault(110.0, "crash_driver", what="truncated"))
+    schedule = Schedule(
+        seed=3, workers=1, groups_per_step=2, max_staleness=1, steps=20, checkpoint_every=1, evaluate_every=0, dynamic_sampling=False,
+        broadcasts=False, forwards=False, unscored=0.0, faults=faults,
+    )  # fmt: skip
+    outcome = play(schedule)
+    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 3, 20)
+    told = "\n".join(outcome.trace)
+    resumes = [line for line in outcome.trace if "LearnerRankActor 0.restore" in line]
+    assert len(resumes) == 2 and "truncated" in told
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=title)
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    found = find(bug, range(SEEDS))
+    assert found.seeds, f"{found.bug}: not found in {SEEDS} seeds"
+
+
+def test_a_failure_is_told_so_that_it_can_be_played_again() -> None:
+    """With a bug that needs one fault, all other faults are left out, and the printed schedule fails in the same way."""
+    lost_groups = next(bug for bug in BUGS if "lost_worker" in bug.__name__)  # type: ignore[attr-defined]
+    noise = [Fault(20.0 + 5 * i, "slow_learner", lasts=1.0) for i in range(6)]
+    schedule = schedule_of(0).with_faults([*noise[:3], Fault(30.0, "kill_worker"), *noise[3:]])
+    with lost_groups():
+        smallest = shrunk(schedule.faults, lambda part: bool(play(schedule.with_faults(part)).violation))
+        assert [fault.kind for fault in smallest] == ["kill_worker"]
+        again = Schedule.of_text(schedule.with_faults(smallest).text())
+        assert play(again).violation == play(schedule.with_faults(smallest)).violation != ""
+    assert not play(again).violation
+
+
+@pytest.mark.parametrize("needed", [{3}, {0, 9}, {2, 5, 6}, {1, 4, 7, 8}])
+def test_a_schedule_shrinks_to_what_is_needed(needed: set[int]) -> None:
+    tried: list[int] = []
+
+    def fails(part: object) -> bool:
+        tried.append(1)
+        return needed <= set(part)  # type: ignore[call-overload]
+
+    assert set(shrunk(range(10), fails)) == needed
+    assert len(tried) < 100

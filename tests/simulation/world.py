@@ -1,0 +1,384 @@
+"""One simulated run from its first start to its last step: drivers come, crash and are resumed, and the books are checked all the while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import shutil
+import tempfile
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ray.exceptions
+import torch
+
+import actors.correction_service
+import actors.rollout_worker
+import learner.checkpoint_files
+import learner.model_check
+from actors import interrupts
+from actors.commands import resume_point
+from actors.controller import Controller
+from correction.errors import DataError, EvenkeelError, LedgerError
+from tests.simulation import parts
+from tests.simulation.books import Books, ViolationError
+from tests.simulation.clock import NothingLeftError, VirtualLoop, installed
+from tests.simulation.engine import SimulatedEngine, SimulatedSampler
+from tests.simulation.faults import QUEUE, RANK, WORKER, Disk, Fate, Faults, damage
+from tests.simulation.learner import SimulatedRank, Weights
+from tests.simulation.processes import HERE, Process, SimulatedRay, in_place_of_ray, make_task
+from tests.simulation.schedule import ENDS_A_RUN, Schedule
+
+FINISH_S = 3000.0
+"""Virtual seconds after the last fault within which a run has to be through."""
+_RESTART_S = 5.0
+_RESUMES_UNDISTURBED = 2
+"""So often a run may end with an error after the last fault: what was under way may still fail by its deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one simulated run."""
+
+    violation: str
+    """What was wrong; empty: nothing."""
+    where: str
+    """The end of the traceback, or of the events."""
+    virtual_s: float
+    drivers: int
+    steps: int
+    trace: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> int:
+        return zlib.crc32("\n".join(self.trace).encode())
+
+
+class DriverEnded(BaseException):
+    """kill -9 of the driver: nothing of it runs on."""
+
+
+class World:
+    def __init__(self, schedule: Schedule, root: Path) -> None:
+        self.schedule, self._root = schedule, root
+        config = schedule.config
+        self.books = Books(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
+        self.disk = Disk()
+        self.trace: list[str] = []
+        self._now = 0.0
+        self.faults = Faults(schedule.faults, self.disk, lambda text: self.tells("fault", text))
+        self._drivers = 0
+        self._damaged: list[str] = []
+        self._folder = root / "run"
+        self._is_training = False
+        """The present driver has begun to; one that starts may end if a part doesn't come up."""
+        self.steps = 0
+        self.cluster: Any = None
+        self._controller: Any = None
+        self._queue_process: Process | None = None
+
+    # -- what is heard -----------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._now
+
+    def tells(self, level: str, text: str) -> None:
+        if text == "training":
+            self._is_training = True
+        if "ledger.jsonl is damaged" in text:
+            self.books.refuse(f"nobody touched the ledger's file, and a resume finds it damaged: {text}")
+        self.trace.append(f"{self._now:.4f} {level}: {text}".replace(str(self._root), ""))
+
+    def died(self, process: Process) -> None:
+        self.tells("world", f"{process.name} is dead")
+
+    def came_up(self, process: Process) -> None:
+        self.tells("world", f"{process.name} is up")
+
+    def start_is_held_up(self, process: Process) -> float:
+        return self.faults.start_is_held_up(process)
+
+    @property
+    def learner_slowness(self) -> float:
+        return self.faults.learner_slowness
+
+    def called(self, caller: Process | None, process: Process, method: str, args: tuple[Any, ...], ref: Any) -> Fate:
+        self.trace.append(f"{self._now:.4f} {caller.name if caller else 'driver'} -> {process.name}.{method}")
+        if method == "export":
+            self.books.is_exported(args[1], may_be_copied=self.schedule.broadcasts)
+        if caller is None and process.kind == WORKER:
+            if method in ("generate_groups", "answer"):
+                self.books.gets_work(process.name, self._controller._sync.version)
+                ref.on_done = partial(self._worked, process.name)
+            elif method in ("update_weights", "receive_weights"):
+                ref.on_done = partial(self._synced, process.name)
+        return self.faults.fate_of(process, method, args)
+
+    def computes(self, function: str) -> None:
+        if function == "checksums_of":
+            self.books.is_hashed(self._controller._sync.version)
+
+    def _worked(self, worker: str, _: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self.books.receipts[worker] = -1
+
+    def _synced(self, worker: str, receipt: Any, error: BaseException | None) -> None:
+        self.books.receipts[worker] = receipt.version if error is None else -1
+
+    def checkpoint_saved(self, path: Path) -> None:
+        self.tells("world", f"{path.name} is told to be complete")
+        self.books.saved[path.name] = int(path.name.rpartition("_")[2])
+
+    def step_ended(self, number: int) -> None:
+        self.steps = number
+        self.tells("world", f"step {number} is settled")
+        queue = self._queue
+        if queue is not None:
+            self.books.step_ended(number, self._folder / "ledger.jsonl", queue, may_lack_lines=self.disk.was_full)
+
+    @property
+    def _queue(self) -> Any:
+        """The queue of the present driver, while it lives."""
+        process = self._queue_process
+        if process is None or process.is_dead:
+            self._queue_process = process = next((p for p in self.cluster.alive(QUEUE) if p.is_up), None)
+        return process.instance._queue if process is not None else None
+
+    def weights_of(self, model: Path) -> Weights:
+        return Weights.load(model) if (model / "weights.json").exists() else Weights(1, 0)
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        violation, where = "", ""
+        SimulatedRank.world = self
+        logger = logging.getLogger("evenkeel")
+        before = logger.level, logger.propagate
+        logger.setLevel(logging.CRITICAL + 1)
+        torch.set_num_threads(1)  # its batches are of a few tokens
+        try:
+            with installed(self.now, self.schedule.seed), self.disk.in_place(self._root), self._doubles():
+                self._play()
+        except (ViolationError, NothingLeftError) as error:
+            violation = self.books.violation or str(error)
+        except Exception as error:
+            violation = f"{type(error).__name__}: {error}"
+            where = "".join(traceback.format_exception(error)[-6:])
+        finally:
+            logger.setLevel(before[0])
+            logger.propagate = before[1]
+        return Outcome(violation, where, self._now, self._drivers, self.steps, tuple(self.trace))
+
+    def _play(self) -> None:
+        resumes_left = _RESUMES_UNDISTURBED
+        while True:
+            point = self._resume_point() if self._drivers else None
+            before = len(self.faults.played)
+            began = self._now
+            ended = self._one_driver(point)
+            self.tells("world", f"driver {self._drivers} has ended: {ended}")
+            self._drivers += 1
+            if ended == "":
+                return
+            played = {fault.kind for fault in self.faults.played[before:]}
+            is_refused_start = bool(played) and not self._is_training
+            if ended not in ("crash", "stopped") and not played & ENDS_A_RUN and not is_refused_start:
+                if began < self.faults.last_end or resumes_left == 0 or not self.faults.played:
+                    self.books.refuse(f"the run ended, though nothing befell it that may end it: {ended}")
+                resumes_left -= 1
+            self._now += _RESTART_S
+            self.disk.is_full = False  # whoever resumes has made room
+
+    def _resume_point(self) -> Any:
+        """As `evenkeel train --resume` finds it."""
+        folder = parts.SimulatedFolder(self._folder, self.tells)
+        for leftover in (self._folder / "checkpoints").glob("*.partial"):
+            shutil.rmtree(leftover)
+        if not folder.checkpoints():
+            self.books.resumed(0, self._damaged)
+            folder.rewind(-1)
+            return None
+        try:
+            point = resume_point._newest_readable(folder)
+        except DataError:
+            if len(self._damaged) < len(folder.checkpoints()):
+                raise
+            for checkpoint in folder.checkpoints():
+                shutil.rmtree(checkpoint.path)
+            folder.rewind(-1)
+            return None
+        self.books.resumed(point.checkpoint.step, self._damaged)
+        point, _ = resume_point.take_back(folder, point, parts.SimulatedTask())  # type: ignore[arg-type]
+        for name, step in list(self.books.saved.items()):
+            if step > point.checkpoint.step:
+                del self.books.saved[name]
+        return point
+
+    def _one_driver(self, point: Any) -> str:
+        """Returns: why it ended with a step left to do; empty: all steps are done."""
+        self.disk.was_full = self._is_training = False
+        self.books.receipts, self.books.exports = {}, Counter()
+        self._queue_process = None
+        loop = VirtualLoop(self._now, self._after_step)
+        loop.set_task_factory(make_task)  # type: ignore[arg-type]
+        self._loop = loop
+        self.cluster = SimulatedRay(loop, f"{self.schedule.seed}/{self._drivers}", {RANK: SimulatedRank}, self)
+        self._ends = max(self._now, self.faults.last_end) + FINISH_S
+        try:
+            with in_place_of_ray(self.cluster):
+                try:
+                    return self._until_its_end(loop, point)
+                finally:
+                    self._end(loop)
+        finally:
+            self._now = loop.now
+
+    def _until_its_end(self, loop: VirtualLoop, point: Any) -> str:
+        self.faults.begin(self.cluster)
+        try:
+            summary = loop.run_until_complete(self._driver(point))
+        except DriverEnded:
+            gone = self._root / f"of driver {self._drivers}"
+            self._folder.rename(gone)  # what the dead one still does, it does elsewhere
+            self._dead = gone
+            return "crash"
+        except asyncio.CancelledError:
+            if self._controller.ended_by is None:
+                raise
+            return "stopped"
+        except LedgerError:
+            raise
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            if not isinstance(error, EvenkeelError):
+                self.books.refuse(f"an error that says nothing to a person ends the run: {error!r}")
+            return f"{type(error).__name__}: {error}"
+        if summary.steps < self.schedule.steps:
+            return "stopped" if summary.ended_by is not None else f"done after {summary.steps} steps"
+        self._check_end()
+        return ""
+
+    async def _driver(self, point: Any) -> Any:
+        folder = parts.SimulatedFolder(self._folder, self.tells)
+        self._controller = Controller(
+            self.schedule.config,
+            folder,
+            parts.SimulatedTask(),  # type: ignore[arg-type]
+            parts.Notes(self),  # type: ignore[arg-type]
+            resume_from=(point.checkpoint, point.state) if point else None,
+        )
+        return await self._controller.run()
+
+    def _check_end(self) -> None:
+        """All steps are done, and the last checkpoint has the state of the end."""
+        checkpoints = parts.SimulatedFolder(self._folder, self.tells).checkpoints()
+        if not checkpoints or checkpoints[-1].step != self.schedule.steps:
+            self.books.refuse(f"the run is through, and its newest checkpoint is {checkpoints[-1] if checkpoints else 'none'}")
+        if self._queue is not None:
+            self.books.step_ended(self.steps, self._folder / "ledger.jsonl", self._queue, may_lack_lines=False)
+
+    def _end(self, loop: VirtualLoop) -> None:
+        """The driver's actors end with it, and so does whatever waits."""
+        loop._after_step = lambda: None
+        HERE.set(None)
+        for process in self.cluster.processes:
+            process.kill()
+        now = loop.now
+        for _ in range(3):
+            if not (left := [task for task in asyncio.all_tasks(loop) if not task.done()]):
+                break
+            for task in left:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                task.cancel()
+            with contextlib.suppress(NothingLeftError):
+                loop.run_until_complete(asyncio.wait(left, timeout=60.0))
+        for task in asyncio.all_tasks(loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        loop.now = now
+        loop.close()
+        if self.faults.crash is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._dead.rename(self._folder)
+            self._tear(self.faults.crash.what)
+
+    def _tear(self, how: str) -> None:
+        checkpoints = parts.SimulatedFolder(self._folder, self.tells).checkpoints()
+        if how and checkpoints:
+            damage(checkpoints[-1].path, how)
+            self._damaged.append(checkpoints[-1].path.name)
+            self.tells("world", f"{checkpoints[-1].path.name}: {how}")
+
+    # -- after each step of the loop ---------------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        self._now = self._loop.now
+        if self.books.violation:
+            raise ViolationError(self.books.violation)
+        queue = self._queue
+        if queue is not None:
+            self.books.check_queue(queue)
+        if self.faults.crash is not None:
+            raise DriverEnded
+        if self._now > self._ends:
+            self.books.refuse(f"not through {FINISH_S:g} s after the last fault; step {self.steps} of {self.schedule.steps} is done")
+
+    # -- the product's edges -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _doubles(self) -> Iterator[None]:
+        service, worker = actors.correction_service, actors.rollout_worker
+        nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
+        endpoint = lambda *_, **__: parts.SimpleNamespace(set=nothing, add=nothing, close=nothing, target="127.0.0.1:1")  # noqa: E731
+        with contextlib.ExitStack() as stack:
+            for place, name, double in (
+                (worker.Sampler, "start", self._start_sampler),
+                (worker, "MetricsEndpoint", endpoint),
+                (service, "correct", parts.corrected),
+                (service, "defer", parts.corrected),
+                (service, "diagnose", parts.diagnosed),
+                (service, "clipped_tokens", parts.not_clipped),
+                (interrupts, "handled_in", self._handled_in),
+                (learner.checkpoint_files, "check_readable", nothing),
+                (learner.model_check, "check_trainable", nothing),
+                (resume_point, "load_tokenizer", nothing),
+            ):
+                stack.enter_context(mock.patch.object(place, name, double))
+            yield
+
+    @contextlib.contextmanager
+    def _handled_in(self, loop: Any, handle: Callable[[int], None]) -> Iterator[None]:
+        self.faults.interrupt = handle
+        try:
+            yield
+        finally:
+            self.faults.interrupt = None
+
+    async def _start_sampler(self, model: Path, config: Any, *, version: int = 0, **_: Any) -> SimulatedSampler:
+        process = HERE.get()
+        assert process is not None
+        engine = SimulatedEngine(process, config, version)
+        await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
+        return SimulatedSampler(engine, config.sampling.samples_per_group, self.schedule.unscored)
+
+
+@cache
+def _imports_are_no_garbage() -> None:
+    """A full garbage collection would walk through all that torch and Ray have made, dozens of times a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def play(schedule: Schedule) -> Outcome:
+    """Play a schedule to its end, or to the first thing that must not be."""
+    _imports_are_no_garbage()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None, prefix="evenkeel-sim-") as root:
+        return World(schedule, Path(root)).run()
+
