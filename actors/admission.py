@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from actors.carriers import Ticket
 from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
 from rollout.trajectory import Prompt
+
+_POLL_S = 30.0
 
 
 class PatientQueue:
@@ -51,3 +54,9 @@ class PatientQueue:
             tickets: list[Ticket] = await self.ask("admit", held[:places], self._admissions)
             held = held[len(tickets) :]
             yield tickets
+
+    async def sample_again(self, take: Callable[[list[Ticket]], None]) -> None:
+        """Hand on the groups whose tokens were lost, whenever the queue says so, for ever."""
+        for number in itertools.count(1):
+            if tickets := await self.ask("take_lost", number, _POLL_S, waits_s=_POLL_S):
+                take(tickets)

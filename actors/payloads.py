@@ -9,22 +9,15 @@ lies in the store of the worker's node (a small one with its reference); with th
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
-from actors.carriers import QueueSnapshot, StoredGroup, Ticket
+from actors.carriers import QueueSnapshot, StoredGroup
 from actors.supervision import wait_for
 from rollout.trajectory import Group, GroupFacts
-
-if TYPE_CHECKING:  # which imports the queue, and that this
-    from actors.admission import PatientQueue
-
-POLL_S = 30.0
-"""Longest answer to the question what was lost; with nothing it is asked again."""
 
 
 def stored(groups: Sequence[GroupFacts], worker: Any) -> list[StoredGroup]:
@@ -71,10 +64,3 @@ async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
     again = [ticket for ticket in tickets if ticket.group_id in set(lost)]
     in_flight = sorted([*snapshot.in_flight, *again], key=lambda ticket: ticket.group_id)
     return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))
-
-
-async def sample_again(queue: PatientQueue, take: Callable[[list[Ticket]], None]) -> None:
-    """Hand on what was lost, whenever the queue says so, until cancelled."""
-    for number in itertools.count(1):
-        if tickets := await queue.ask("take_lost", number, POLL_S, waits_s=POLL_S):
-            take(tickets)

@@ -22,7 +22,6 @@ from actors.config import DeadlinesConfig
 from actors.deadlines import group_s
 from actors.dispatch import Questions, WaitingWork
 from actors.faults import STRIKES, GroupBook, LossBook
-from actors.payloads import sample_again
 from actors.rollout_worker import WorkerSettings
 from actors.supervision import counted, unwrapped, wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -204,7 +203,7 @@ class RolloutPool:
             on_admitted: told of tickets before workers get them.
         """
         self._work.is_fed = True
-        self._spawn(sample_again(self._queue, self._take_again))
+        self._spawn(self._queue.sample_again(self._take_again))
         try:
             self._work.add_groups(unfinished)
             self.wake()
