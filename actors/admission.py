@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from actors.carriers import Ticket
 from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
+from correction.errors import ActorLost
 from rollout.trajectory import Prompt
 
 _POLL_S = 30.0
@@ -29,6 +31,14 @@ class PatientQueue:
         call = getattr(self.actor, method)
         what = f"{method} <- trajectory queue"
         return await patiently(lambda: call.remote(*arguments), what, deadline_s=limit_s, notice_s=limit_s, late=self._late)
+
+    async def give_up(self, group_id: int, reason: str) -> None:
+        """Discard a group that nobody could sample."""
+        with suppress(ActorLost):  # `admit` says that the queue is gone, and the run what is done about it
+            await self.ask("give_up", group_id, reason)
+
+    def replaced_by(self, queue: Any) -> PatientQueue:
+        return PatientQueue(queue, self._late)
 
     async def admit(self, prompts: Iterator[Prompt], notice_s: float) -> AsyncIterator[list[Ticket]]:
         """Tickets of the next prompts, as many as there are places for, for ever.
@@ -55,8 +65,12 @@ class PatientQueue:
             held = held[len(tickets) :]
             yield tickets
 
-    async def sample_again(self, take: Callable[[list[Ticket]], None]) -> None:
-        """Hand on the groups whose tokens were lost, whenever the queue says so, for ever."""
+    async def sample_again(
+        self, tell: Callable[[list[Ticket]], None], add: Callable[[list[Ticket]], None], wake: Callable[[], None]
+    ) -> None:
+        """Tell of the groups whose tokens were lost, and add them to the work that waits, whenever the queue says so, for ever."""
         for number in itertools.count(1):
             if tickets := await self.ask("take_lost", number, _POLL_S, waits_s=_POLL_S):
-                take(tickets)
+                tell(tickets)
+                add(tickets)
+                wake()

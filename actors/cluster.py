@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
 from actors.descendants import adopted_orphans, descendants, end, end_new
-from actors.devices import shortage
+from actors.devices import visible_gpus
 from actors.security import loopback_only, protect_token, require_authentication
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
@@ -134,10 +134,6 @@ class Cluster:
             ray.shutdown()
         return f" Ray's own logs: {session}/logs" if session else ""
 
-    def gpu_shortage(self) -> str | None:
-        """A sentence, if what has joined the cluster so far has fewer GPUs than the run asks for."""
-        return shortage(self._config, ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
-
     @property
     def log_folder(self) -> Path:
         """Where the output of every actor of this node is."""
@@ -153,6 +149,19 @@ class Cluster:
             ray.shutdown()
         finally:
             end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
+
+
+def gpus_there(config: RunConfig) -> float:
+    """GPUs for the run: of this machine, or of all nodes of the cluster that it joins, which is asked only if a device is `auto`.
+
+    Raises: EngineError if the cluster can't be joined.
+    """
+    if config.ray.address is None:
+        return visible_gpus()
+    if "auto" not in (config.rollout.engine.device, config.learner.device):
+        return 0.0
+    with Cluster(config):
+        return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
 
 def check_ray(settings: RayConfig) -> None:

@@ -45,6 +45,8 @@ class RayConfig(Settings):
     """Custom resource that a rollout worker asks for; an autoscaled node type offers it."""
     include_dashboard: bool = False
     """Start Ray's dashboard with a private cluster."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of ranks, workers and engines, such as NCCL_SOCKET_IFNAME; they win over what evenkeel sets itself."""
     allow_unauthenticated: bool = False
     """Join a cluster that asks nobody for a token: whoever reaches it can run code as you. For closed networks."""
 
@@ -56,8 +58,10 @@ class WeightSyncConfig(Settings):
     """object_store: for any pool, workers may come and go. broadcast: torch.distributed, for a fixed pool (NCCL on GPUs, gloo on CPUs)."""
     bucket_bytes: PositiveInt = 256 << 20
     """Weights travel in buckets of about this many bytes."""
-    max_probe_difference: PositiveFloat = 1e-3
-    """The run warns if engine and learner differ by more nats than this on a fixed prompt after a sync; in float32 1e-6 is usual."""
+    max_probe_difference: PositiveFloat | None = None
+    """The run warns if engine and learner differ by more nats than this at a token of a fixed prompt after a sync. Unset: by the type of
+    the weights, 1e-3 in float32 (1e-6 is usual), 0.5 in bfloat16, 0.0625 in float16, and in these two also if half of the tokens differ
+    by a 25th of it."""
 
 
 class EvaluationConfig(AnswerSampling):

@@ -11,21 +11,21 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 
 from actors import interrupts
 from actors.alarms import AlarmResponse
-from actors.carriers import ForwardRequest, PreparedBatch, Ticket
-from actors.cluster import beside_the_driver, lower_priority
+from actors.carriers import ForwardRequest, PreparedBatch
 from actors.config import RunConfig
-from actors.correction_service import CorrectionService, ServiceConfig
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
-from actors.learner_group import LearnerGroup
+from actors.going_back import Returns, kill, lost_among, raise_when_lost, what_is_done_again
+from actors.parts import StartingPoint, start_learner, start_queue, start_service
 from actors.payloads import whole_snapshot
+from actors.placement import reserve
 from actors.pool import RolloutPool
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.observer import Observer
@@ -33,34 +33,17 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
-from actors.supervision import Stopwatch, abandon, counted, unless_failed, wait_for
-from actors.trajectory_queue import TrajectoryQueueActor
-from actors.true_on_policy import checked, describe, metrics_of
+from actors.run_summary import RunSummary
+from actors.supervision import Stopwatch, abandon, counted, unless_failed, unless_set, wait_for
+from actors.true_on_policy import check_batch
 from actors.weight_sync import WeightSync
-from correction.errors import EvenkeelError
-from correction.schedule import needs_topk
+from correction.errors import EngineError, EvenkeelError
 from rollout.tasks import Task
-from rollout.trajectory import Prompt, SyncReceipt
+from rollout.trajectory import SyncReceipt
 
 _BATCH_IS_LATE_S = 0.1
 """The last step is told while the learner waits for a batch, if it waits longer than that."""
-_END_S = 30.0
-"""For each of the things that are still to be done when a run ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """How a run ended."""
-
-    steps: int
-    before: Evaluation | None
-    after: Evaluation | None
-    seconds: float
-    stopped_early: bool
-    alarm: str = ""
-    """Why the monitor ended it; empty: it didn't."""
-    ended_by: int | None = None
-    """The signal that ended it before its last step."""
+_END_S = 30.0  # for each of the things that are still to be done when a run ends
 
 
 class Controller:
@@ -76,25 +59,24 @@ class Controller:
         resume_from: tuple[Checkpoint, TrainingState] | None = None,
     ) -> None:
         self._folder, self._task, self._observer = folder, task, observer
-        self._reference = config.model
-        self._resume_from = resume_from[0] if resume_from else None
-        self._state = resume_from[1] if resume_from else None
-        self._weights = (self._resume_from.hf if self._resume_from else config.model).resolve()
         self._config = config
-        self._step = self._state.step if self._state else 0
-        self._version = self._state.weight_version if self._state else 0
-        self._began = time.monotonic() - (self._state.elapsed_s if self._state else 0.0)
+        self._point = StartingPoint(config.model, *(resume_from or ()))
+        self._step, self._version = self._point.step, self._point.version
+        self._generation, self._returns = 0, Returns(folder, task)
+        self._began = time.monotonic() - self._point.elapsed_s
         self._is_training = False
         self.ended_by: int | None = None
         """The signal that has asked for the end."""
-        self._alarms = AlarmResponse(config, self._state.replacement if self._state else None)
+        self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
+        self._is_asked_to_end = asyncio.Event()
         self._last_evaluation: asyncio.Task[Evaluation | None] | None = None
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._ends_at_once = False
         self._watch = Stopwatch()
+        self._evaluations: Evaluations
 
     async def run(self) -> RunSummary:
         """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run; needs a running Ray.
@@ -115,23 +97,19 @@ class Controller:
         if self._step == 0:
             before = await self._evaluate_now("before training")
         gc.freeze()  # a full garbage collection need not walk through all that the imports made
-        self._observer.training_begins(time.monotonic() - self._began)
-        feeding = asyncio.create_task(self._pool.feed(self._prompts(), self._unfinished, self._observer.admitted))
-        feeding.add_done_callback(self._pool.note_end)
         self._is_training = True
         self._observer.phase("training")
-        try:
-            await self._train()
-        finally:
-            feeding.cancel()
-        await self._checkpoints.insist(self._step, self._save)
-        await asyncio.to_thread(self._ledger.flush)
+        await self._train_whatever_dies()
         self._is_training = False
         after = None if self._ends_early else await self._evaluate_last()
         await self._steps.flush()
-        self._observer.keep_scatter(await self._ask(self._service.scatter))
-        ended_by = self.ended_by if self._step < self._config.steps else None
-        return RunSummary(self._step, before, after, time.monotonic() - self._began, self._ends_early, self._alarm, ended_by)
+        try:
+            self._observer.keep_scatter(await self._ask(self._service.scatter))
+        except EngineError as error:
+            self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
+        is_early = self._step < self._config.steps
+        ended_by = self.ended_by if is_early else None
+        return RunSummary(self._step, before, after, time.monotonic() - self._began, is_early, self._alarm, ended_by)
 
     @property
     def _ends_early(self) -> bool:
@@ -139,13 +117,74 @@ class Controller:
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
+    async def _train_whatever_dies(self) -> None:
+        """To the last step and its checkpoint; when a part dies, again from the checkpoint before that (going_back.py)."""
+        failure: BaseException | None = None
+        lost: list[str] = []
+        while True:
+            try:
+                if failure is not None:
+                    await self._go_back(lost, failure)
+                self._observer.training_begins(time.monotonic() - self._began)
+                prompts = map(self._task.train_prompt, itertools.count(self._point.prompt_position))
+                feeding = self._pool.feed(prompts, self._unfinished, self._observer.admitted)
+                return await unless_failed(unless_failed(self._train_and_save(), feeding), raise_when_lost(self._parts))
+            except (EvenkeelError, ray.exceptions.RayError) as error:
+                failure = error
+            lost = await lost_among(self._parts, failure)
+            self._returns.allow(lost, failure)
+
+    async def _train_and_save(self) -> None:
+        await self._train()
+        await self._checkpoints.insist(self._step, self._save)
+        await asyncio.to_thread(self._ledger.flush)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """Actors whose death takes the run back, by name."""
+        return {"trajectory queue": self._queue, "correction service": self._service, **self._learner.ranks}
+
+    async def _go_back(self, lost: list[str], failure: BaseException) -> None:
+        """Args: lost: names of parts."""
+        reached = {"step": self._step, "version": self._version}
+        self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
+        await self._withdraw()
+        self._point, said = await asyncio.to_thread(self._returns.point, self._config.model)
+        self._generation += 1
+        self._observer.event("warning", what_is_done_again(lost, failure, self._point, **reached, generation=self._generation))
+        for level, sentence in said:
+            self._observer.event(level, sentence)
+        self._step, self._version = self._point.step, self._point.version
+        self._observer.go_back(self._point.totals)
+        self._alarms = AlarmResponse(self._config, self._point.replacement)
+        self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
+        await self._start_queue()
+        self._pool.serve(self._queue, self._generation)
+        await self._start_the_others()
+
+    async def _withdraw(self) -> None:
+        """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
+        await self._evaluations.abandon()
+        await self._pool.withdraw()
+        self._learner.kill()
+        kill(self._queue, self._service)
+        await self._sync.close()
+        for what, ending in (("checkpoint under way", self._checkpoints.finished), ("lines of the last steps", self._steps.flush)):
+            try:
+                await wait_for(ending(), what, deadline_s=_END_S)
+            except (EvenkeelError, ray.exceptions.RayError, OSError) as error:
+                self._observer.event("warning", f"{what}: given up ({error})")
+        self._checkpoints.abandon()
+
     async def _train(self) -> None:
         config = self._config
         while self._step < config.steps and not self._ends_early:
             await self._checkpoints.finished(at_once=True)
-            batch = await self._next_batch()
+            if (batch := await unless_set(self._is_asked_to_end, self._next_batch())) is None:
+                break  # without a step under way the last one can be saved at once: after SIGTERM there may be seconds
             result = await self._learn(batch)
-            await self._compare_bits(batch, result)
+            compared = partial(self._ask, self._service.compared, batch.version, (result.values,))
+            await check_batch(config, compared, step=self._step + 1, observer=self._observer)
             await self._publish()  # engines take it while we go on
             discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, [group.group_id for group in batch.groups])
             self._step += 1
@@ -207,14 +246,6 @@ class Controller:
             self._observer.event("warning", action.text)
             self._alarm = action.text
 
-    async def _compare_bits(self, batch: PreparedBatch, result: Any) -> None:
-        """True on-policy: before the new weights go anywhere. Raises: EngineError at the first difference, if that ends the run."""
-        if self._config.true_on_policy:
-            agreement = checked(self._config, await self._ask(self._service.compared, batch.version, (result.values,)), step=self._step + 1)
-            if agreement.first is not None:
-                self._observer.event("warning", f"step {self._step + 1}: {describe(agreement)}")
-            self._observer.note(metrics_of(agreement))
-
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 
     async def _evaluate_now(self, when: str) -> Evaluation | None:
@@ -250,18 +281,30 @@ class Controller:
 
     async def _start(self) -> None:
         config, observer = self._config, self._observer
-        self._checkpoints.saved_step = self._step
-        self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._state, observer.event)
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
-        self._folder.keep_model_files(self._weights)
+        self._folder.keep_model_files(self._point.weights)
         workers, ranks = config.rollout.workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._start_queue()
+        self._places = await reserve(config)  # before engines take the GPUs
         self._start_pool()
-        await self._start_learner()
-        self._start_service()
-        for actor in (self._queue, self._service):
-            lower_priority(actor)
+        await unless_failed(self._start_the_others(), self._pool.raise_on_failure())
+
+    async def _start_queue(self) -> None:
+        self._checkpoints.saved_step = self._step
+        self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._point.state, self._observer.event)
+        self._queue, self._unfinished = await start_queue(self._config, self._point, self._generation)
+
+    async def _start_the_others(self) -> None:
+        """All but queue and pool, which are there; to the first receipt of each engine."""
+        config, observer = self._config, self._observer
+        self._learner, infos = await start_learner(config, self._point, self._places)
+        for info in infos:
+            observer.joined(info)
+        for note in self._alarms.notes():
+            observer.event("info", note)
+        self._service: Any = start_service(config, self._point, self._alarms.correction, self._queue)
+        self._steps.follow(self._service)
         self._sync = WeightSync(
             config.weight_sync,
             self._learner,
@@ -271,53 +314,18 @@ class Controller:
             on_probe=observer.probed,
             on_dirty=observer.dirty,
             on_failure=self._pool.report_unsyncable,
+            generation=self._generation,
         )
         observer.follow(self._pool, self._learner)
-        await unless_failed(self._first_sync(), self._pool.raise_on_failure())
-
-    async def _start_queue(self) -> None:
-        config = self._config
-        self._queue: Any = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(
-            groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
-        )
-        self._unfinished: list[Ticket] = []
-        if self._state:
-            self._unfinished = await self._ask(self._queue.restore, self._state.queue)
+        await self._first_sync()
 
     def _start_pool(self) -> None:
         config = self._config
-        settings = WorkerSettings(
-            rollout=config.rollout,
-            model=self._folder.model_path.resolve(),
-            sample=self._held_out[0],
-            bind=config.metrics.bind,
-            resource=config.ray.rollout_resource,
-            seed=config.seed,
-            topk=needs_topk(config.correction),
-        )
+        settings = WorkerSettings.of(config, self._folder.model_path.resolve(), self._held_out[0])
         self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._evaluations.counts_from = self._pool.attended_since
         self._pool.start()
-
-    async def _start_learner(self) -> None:
-        config, deadlines = self._config, self._config.deadlines
-        limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
-        started = await LearnerGroup.start(config.learner, self._weights, version=self._version, bind=config.metrics.bind, **limits)
-        self._learner, infos = started
-        for info in infos:
-            self._observer.joined(info)
-        if self._resume_from:
-            await self._learner.restore((self._resume_from.state / "learner").resolve(), self._version, deadline_s=deadlines.checkpoint_s)
-        if config.needs_reference:
-            await self._learner.load_reference(self._reference.resolve())
-
-    def _start_service(self) -> None:
-        for note in self._alarms.notes():
-            self._observer.event("info", note)
-        monitor = self._state.monitor if self._state else None
-        self._service: Any = beside_the_driver(CorrectionService, max_concurrency=64).remote(self._service_config(), self._queue, monitor)
-        self._steps.follow(self._service)
 
     async def _first_sync(self) -> None:
         await self._pool.first_worker()
@@ -325,25 +333,6 @@ class Controller:
         await self._sync.publish()
         self._pool.follow(self._sync)
         await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
-
-    def _service_config(self) -> ServiceConfig:
-        config = self._config
-        return ServiceConfig(
-            correction=self._alarms.correction,
-            has_reference=config.correction.kl.coefficient > 0,
-            groups_per_step=config.groups_per_step,
-            max_staleness=config.max_staleness,
-            dynamic_sampling=config.dynamic_sampling,
-            rollout=config.rollout,
-            learner=config.learner,
-            deadlines=config.deadlines,
-            monitor=config.monitor,
-            examples=config.metrics.trajectories_per_step,
-        )
-
-    def _prompts(self) -> Iterator[Prompt]:
-        start = self._state.prompt_position if self._state else 0
-        return (self._task.train_prompt(position) for position in itertools.count(start))
 
     def _receipt(self, receipt: SyncReceipt) -> None:
         self._pool.wake()
@@ -377,7 +366,7 @@ class Controller:
 
     @contextlib.contextmanager
     def _handled_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run after the step under way, with a checkpoint.
+        """The first Ctrl-C or SIGTERM ends the run with a checkpoint, after the step under way.
 
         The second, or one before training, ends it at once. One during the last evaluation leaves that out.
         """
@@ -386,8 +375,10 @@ class Controller:
         def interrupt(number: int) -> None:
             is_first, name = self.ended_by is None, interrupts.NAMES[number]
             self.ended_by = number
+            self._is_asked_to_end.set()
             if self._is_training and is_first:
-                self._observer.event("warning", f"interrupted ({name}): ending after this step with a checkpoint (once more: at once)")
+                how = "ending with a checkpoint, after the step under way if there is one (once more: at once)"
+                self._observer.event("warning", f"interrupted ({name}): {how}")
             elif self._last_evaluation is not None and is_first:
                 self._observer.event("warning", f"interrupted ({name}): leaving out the evaluation after training")
                 self._last_evaluation.cancel()

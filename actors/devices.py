@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from typing import Any
+
 from actors.config import RunConfig
 from correction.errors import ConfigError
 
@@ -12,76 +16,139 @@ def check_devices(config: RunConfig) -> None:
 
     Raises: ConfigError.
     """
+    check_shares(config)
     if config.ray.address is not None:
         return
-    wanted, parts = _wanted(config)
-    there = _visible()
-    if wanted > there:
+    shares, parts = _wanted(config)
+    there = visible_gpus()
+    if whole_gpus(shares) > there:
         seen = f"torch sees {there}" if there else "torch sees none here (no GPU, no driver for it, or a torch without CUDA)"
         raise ConfigError(
-            f"{parts}: {_gpus(wanted)} needed, one for each, but {seen}. Set device: cpu, ask for fewer, or name a cluster that has them "
-            f"(ray.address)"
+            f"{parts}: {_gpus(shares)}, but {seen}. Set device: cpu, ask for fewer, have them share one (learner.gpus_per_rank, "
+            f"rollout.gpus_per_worker), or name a cluster that has them (ray.address)"
+        )
+
+
+def check_shares(config: RunConfig) -> None:
+    """Refuse two ranks on one GPU, which NCCL can't connect, and shares that don't go with the transport of the weights.
+
+    Raises: ConfigError.
+    """
+    learner, rollout = config.learner, config.rollout
+    if learner.resolved_device != "cuda":
+        return
+    if learner.gpus_per_rank <= 0.5 and learner.world_size > 1:
+        raise ConfigError(
+            f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with {learner.world_size} ranks: two of them would fit on one GPU, where "
+            "NCCL makes no group of them. Set it above 0.5, or have one rank"
+        )
+    if learner.gpus_per_rank < 1 and learner.tensor_parallel > 1:
+        raise ConfigError(
+            f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with tensor_parallel = {learner.tensor_parallel}: the ranks of a group are "
+            "asked for together, as whole GPUs of one node. Set it to 1"
+        )
+    is_shared = learner.gpus_per_rank < 1 or rollout.gpus_per_worker < 1
+    if is_shared and config.weight_sync.transport == "broadcast":
+        raise ConfigError(
+            "weight_sync.transport = broadcast where a rank or a worker has a share of a GPU: an engine may be on the learner's own, and "
+            "NCCL makes no group of two processes on one. Set weight_sync.transport: object_store"
         )
 
 
 def check_types(config: RunConfig) -> None:
-    """Refuse engines that hold weights in another type than the learner sends; what auto is on a cluster that is joined, is known there.
+    """Refuse engines that hold weights in another type than the learner sends, and types that a device can't compute in.
 
     Raises: ConfigError.
     """
     engine, learner = config.rollout.engine, config.learner
-    held: str = engine.dtype
-    if held == "auto" and config.ray.address is None and engine.resolved_device == "cpu":
-        held = "float32"
-    if held not in ("auto", learner.dtype):
-        shown = f"auto ({held} on a CPU)" if engine.dtype == "auto" else held
+    held = learner.resolved_dtype if engine.dtype == "auto" else engine.dtype
+    if held != learner.resolved_dtype:
+        shown = f"auto ({learner.resolved_dtype})" if learner.dtype == "auto" else learner.dtype
         raise ConfigError(
-            f"rollout.engine.dtype = {shown} with learner.dtype = {learner.dtype}: an engine takes new weights in the type that it holds "
-            f"them in, and the learner sends its own. Set rollout.engine.dtype: {learner.dtype}"
+            f"rollout.engine.dtype = {held} with learner.dtype = {shown}: an engine takes new weights in the type that it holds them in, "
+            f"and the learner sends its own. Set learner.dtype: {held}, or leave rollout.engine.dtype out"
+        )
+    if held == "float32" and engine.resolved_device == "cuda":
+        raise ConfigError(
+            "rollout.engine.dtype = float32 on a GPU: SGLang's attention kernels compute in half precision alone there. Set learner.dtype: "
+            "bfloat16, or device: cpu"
         )
 
 
 def check_engine_device(config: RunConfig) -> None:
     """The same for one engine without Ray. Raises: ConfigError."""
-    if config.rollout.engine.device == "cuda" and not _visible():
+    if config.rollout.engine.device == "cuda" and not visible_gpus():
         raise ConfigError(
             "rollout.engine.device = cuda, but torch sees no GPU here (none, no driver for it, or a torch without CUDA). Set it to cpu"
         )
 
 
-def shortage(config: RunConfig, offered: float) -> str | None:
-    """What to say when a joined cluster has too few GPUs at present; more may come, if it grows by itself.
+def check_received(role: str, share: float, ids: Sequence[Any]) -> None:
+    """In the process of an actor on a GPU: it got from Ray what it asked for, and its torch sees exactly that.
 
     Args:
-        offered: GPUs of all nodes.
+        role: who asks, such as "learner rank 3".
+        share: of a GPU, that was asked for.
+        ids: as ray.get_gpu_ids() has them.
+    Raises: ConfigError.
     """
-    wanted, parts = _wanted(config)
-    if config.ray.address is None or wanted <= offered:
-        return None
-    return (
-        f"{parts}: {_gpus(wanted)} needed, one for each, but the nodes of the cluster at {config.ray.address} offer {offered:g} by now; "
-        f"what gets none waits up to deadlines.start_s = {config.deadlines.start_s:g} s for another node"
-    )
+    if len(ids) != 1:
+        raise ConfigError(
+            f"{role}: asked Ray for {share:g} of a GPU and got {list(ids) or 'none'}: it would compute on a GPU that belongs to another. "
+            "Start the nodes with the GPUs that they have (ray start --num-gpus)"
+        )
+    if (seen := visible_gpus()) != 1:
+        raise ConfigError(
+            f"{role}: Ray gave it GPU {ids[0]}, but torch sees {seen} there (CUDA_VISIBLE_DEVICES = "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). A node must offer the GPUs that it has, Ray's "
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES must not be set, and torch must be a build with CUDA"
+        )
 
 
-def _wanted(config: RunConfig) -> tuple[int, str]:
-    """GPUs in all, and which settings ask for them."""
-    from actors.learner_group import is_on_gpu
+def whole_gpus(shares: Sequence[float]) -> int:
+    """GPUs that hold these shares, each of which lies on one: filled one after the other, the largest shares first."""
+    left: list[float] = []
+    for share in sorted(shares, reverse=True):
+        place = next((i for i, room in enumerate(left) if share <= room + 1e-9), None)
+        if place is None:
+            left.append(1.0 - share)
+        else:
+            left[place] -= share
+    return len(left)
 
-    engine, workers, ranks = config.rollout.engine, config.rollout.workers, config.learner.world_size
+
+def gpus_asked(config: RunConfig) -> int:
+    """That hold all ranks and all workers."""
+    return whole_gpus(_wanted(config)[0])
+
+
+def _wanted(config: RunConfig) -> tuple[list[float], str]:
+    """Share of a GPU that each rank and each worker asks for, and which settings do."""
+    engine, rollout, learner = config.rollout.engine, config.rollout, config.learner
+    workers, ranks = rollout.workers, learner.world_size
+    shares: list[float] = []
     asking = []
     if engine.resolved_device == "cuda":
-        asking.append((workers, f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}"))
-    if is_on_gpu(config.learner):
-        asking.append((ranks, f"learner.device = {config.learner.device} with {ranks} rank{'s' * (ranks > 1)}"))
-    return sum(count for count, _ in asking), " and ".join(part for _, part in asking)
+        shares += [rollout.gpus_per_worker] * workers
+        asking.append(f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}{_of(rollout.gpus_per_worker)}")
+    if learner.resolved_device == "cuda":
+        shares += [learner.gpus_per_rank] * ranks
+        asking.append(f"learner.device = {learner.device} with {ranks} rank{'s' * (ranks > 1)}{_of(learner.gpus_per_rank)}")
+    return shares, " and ".join(asking)
 
 
-def _gpus(count: int) -> str:
-    return "1 GPU is" if count == 1 else f"{count} GPUs are"
+def _of(share: float) -> str:
+    return "" if share == 1 else f" of {share:g} GPU"
 
 
-def _visible() -> int:
+def _gpus(shares: Sequence[float]) -> str:
+    count = whole_gpus(shares)
+    each = ", one for each" if all(share == 1 for share in shares) else ""
+    return f"1 GPU is needed{each}" if count == 1 else f"{count} GPUs are needed{each}"
+
+
+def visible_gpus() -> int:
+    """GPUs that this process sees."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -271,8 +271,10 @@ class Evaluations:
             return None
 
     async def abandon(self) -> None:
+        """End the one beside training; another may begin."""
         if self._beside is not None:
             abandon(self._beside)
+            self._beside = None
 
     async def _in_time(self, prompts: Sequence[Prompt], what: str, step: int, version: int) -> Evaluation:
         return await wait_for(

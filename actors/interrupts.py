@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end this process within seconds wherever it is: in an import, in Ray's start, in a wait, in the last lines of a run.
+"""SIGTERM, Ctrl-C and the loss of the terminal end this process within seconds wherever it is: in an import, in Ray's start, in a wait.
 
 A signal's handler raises in the main thread, which unwinds as for any error. That alone is not enough: an exception raised inside a fork
 hook or a finalizer is swallowed, and a call into C may not come back for half a minute. So the signal is seen by a thread as well, through
@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 GRACE_S = 10.0
 """How long the main thread may take to unwind."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+# Whoever has started this process so that it outlives its terminal (nohup) has had SIGHUP ignored, and so it stays.
+_HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
 class Interrupted(SystemExit):
@@ -41,7 +44,7 @@ class Interrupted(SystemExit):
 
 
 def exit_code(number: int) -> int:
-    """Of a process that a signal has ended, as shells count: 130 after Ctrl-C, 143 after SIGTERM."""
+    """Of a process that a signal has ended, as shells count: 129 after SIGHUP, 130 after Ctrl-C, 143 after SIGTERM."""
     return 128 + number
 
 
@@ -77,6 +80,7 @@ class _Guard:
         self._writer.close()
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
+        leave_terminal(number)
         if self.raised is None:  # once: what unwinds after that must not be broken off; the thread sees to its end
             self.raised = number
             raise Interrupted(number)
@@ -130,14 +134,51 @@ def rearm() -> None:
 @contextlib.contextmanager
 def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterator[None]:
     """An event loop gets the signals, by `handle`, for a while."""
+
+    def handled(number: int) -> None:
+        leave_terminal(number)
+        handle(number)
+
     for number in SIGNALS:
-        loop.add_signal_handler(number, handle, number)
+        loop.add_signal_handler(number, handled, number)
     try:
         yield
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
         rearm()
+
+
+@contextlib.contextmanager
+def passed_on(to: Callable[[int], None]) -> Iterator[None]:
+    """Signals are `to`'s for a while, and none ends this process; in the main thread."""
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def handled(number: int, frame: FrameType | None) -> None:
+        leave_terminal(number)
+        to(number)
+
+    for number in SIGNALS:
+        signal.signal(number, handled)
+    signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, before[number])
+        rearm()
+
+
+def leave_terminal(number: int) -> None:
+    """After SIGHUP there is no terminal: what is still written to it would be an error each time."""
+    if number != signal.SIGHUP:
+        return
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # isatty says no of a terminal that has hung up
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def check() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ class JsonLines:
     def append(self, *records: Mapping[str, Any]) -> None:
         """Add lines: strict JSON, in one write, so that a reader never sees two lines mixed and a crash tears the last one at most.
 
-        Raises: ValueError for a number that isn't finite.
+        Raises: ValueError for a number that isn't finite; OSError if the disk doesn't take them, and the file is as it was.
         """
         self._append_text([json.dumps(record, allow_nan=False) for record in records])
 
@@ -71,8 +73,17 @@ class JsonLines:
         return self.path.read_text(errors="replace").splitlines() if self.path.is_file() else []
 
     def _append_text(self, lines: list[str]) -> None:
-        with self.path.open("ab") as file:
-            file.write("".join(line + "\n" for line in lines).encode())
+        """All of them or nothing: a part that a full disk has taken is cut off again."""
+        content = "".join(line + "\n" for line in lines).encode()
+        with self.path.open("ab", buffering=0) as file:
+            began = file.tell()
+            try:
+                if file.write(content) != len(content):
+                    raise OSError(errno.ENOSPC, f"{self.path}: the disk took a part of the lines only")
+            except OSError:
+                with suppress(OSError):
+                    os.truncate(self.path, began)
+                raise
 
 
 def _is_until(step: int, line: str) -> bool:

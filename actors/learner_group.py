@@ -8,6 +8,7 @@ and hands each to all ranks before the next, and a rank refuses a call that isn'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import socket
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from actors.devices import check_received
 from actors.exporter import MetricsEndpoint, listen_address, node_address
+from actors.placement import RankPlaces
 from actors.supervision import USUAL_START, wait_for
 from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
@@ -69,6 +72,8 @@ class LearnerRankActor:
         from learner.kept_weights import KeptWeights
         from learner.learner_rank import LearnerRank
 
+        if self._config.resolved_device == "cuda":
+            check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
         self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
         self._learner.load(model)
         self._kept = KeptWeights(self._learner)
@@ -235,15 +240,6 @@ def checksums_of(*buckets: WeightBucket) -> dict[str, str]:
     return {name: checksum for bucket in buckets for name, checksum in bucket.checksums().items()}
 
 
-def is_on_gpu(config: LearnerConfig) -> bool:
-    """Whether each rank asks for a GPU. Decided where the run starts: a rank's own process sees only what Ray gives it."""
-    if config.device != "auto":
-        return config.device == "cuda"
-    import torch
-
-    return torch.cuda.is_available()
-
-
 class LearnerGroup:
     """All ranks of the learner, driven together: the one caller of their collective calls. It stays in the process that made it."""
 
@@ -254,20 +250,14 @@ class LearnerGroup:
 
     @classmethod
     async def start(
-        cls, config: LearnerConfig, model: Path, *, version: int, bind: str, start_s: float, step_s: float
+        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float
     ) -> tuple[LearnerGroup, list[ActorInfo]]:
         """Start the ranks and load the model.
 
         Returns: the group, and for each rank its process id and metrics endpoint.
         """
-        world_size = config.world_size
-        actor = ray.remote(LearnerRankActor).options(
-            num_cpus=1,
-            num_gpus=1 if is_on_gpu(config) else 0,
-            max_restarts=0,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads)}},
-        )
-        ranks: list[Any] = [actor.remote(config, rank, bind=bind) for rank in range(world_size)]
+        config, world_size, actor = places.config, places.config.world_size, ray.remote(LearnerRankActor)
+        ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
         group = cls(ranks, version=version, step_s=step_s)
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
@@ -367,9 +357,15 @@ class LearnerGroup:
         self._version = version
         await self._all(calls, f"restoring {folder}", deadline_s)
 
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """Their actors, by what they are called in sentences."""
+        return {f"learner rank {number}": rank for number, rank in enumerate(self._ranks)}
+
     def kill(self) -> None:
         for rank in self._ranks:
-            ray.kill(rank)
+            with contextlib.suppress(Exception):  # it may be gone
+                ray.kill(rank)
 
     def _submit(self, method: str, *arguments: Any, results: int = 1) -> list[Any]:
         """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller."""

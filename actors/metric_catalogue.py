@@ -41,6 +41,10 @@ _PROGRESS = [
         "Optimizer steps left out because loss or gradient was not finite, or because no token was left to learn from.",
     ),
     _counter(
+        "steps/returns_total", "returns to a checkpoint",
+        "Times that the run went back to its last checkpoint, engines staying up, because learner, queue or correction service had died.",
+    ),
+    _counter(
         "steps/overflowed_total", "overflowed updates",
         "Optimizer steps left out because a float16 gradient overflowed under the loss scale, which adapts; a few are usual.",
     ),
@@ -333,6 +337,10 @@ _GROUPS = [
     _gauge(
         "groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong",
         "Groups of the batch whose answers all got the same lower reward: no gradient.",
+    ),
+    _counter(
+        "files/failures_total", "failed writes",
+        "Writes into the run folder that the disk did not take. Lines wait in memory; absent while there was none.",
     ),
     _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling replaced by new ones."),
     _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),

@@ -34,6 +34,7 @@ from rollout.trajectory import Prompt, Trajectory
 log = logging.getLogger("evenkeel.pool")
 _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
+_CALL = "a worker's call"
 _ANSWERS = 32
 """Of an evaluation, in one call to a worker."""
 
@@ -56,6 +57,7 @@ class RolloutPool:
         self._progressed = self._attended = asyncio.get_running_loop().time()
         self._is_stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._generation = 0
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
@@ -74,14 +76,27 @@ class RolloutPool:
         for worker in self._joined():
             sync.join(worker.sync)
 
+    async def withdraw(self) -> None:
+        """Take all work back, and all weights: the workers go on to nothing, until `serve`, `follow` and `feed`."""
+        self._sync = None
+        calls = [task for task in self._tasks if task.get_name() == _CALL]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)  # they settle what they have counted
+        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        self._groups, self._lost_with = GroupBook(), {}  # the same numbers come again
+
+    def serve(self, queue: Any, generation: int) -> None:
+        """Finished groups go to another queue from now on; what the workers have under way is given up."""
+        self._queue, self._generation = self._queue.replaced_by(queue), generation
+        self._progressed = self._now()
+        for worker in self._workers.values():
+            worker.follow(queue, generation)
+
     async def first_worker(self) -> None:
-        """Wait until one engine is up. Raises: the error of its start."""
-        await wait_for(
-            self._until(lambda: any(True for _ in self._joined())),
-            "the first rollout worker",
-            deadline_s=self._no_workers_s,
-            notice=log.debug,  # each worker's own start gives notice
-        )
+        """Wait until one engine is up; each worker's own start gives notice. Raises: the error of its start."""
+        has_one = self._until(lambda: any(True for _ in self._joined()))
+        await wait_for(has_one, "the first rollout worker", deadline_s=self._no_workers_s, notice=log.debug)
 
     def versions(self) -> dict[str, int]:
         """Weight version of each worker that has joined, by its last receipt; -1 before the first, and for one that is dirty."""
@@ -121,6 +136,7 @@ class RolloutPool:
         name = str(self._born)
         self._born += 1
         worker = workers.create(name, self._settings, self._queue.actor, self._losses.avoided(self._now()))
+        worker.follow(self._queue.actor, self._generation)
         self._workers[name] = worker
         self._spawn(self._bring_up(worker))
 
@@ -203,7 +219,7 @@ class RolloutPool:
             on_admitted: told of tickets before workers get them.
         """
         self._work.is_fed = True
-        self._spawn(self._queue.sample_again(self._take_again))
+        self._spawn(self._queue.sample_again(self._observer.lost, self._work.add_groups, self.wake))
         try:
             self._work.add_groups(unfinished)
             self.wake()
@@ -213,11 +229,6 @@ class RolloutPool:
                 self.wake()
         finally:
             self._work.is_fed = False
-
-    def _take_again(self, tickets: Sequence[Ticket]) -> None:
-        self._observer.lost(tickets)
-        self._work.add_groups(tickets)
-        self.wake()
 
     async def _sample(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
         """Have a worker sample groups that it took; if it fails they wait again, and the queue takes each once."""
@@ -267,7 +278,7 @@ class RolloutPool:
     def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
         self._work.forget(ticket.group_id)
-        self._spawn(self._queue.ask("give_up", ticket.group_id, reason))
+        self._spawn(self._queue.give_up(ticket.group_id, reason))
         self._groups.discarded(ticket.group_id, why)
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
@@ -316,7 +327,6 @@ class RolloutPool:
 
     async def loads(self) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds."""
-
         return await workers.loads(list(self._joined()))
 
     async def _watch(self) -> None:
@@ -365,7 +375,7 @@ class RolloutPool:
         current = [w for w in self._joined() if self._is_current(w)]
         soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
         for worker, work in self._work.take(current, soon):
-            self._spawn(self._ask(worker, work) if isinstance(work, Questions) else self._sample(worker, work))
+            self._spawn(self._ask(worker, work) if isinstance(work, Questions) else self._sample(worker, work), name=_CALL)
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -377,8 +387,8 @@ class RolloutPool:
             except TimeoutError:
                 continue
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any, *, name: str | None = None) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self.note_end)
 

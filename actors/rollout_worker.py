@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from actors.carriers import ActorInfo, GroupFailure, GroupSummary, Ticket, WorkerLoad
+from actors.config import RunConfig
+from actors.devices import check_received
+from actors.environment import worker_environment
 from actors.exporter import MetricsEndpoint, listen_address
 from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ActorLost, DataError, DeadlineExceeded, LateError, RequestError, SyncError
+from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.sampler import Sampler
+from rollout.temporary_files import own_folder, remove
 from rollout.trajectory import FinishReason, Group, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
+T = TypeVar("T")
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """What one request may fail with while its engine goes on."""
 
@@ -45,6 +51,22 @@ class WorkerSettings:
     """Of the run's samples."""
     topk: int = 0
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the worker's process, which its engine's inherit."""
+
+    @classmethod
+    def of(cls, config: RunConfig, model: Path, sample: Prompt) -> WorkerSettings:
+        """Those of a run."""
+        return cls(
+            rollout=config.rollout,
+            model=model,
+            sample=sample,
+            bind=config.metrics.bind,
+            resource=config.ray.rollout_resource,
+            seed=config.seed,
+            topk=needs_topk(config.correction),
+            environment=worker_environment(config),
+        )
 
 
 class RolloutWorker:
@@ -59,21 +81,34 @@ class RolloutWorker:
         self._asked_update = 0
         """Number of the newest one; an older one whose weights arrive late would take the engine back."""
         self._handing_over = asyncio.Lock()
+        self._generation = 0
+        self._under_way: set[asyncio.Task[Any]] = set()
+
+    async def follow(self, queue: Any, generation: int) -> None:
+        """Give up all that is under way, whose requests are aborted; groups of the next calls go to this queue."""
+        self._queue, self._generation = queue, generation
+        for task in self._under_way:
+            task.cancel()
+        self._finished.clear()
+        self._payloads.clear()
 
     async def start(self, version: int) -> ActorInfo:
         """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
         settings = self._settings
+        if settings.rollout.engine.resolved_device == "cuda":
+            check_received(f"rollout worker {self._name}", settings.rollout.gpus_per_worker, ray.get_gpu_ids())
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
-        self._sampler = await Sampler.start(
-            settings.model,
-            settings.rollout,
-            sample=settings.sample,
-            version=version,
-            name=f"rollout worker {self._name}",
-            seed=settings.seed,
-            topk=settings.topk,
-            has_weights=False,
-        )
+        with own_folder() as self._temporary:
+            self._sampler = await Sampler.start(
+                settings.model,
+                settings.rollout,
+                sample=settings.sample,
+                version=version,
+                name=f"rollout worker {self._name}",
+                seed=settings.seed,
+                topk=settings.topk,
+                has_weights=False,
+            )
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
     async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary | GroupFailure]:
@@ -81,16 +116,19 @@ class RolloutWorker:
 
         Raises: EngineError kinds, if the engine is dirty or lost; LateError, if the queue is gone: the groups are not sampled then.
         """
-        return list(await asyncio.gather(*(self._generate_group(ticket) for ticket in tickets)))
+        return await self._until_withdrawn([self._generate_group(ticket) for ticket in tickets])
 
     async def _generate_group(self, ticket: Ticket) -> GroupSummary | GroupFailure:
         """Sample the G trajectories of a prompt, score them, put the group into the queue."""
+        generation = self._generation
         try:
             group = await self._sampler.group(
                 ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._settings.topk
             )
         except UNANSWERED as error:
             return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError))
+        if generation != self._generation:
+            raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn while it was sampled")
         self._count(group.trajectories)
         await self._finish(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
@@ -112,8 +150,9 @@ class RolloutWorker:
             if not any(one is group for one in groups):
                 return  # an earlier call took it along
             what = f"groups {[one.group_id for one in groups]} of rollout worker {self._name} -> trajectory queue"
+            queue, generation = self._queue, self._generation
             try:
-                taken = await patiently(lambda: self._queue.put.remote(groups, self._handle()), what, deadline_s=ANSWER_S)
+                taken = await patiently(lambda: queue.put.remote(groups, self._handle(), generation), what, deadline_s=ANSWER_S)
             except ActorLost as error:
                 raise LateError(str(error)) from error
             del self._finished[: len(groups)]
@@ -131,9 +170,23 @@ class RolloutWorker:
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation); not put into the queue."""
-        answers = await asyncio.gather(*(self._answer(prompt, how) for prompt in prompts))
+        answers = await self._until_withdrawn([self._answer(prompt, how) for prompt in prompts])
         self._count([one for of_one in answers for one in of_one])
-        return list(answers)
+        return answers
+
+    async def _until_withdrawn(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """The results. Raises: LateError after `follow`."""
+        tasks = [asyncio.ensure_future(part) for part in work]
+        self._under_way.update(tasks)
+        try:
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():  # it is this call that was cancelled
+                raise
+            raise LateError(f"rollout worker {self._name}: this work was withdrawn") from None
+        finally:
+            self._under_way.difference_update(tasks)
 
     async def _answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
         """Without a reward, if the engine could not answer it."""
@@ -150,12 +203,15 @@ class RolloutWorker:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: Mapping[str, str]) -> SyncReceipt:
+    async def update_weights(
+        self, version: int, buckets: Sequence[Any], checksums: Mapping[str, str], generation: int = 0
+    ) -> SyncReceipt:
         """Take the weights of a version while requests are in flight. All of them are here before the engine pauses.
 
         Args:
             buckets: references to WeightBuckets. A node fetches them once, for all of its engines, which read them in its object store.
             checksums: by Hugging Face name, of what has to arrive; empty: not compared, and not asked of the engine.
+            generation: of the version; the receipt names both.
         Raises: SyncError, and the engine is dirty if it had begun to take them; not begun, if others are asked for meanwhile.
         """
         began = time.monotonic()
@@ -167,7 +223,7 @@ class RolloutWorker:
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
         receipt = await self._sampler.engine.update_weights(version, fetched)
-        return await self._receipt(receipt, began, with_checksums=bool(checksums))
+        return await self._receipt(replace(receipt, generation=generation), began, with_checksums=bool(checksums))
 
     async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
         """Join the learner's broadcast group."""
@@ -176,12 +232,12 @@ class RolloutWorker:
     async def leave_weight_group(self, name: str) -> None:
         await self._sampler.engine.leave_weight_group(name)
 
-    async def receive_weights(self, version: int, buckets: list[list[WeightSpec]], group: str) -> SyncReceipt:
+    async def receive_weights(self, version: int, buckets: list[list[WeightSpec]], group: str, generation: int = 0) -> SyncReceipt:
         """Take the weights that the learner broadcasts."""
         began = time.monotonic()
         self._asked_update += 1
         receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
-        return await self._receipt(receipt, began, with_checksums=False)
+        return await self._receipt(replace(receipt, generation=generation), began, with_checksums=False)
 
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a fixed prompt at the present weights."""
@@ -203,6 +259,7 @@ class RolloutWorker:
 
     async def stop(self) -> None:
         await self._sampler.close()
+        await asyncio.to_thread(remove, self._temporary)
         self._endpoint.close()
 
 

@@ -131,6 +131,19 @@ async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, An
                 await waiting
 
 
+async def unless_set(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if the event comes first, and the work is cancelled."""
+    task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for one in (task, waiting):
+            one.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await one
+
+
 def abandon(task: asyncio.Task[Any]) -> None:
     """Cancel a task whose end nobody waits for any more; an error that it has ended with counts as known."""
     if not task.cancel() and not task.cancelled():

@@ -127,9 +127,6 @@ class TrajectoryQueue:
             self._undrawn[entry.ticket.admitted_version] += 1
             self.lost.append(group_id)
 
-    def ticket(self, group_id: int) -> Ticket:
-        return self._entries[group_id].ticket
-
     def take_lost(self) -> list[Ticket]:
         """What was lost since the last call, to be sampled again."""
         lost, self.lost = self.lost, []
@@ -294,7 +291,9 @@ class TrajectoryQueue:
 class TrajectoryQueueActor:
     """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
+    def __init__(self, *, groups_per_step: int, max_staleness: int, generation: int = 0) -> None:
+        """Args: generation: of the run, see actors/going_back.py."""
+        self._generation = generation
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._changed = asyncio.Condition()
         self._admission: tuple[int, list[Ticket]] = (0, [])
@@ -331,8 +330,10 @@ class TrajectoryQueueActor:
             self._admission = (number, self._queue.admit(prompts))
         return self._admission[1]
 
-    async def put(self, groups: list[GroupFacts], worker: Any) -> list[int]:
-        """Groups that a worker has finished. Returns: ids of those that its handle is asked for; the others had come before."""
+    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0) -> list[int]:
+        """Finished groups; those of another generation are no answers to this one's tickets. Returns: ids of those asked of the worker."""
+        if generation != self._generation:
+            return []
         expected = list({one.group_id: one for one in groups if self._queue.expects(one.group_id)}.values())
         for group in payloads.stored(expected, worker):
             self._queue.put(group)
@@ -392,7 +393,7 @@ class TrajectoryQueueActor:
         """Without its finished groups; these, and their tickets in the same order."""
         snapshot = self._queue.snapshot()
         held: Any = snapshot.finished
-        return replace(snapshot, finished=()), list(held), [self._queue.ticket(one.group_id) for one in held]
+        return replace(snapshot, finished=()), list(held), [self._queue._entries[one.group_id].ticket for one in held]
 
     async def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
         return self._queue.restore(snapshot, held=lambda group: StoredGroup(group.facts, group))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -62,7 +63,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
         SideSettings(
             name="rollout.engine",
             device=engine.resolved_device,
-            dtype=learner.dtype if on_cpu and engine.dtype == "auto" else engine.dtype,
+            dtype=learner.resolved_dtype if engine.dtype == "auto" else engine.dtype,
             threads=engine.threads,
             attention_backend=engine.attention_backend,
             weight_update_mode=engine.weight_update_mode,
@@ -71,12 +72,32 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
         SideSettings(
             name="learner",
             device="cpu" if learner.device == "auto" and on_cpu else learner.device,
-            dtype=learner.dtype,
+            dtype=learner.resolved_dtype,
             threads=learner.threads,
             tensor_parallel=learner.tensor_parallel,
             sequence_parallel=learner.sequence_parallel,
         ),
     )
+
+
+class BatchObserver(Protocol):
+    """Is told what the comparison of a batch has found."""
+
+    def event(self, level: str, text: str) -> None: ...
+
+    def note(self, numbers: dict[str, float]) -> None: ...
+
+
+async def check_batch(config: RunConfig, compared: Callable[[], Awaitable[Agreement]], *, step: int, observer: BatchObserver) -> None:
+    """With true on-policy: before the new weights go anywhere. Args: compared: asks who has the batch to compare it.
+
+    Raises: EngineError at the first difference, if that ends the run.
+    """
+    if config.true_on_policy:
+        agreement = checked(config, await compared(), step=step)
+        if agreement.first is not None:
+            observer.event("warning", f"step {step}: {describe(agreement)}")
+        observer.note(metrics_of(agreement))
 
 
 def compare_batch(learner: LearnerConfig, batch: PackedBatch, target_logprobs: Tensor) -> Agreement:

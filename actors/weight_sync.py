@@ -88,24 +88,27 @@ class WeightSync:
         probe_ids: Sequence[int],
         sync_s: float,
         on_receipt: Callable[[SyncReceipt], None],
-        on_probe: Callable[[SyncTarget, int, float], None],
+        on_probe: Callable[[SyncTarget, int, list[float]], None],
         on_dirty: Callable[[SyncTarget, str], None],
         on_failure: Callable[[SyncTarget, str], None],
+        generation: int = 0,
     ) -> None:
         """
         Args:
             probe_ids: token ids of the prompt whose logprobs both sides compute.
             on_receipt: told of each receipt; the engine gets work from then on.
-            on_probe: told of each comparison: engine, version, largest difference in nats.
+            on_probe: told of each comparison: engine, version, each token's difference in nats.
             on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
+            generation: of the run; only receipts of its versions count.
         """
         self._config, self._learner, self._sync_s = config, learner, sync_s
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._published: _Publication | None = None
-        self._broadcast = _BroadcastGroup(learner, sync_s) if config.transport == "broadcast" else None
+        self._generation = generation
+        self._broadcast = _BroadcastGroup(learner, sync_s, generation) if config.transport == "broadcast" else None
 
     @property
     def version(self) -> int:
@@ -163,6 +166,9 @@ class WeightSync:
     async def close(self) -> None:
         for name in list(self._targets):
             self.leave(name)
+        for task in (self._published.copying, self._published.hashing) if self._published else ():
+            if task is not None:
+                abandon(task)
         if self._broadcast is not None:
             await self._broadcast.close()
 
@@ -190,7 +196,7 @@ class WeightSync:
                 version = published.version
                 self._end_probe(target)
                 receipt = await wait_for(
-                    target.actor.update_weights.remote(version, published.snapshot.buckets, checksums),
+                    target.actor.update_weights.remote(version, published.snapshot.buckets, checksums, self._generation),
                     f"weight sync v{version} -> rollout worker {target.name}",
                     deadline_s=self._sync_s,
                 )
@@ -237,6 +243,9 @@ class WeightSync:
         self._on_dirty(target, reason)
 
     def _accept(self, target: SyncTarget, receipt: SyncReceipt, snapshot: WeightSnapshot) -> None:
+        if receipt.generation != self._generation:
+            raise SyncError(f"rollout worker {target.name}: a receipt for v{receipt.version} of generation {receipt.generation}, not "
+                            f"{self._generation}: those weights were withdrawn")
         if receipt.checksums:
             compare_checksums(target.name, snapshot.checksums, receipt.checksums, version=receipt.version)
             if receipt.processor is not None and snapshot.processor is not None:
@@ -258,7 +267,7 @@ class WeightSync:
             log.warning("%s: %s", what, error)  # an engine that is broken shows it in its work, or at the next sync
             return
         target.unprobed = 0
-        self._on_probe(target, version, max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)))
+        self._on_probe(target, version, [abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
 
     def _end_probe(self, target: SyncTarget) -> None:
         """Cancel it before newer weights arrive: its answer would be of those, or of both."""
@@ -316,11 +325,11 @@ class WeightSync:
 class _BroadcastGroup:
     """The torch.distributed group of the learner (rank 0) and one fixed set of engines."""
 
-    def __init__(self, learner: LearnerGroup, sync_s: float) -> None:
-        self._learner, self._sync_s = learner, sync_s
+    def __init__(self, learner: LearnerGroup, sync_s: float, generation: int) -> None:
+        self._learner, self._sync_s, self._generation = learner, sync_s, generation
         self._members: tuple[str, ...] = ()
         self._actors: list[Any] = []
-        self._generation = 0
+        self._built = 0
 
     async def receiving(
         self, version: int, specs: list[list[WeightSpec]], targets: Sequence[SyncTarget]
@@ -330,20 +339,20 @@ class _BroadcastGroup:
         Returns: for each target what to await for its receipt.
         """
         await self._ensure_group(targets)
-        calls = [t.actor.receive_weights.remote(version, specs, self._name) for t in targets]
+        calls = [t.actor.receive_weights.remote(version, specs, self._name, self._generation) for t in targets]
         what = f"broadcast of v{version} -> rollout worker"
         return [wait_for(call, f"{what} {t.name}", deadline_s=self._sync_s) for call, t in zip(calls, targets, strict=True)]
 
     @property
     def _name(self) -> str:
-        return f"weights-{self._generation}"
+        return f"weights-{self._generation}-{self._built}"
 
     async def _ensure_group(self, targets: Sequence[SyncTarget]) -> None:
         members = tuple(t.name for t in targets)
         if members == self._members:
             return
         await self.close()
-        self._generation += 1
+        self._built += 1
         rank_zero, world_size = self._learner.rank_zero, 1 + len(targets)
         host, port = await wait_for(rank_zero.address.remote(), "address <- learner", deadline_s=self._sync_s)
         joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s)]

@@ -58,6 +58,12 @@ class WorkerHandle:
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
 
+    def follow(self, queue: Any, generation: int) -> None:
+        """Its groups go to this queue from now on, and it holds weights of no version; see actors/going_back.py."""
+        if generation:
+            self.sync = SyncTarget(self.name, self.actor)
+            self.actor.follow.remote(queue, generation)
+
 
 class PoolObserver(Protocol):
     """Is told what happens in the pool."""
@@ -79,17 +85,16 @@ def create(name: str, settings: WorkerSettings, queue: Any, avoided: Sequence[st
 
     Args: avoided: ids of nodes that it gets only if there is no room elsewhere.
     """
-    engine = settings.rollout.engine
-    on_gpu = engine.resolved_device == "cuda"
+    on_gpu = settings.rollout.engine.resolved_device == "cuda"
     actor = (
         ray.remote(RolloutWorker)
         .options(
             num_cpus=1,
-            num_gpus=1 if on_gpu else 0,
+            num_gpus=settings.rollout.gpus_per_worker if on_gpu else 0,
             resources={settings.resource: 1},
             max_concurrency=4096,
             max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(engine.threads)}},
+            runtime_env={"env_vars": dict(settings.environment)},
             scheduling_strategy=NodeLabelSchedulingStrategy({}, soft={_NODE_ID: NotIn(*avoided)}) if avoided else None,  # type: ignore[no-untyped-call]
         )
         .remote(name, settings, queue)

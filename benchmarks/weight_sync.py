@@ -33,6 +33,7 @@ import torch
 
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup
+from actors.placement import RankPlaces
 from actors.rollout_worker import RolloutWorker
 from actors.weight_sync import SyncTarget, WeightSync
 from benchmarks.sides import NANO_RECIPE, ROOT, TimeRatio, evenkeel, options, seconds_of, steps_of
@@ -80,14 +81,16 @@ class Replaying:
     def __init__(self) -> None:
         self._staging: dict[int, SharedStaging] = {}
 
-    async def update_weights(self, receiver: int, version: int, buckets: Sequence[Any], checksums: Mapping[str, str]) -> SyncReceipt:
+    async def update_weights(
+        self, receiver: int, version: int, buckets: Sequence[Any], checksums: Mapping[str, str], generation: int
+    ) -> SyncReceipt:
         began = time.monotonic()
         fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
         staging = self._staging.setdefault(receiver, SharedStaging())
         for bucket in fetched:
             await asyncio.to_thread(staging.copy, bucket)
         size, found = sum(bucket.nbytes for bucket in fetched), dict(checksums)  # the engines compare; here there is nothing to hold
-        return SyncReceipt(version, "retract", len(fetched), 1, size, 0.0, str(receiver), time.monotonic() - began, found)
+        return SyncReceipt(version, "retract", len(fetched), 1, size, 0.0, str(receiver), time.monotonic() - began, found, None, generation)
 
 
 class OneOfMany:
@@ -141,7 +144,7 @@ def print_way(name: str, count: int, size: int, found: Mapping[str, Sequence[flo
 async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int) -> None:
     """The way of weights to some engines, then to replaying receivers."""
     learner_config = LearnerConfig(learning_rate=USUAL_RATE, device="cpu")
-    learner, _ = await LearnerGroup.start(learner_config, model, version=0, bind="127.0.0.1", start_s=600.0, step_s=600.0)
+    learner, _ = await LearnerGroup.start(RankPlaces(learner_config, {}), model, version=0, bind="127.0.0.1", start_s=600.0, step_s=600.0)
     size = sum(p.numel() * 4 for p in _parameters(model))
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     print(f"{size / 2**20:.0f} MiB of weights; median of the ratios of {turns} versions (quartiles)")

@@ -5,9 +5,9 @@ steps alone are held against them as well, for jumps; its trend is the median of
 are held against the scatter of the first steps, and must be large in themselves: a tiny change is no event, however certain. An event says
 when a symptom's state changes; others act on it.
 
-What comes first was measured for the KL of stale tokens: on recorded collapses it warns with bad updates or before, then gradient norm and
-reward, entropy last. That mismatch at equal weights comes first is what papers report (docs/correction.md); those runs had none to follow.
-Entropy alone is no symptom: it falls in most runs that go well.
+What comes first was measured on recorded runs of a nano model that a learning rate, a queue or noise ruined: drift, bad updates and the KL
+of stale tokens warn before gradient norm and reward, entropy last. Mismatch at equal weights, which papers report as the first sign
+(docs/correction.md), didn't warn there: it says that the engines disagree. Entropy alone is no symptom: it falls in most runs that go well.
 
 On independent noise around a constant, a run of 300 steps shows a false watch in fewer than 1 of 100 cases for each symptom, and a false
 alarm in fewer than 1 of 1000. Noise with a memory gives more watches (1 in 6 runs where a step keeps 0.8 of the one before), and as few
@@ -228,7 +228,7 @@ class Monitor:
             return State.ALARM
         series = self._series[symptom.name]
         part = self._config
-        if not series.is_ready(part):
+        if not series.is_ready(part) or symptom.quantity(value) < symptom.least:
             return State.OK
         if self._is_up(series, part.alarm_growth, part.alarm_deviations):
             return State.ALARM

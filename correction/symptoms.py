@@ -23,6 +23,8 @@ class Symptom:
     """Added before the log: growth is not measured below it."""
     is_share_missing: bool = False
     """True: 1 - value is followed, for what is 1 when all is well."""
+    least: float = 0.0
+    """Of the quantity that is followed: under it nothing is wrong, however much it has grown."""
     limit: float | None = None
     """Value that is an alarm at once, whatever the run is used to."""
     implied_by: str | None = None
@@ -62,6 +64,7 @@ SYMPTOMS = (
         "on both (docs/correction.md, What was found)",
         offset=1e-3,
         is_share_missing=True,
+        least=0.05,
         limit=0.95,
         implied_by="k3_kl",
         presets=("tis-token", "icepop"),

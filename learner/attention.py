@@ -100,7 +100,7 @@ def pack(layout: RowLayout, device: torch.device, *, batch_invariant: bool = Fal
     begins = (0,) * len(layout.sequences) + tuple(layout.sequences[t] for t in layout.continued)
     positions = torch.tensor([place for begin, length in zip(begins, lengths, strict=True) for place in range(begin, begin + length)])
     longest = max(begin + length for begin, length in zip(begins, lengths, strict=True))
-    whole = torch.tensor([0, len(positions)], dtype=torch.int32, device=device)
+    whole = torch.tensor([0, len(positions)], dtype=torch.int32)  # on the host: Megatron reads its numbers there, in every layer
     equal_lengths = () if batch_invariant else tuple(EqualLengths(len(list(same)), length) for length, same in groupby(layout.sequences))
     calls, row_in_tiles = _tile_calls(layout, positions, device, batch_invariant)
     return positions[None].to(device), PackedSequences(

@@ -27,7 +27,8 @@ class LearnerConfig(Settings):
     data_parallel: int = Field(default=1, ge=1, le=10**5)
     """Copies of the model that share a batch; each rank takes whole sequences of about equal cost."""
     distributed_optimizer: bool = False
-    """Data-parallel ranks share Adam's averages and the master weights instead of each keeping all: with R of them 1/R of the memory."""
+    """Data-parallel ranks share Adam's averages and the master weights instead of each keeping all: with R of them 1/R of the memory. A run
+    on GPUs has it wherever data_parallel is above 1, unless this is set."""
     tensor_parallel: int = Field(default=1, ge=1, le=10**4)
     """Ranks over which one copy's matrices are split."""
     sequence_parallel: bool = False
@@ -39,10 +40,13 @@ class LearnerConfig(Settings):
     expert_parallel: int = Field(default=1, ge=1, le=10**5)
     """Ranks of a stage over which its experts are spread; tokens travel to them. Divides data_parallel * tensor_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where a rank computes; auto takes a GPU when torch sees one."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of weights and activations; in half precision the optimizer keeps float32 master weights. float16 has eight times bfloat16's
-    precision and little range: the loss is multiplied by a scale that adapts, and updates whose gradient overflows are left out."""
+    """Where a rank computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
+    gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
+    """Share of a GPU that a rank asks for, and the share of its memory that it may take. Below 1 an engine fits beside it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU. In half precision the optimizer keeps float32 master
+    weights. float16 has eight times bfloat16's precision and little range: the loss is multiplied by a scale that adapts, and updates whose
+    gradient overflows are left out."""
     initial_loss_scale: float = Field(default=2.0**16, ge=1.0, le=2.0**32)
     """float16: factor on the loss at the start. Megatron's scaler halves it after overflows and doubles it after 1,000 updates without."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
@@ -82,7 +86,8 @@ class LearnerConfig(Settings):
     epochs_per_batch: int = Field(default=1, ge=1, le=1000)
     """Times that a batch is gone through; 2 epochs of 4 minibatches are 8 optimizer steps."""
     tokens_per_microbatch: int = Field(default=2048, ge=1)
-    """Positions computed in one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own."""
+    """Positions computed in one forward and backward pass on a rank; a sequence is never split, so a longer one is a pass of its own. A run
+    on GPUs has 8,192 unless this is set."""
     recompute_activations: bool = False
     """Keep only each layer's input for the backward pass and compute the layer again: a third more work, far less memory."""
     shared_prompts: bool = True
@@ -160,7 +165,8 @@ class LearnerConfig(Settings):
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
-        if self.layers == "transformer_engine" and self.needs_local_layers:
+        is_known = self.dtype != "auto" or self.device != "auto"  # else the run decides, where it starts
+        if self.layers == "transformer_engine" and is_known and self.needs_local_layers:
             raise ValueError(f"layers = transformer_engine: {self.needs_local_layers}. Or set layers: auto")
         return self
 
@@ -169,7 +175,7 @@ class LearnerConfig(Settings):
         """Which setting TransformerEngine's layers can't honour, with the reason; None: they can all."""
         if self.batch_invariant:
             return "batch_invariant = true (true_on_policy): its products and norms are not batch-invariant"
-        if self.dtype == "float32":
+        if self.resolved_dtype == "float32":
             return "dtype = float32: it multiplies float32 matrices in TF32, with 10 bits of mantissa. Set dtype: bfloat16"
         return None
 
@@ -210,8 +216,24 @@ class LearnerConfig(Settings):
         return self.optimizer_steps_per_batch * self.epochs_per_batch
 
     @property
+    def resolved_device(self) -> Literal["cpu", "cuda"]:
+        """cpu or cuda, auto decided by what torch sees in this process. A run decides it for all ranks, before any of them starts."""
+        if self.device != "auto":
+            return self.device
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def resolved_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        """auto is bfloat16 on a GPU and float32 on a CPU."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.resolved_device == "cuda" else "float32"
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         import torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype)
+        dtype: torch.dtype = getattr(torch, self.resolved_dtype)
         return dtype

@@ -193,6 +193,8 @@ def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
         "moe_router_topk": hf_config.num_experts_per_tok,
         "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
         "moe_router_pre_softmax": not hf_config.norm_topk_prob,  # softmax over all experts and then the top k, or the other way round
+        # In half precision the engines weigh experts in float32, too; with float32 weights there is nothing to widen.
+        "moe_router_dtype": None if config.torch_dtype is torch.float32 else "fp32",
         "moe_router_load_balancing_type": "aux_loss" if config.moe_aux_loss_coefficient else "none",
         "moe_aux_loss_coeff": config.moe_aux_loss_coefficient,
     }

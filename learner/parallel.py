@@ -199,6 +199,7 @@ def leave() -> None:
 def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.set_per_process_memory_fraction(config.gpus_per_rank, device)
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     with _gloo_interface_towards(master_addr if world_size > 1 else None):

@@ -151,7 +151,7 @@ class _Reward(Settings):
     processes: PositiveInt = Field(default=2, le=1024)
     """Scoring processes of each rollout worker: so many completions are scored at a time."""
     memory_gib: PositiveFloat | None = 4.0
-    """A scoring process that needs more fails the call instead of the machine (RLIMIT_DATA); empty: no limit."""
+    """A scoring process that needs more, with all that it starts, fails the call instead of the machine; empty: no limit."""
 
 
 class ReasoningGymReward(_Reward):
@@ -317,6 +317,8 @@ class RolloutConfig(Settings):
 
     workers: PositiveInt = Field(default=1, le=10**4)
     """Rollout workers, each with an engine of its own."""
+    gpus_per_worker: PositiveFloat = Field(default=1.0, le=1)
+    """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits beside it. On a CPU it has no meaning."""
     slots: PositiveInt | None = None
     """Groups that a worker has under way at most; it takes the next one when one is finished. Unset: twice as many as
     max_running_requests has room for, so that places of a group's first answers don't stay empty until its last one."""

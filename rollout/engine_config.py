@@ -13,6 +13,7 @@ RESERVED_ARGUMENTS = {
     "device": "rollout.engine.device",
     "dtype": "rollout.engine.dtype",
     "tp_size": "nothing: weights are compared tensor by tensor, so an engine is not sharded",
+    **dict.fromkeys(("pp_size", "dp_size", "ep_size", "nnodes"), "rollout.workers for more GPUs (an engine has one)"),
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.memory_fraction",
     "max_running_requests": "rollout.engine.max_running_requests",
@@ -55,17 +56,18 @@ class EngineConfig(Settings):
     FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the engine computes; auto is cuda where torch sees one."""
+    """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and KV cache; auto is float32 on a CPU and the model folder's own on cuda."""
+    """Of weights and KV cache; auto is the learner's, and without a learner bfloat16 on cuda and float32 on a CPU."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the engine's tensor operations on a CPU."""
     max_running_requests: int = Field(default=64, ge=1, le=10**5)
-    """Requests decoded together; more wait in the engine's queue."""
+    """Requests decoded together; more wait in the engine's queue. A run on GPUs has 256 unless this is set."""
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the KV cache holds. Unset: by memory_fraction on cuda; max_running_requests x context, at most 65,536, on a CPU."""
     memory_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Share of GPU memory for weights and KV cache; unset: SGLang's choice. Not used on a CPU."""
+    """Share of the GPU memory that is free when the engine starts, for weights and KV cache. Unset: SGLang's choice, and with
+    rollout.gpus_per_worker below 1 nine tenths of that share. Not used on a CPU."""
     context_length: int | None = Field(default=None, ge=2)
     """Longest prompt and response together; unset: the model's own."""
     attention_backend: str | None = None
@@ -102,6 +104,15 @@ class EngineConfig(Settings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _refuse_float32_on_gpus(self) -> EngineConfig:
+        if self.device == "cuda" and self.dtype == "float32":
+            raise ValueError(
+                "rollout.engine.dtype = float32 with device = cuda: SGLang's attention kernels for GPUs compute in half precision alone. "
+                "Set learner.dtype and rollout.engine.dtype to bfloat16, or device: cpu"
+            )
+        return self
+
     @property
     def resolved_group_backend(self) -> str:
         if self.weight_group_backend != "auto":
@@ -116,6 +127,13 @@ class EngineConfig(Settings):
         import torch
 
         return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def resolved_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        """auto is bfloat16 on cuda and float32 on a CPU. (SGLang's own auto makes float16 of a float32 folder.)"""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.resolved_device == "cuda" else "float32"
 
     @property
     def has_compiled_attention(self) -> bool:
@@ -135,7 +153,7 @@ class EngineConfig(Settings):
         arguments: dict[str, Any] = {
             "model_path": model_folder,
             "device": self.resolved_device,
-            "dtype": "float32" if on_cpu and self.dtype == "auto" else self.dtype,
+            "dtype": self.resolved_dtype,
             "max_running_requests": self.max_running_requests,
             "context_length": context,
             "disable_radix_cache": not self.prefix_cache,

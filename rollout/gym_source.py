@@ -17,6 +17,8 @@ from rollout.reward_process import create_reasoning_gym
 
 logger = logging.getLogger(__name__)
 
+_NAMED = 1000
+"""Questions that are too long, of those that are remembered."""
 _CANDIDATES = 16
 """Questions drawn for one training position until one is on the training side: 1e-16 of failing at a held-out share of a tenth."""
 _POSITIONS = 256
@@ -114,7 +116,8 @@ class ReasoningGymSource:
         reason = self._excess(question.text)
         if reason is not None:
             place = f"{self.name}, {entry}"
-            self._too_long[place] = SkippedRow(place, reason)
+            if len(self._too_long) < _NAMED:  # each epoch has its own, without end
+                self._too_long[place] = SkippedRow(place, reason)
         return reason is None
 
     def _chunk(self, stream: str, chunk: int) -> Any:

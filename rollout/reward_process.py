@@ -1,4 +1,4 @@
-"""What runs in a scoring process: `python -m rollout.reward_process FD PARENT_PID`, started and killed by rollout/rewards.py.
+"""What runs in a scoring process: `python -m rollout.reward_process FD LEASH_FD PARENT_PID`, started and ended by rollout/rewards.py.
 
 It imports the standard library and what the one scorer needs; never torch. Messages go over a socket of its own, so that a scorer may print
 what it likes; each begins with its length. Requests are pickles; answers are JSON, so that the parent never unpickles what a scorer sends.
@@ -6,12 +6,14 @@ The first message is the specification (`RewardConfig` as a dict), its answer {"
 request with several completions of one question. Each of them is answered, in order and as soon as it is scored, by {"components": ...} or
 {"error": why}.
 
-A scoring process must never outlive its parent: the kernel kills it when the parent dies, even in the middle of a C function.
+A scoring process must never outlive its parent, nor what it has started: the process that is started becomes its guardian
+(rollout/reward_guardian.py) and scores in a child, which the kernel kills when the guardian dies, even in the middle of a C function.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import difflib
 import importlib
@@ -30,6 +32,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.gym_entry import COLUMN, from_json
+from rollout.reward_cgroup import ControlGroup
+from rollout.reward_guardian import MOST_PROCESSES, become_reaper, clear_leftovers, guard, limit_process
 
 LENGTH = struct.Struct("!Q")
 """Before each message: its size in bytes."""
@@ -45,14 +49,32 @@ class RewardLoadError(Exception):
     """The scorer can't be set up; the message is for the user."""
 
 
-def main(fd: int, parent_pid: int) -> None:
-    """Answer requests until the parent closes the socket."""
-    die_with_parent(parent_pid)
+def main(fd: int, leash: int, parent_pid: int) -> int:
+    """Guard a child that answers requests until the parent closes the socket. Returns: the exit code of either."""
     connection = socket.socket(fileno=fd)
     spec = _receive(connection)
     if spec is None:
-        return
-    _limit_memory(spec["memory_gib"])
+        return 0
+    memory_bytes = None if spec["memory_gib"] is None else int(spec["memory_gib"] * 2**30)
+    group = ControlGroup.make(memory_bytes, MOST_PROCESSES) if spec["control_group"] else None
+    become_reaper()
+    guardian = os.getpid()
+    scorer = os.fork()
+    if scorer:
+        connection.close()
+        return guard(scorer, leash, parent_pid, memory_bytes, group)
+    os.close(leash)
+    die_with_parent(guardian)
+    if group is not None:
+        with contextlib.suppress(OSError):
+            group.join()
+    limit_process(memory_bytes)
+    serve(connection, spec)
+    return 0
+
+
+def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
+    """Answer requests until the socket is closed."""
     try:
         score = build_scorer(spec)
     except RewardLoadError as error:
@@ -62,7 +84,10 @@ def main(fd: int, parent_pid: int) -> None:
     while (request := _receive(connection)) is not None:
         completions, shared = request.pop("completions"), pickle.dumps(request)
         for completion in completions:                              # each meets the metadata as they came, whatever a scorer does to them
-            _send(connection, score_request(score, {**pickle.loads(shared), "completion": completion}))
+            reply = score_request(score, {**pickle.loads(shared), "completion": completion})
+            if "error" in reply:
+                clear_leftovers()
+            _send(connection, reply)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -288,14 +313,9 @@ def _exactly(connection: socket.socket, size: int) -> bytes | None:
     return bytes(data)
 
 
-def _limit_memory(gib: float | None) -> None:
-    """Private writable memory, so that what a library merely reserves or maps doesn't count."""
-    if gib is not None:
-        import resource
-
-        size = int(gib * 2**30)
-        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    code = main(*map(int, sys.argv[1:]))
+    if code < 0:      # as the scorer ended
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    sys.exit(code)

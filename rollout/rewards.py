@@ -1,8 +1,8 @@
 """Scoring of completions in processes that can be killed, awaited from an event loop.
 
 A scorer may hang in the middle of a C function (sympy on 5^5^5^5), crash, or eat memory, and the run has to go on. So each scoring
-process has a socket of its own and is killed (SIGKILL, with all that it started) when a call passes its deadline; the next call on it
-meets a fresh one, and calls on other processes never notice. This is not a general pool: those share pipes and locks among
+process has a socket of its own and is ended (with all that it started: rollout/reward_guardian.py) when a call passes its deadline; the
+next call on it meets a fresh one, and calls on other processes never notice. This is not a general pool: those share pipes and locks among
 their workers, which a worker that dies hard takes with it, and they import the parent's `__main__` in each of them (here: ray, torch).
 """
 
@@ -17,16 +17,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from correction.errors import ConfigError
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
+from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES
 from rollout.reward_process import LENGTH, SINGLE, pack_message
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
+_END_S = 10.0
 
 
 class RewardCallError(Exception):
@@ -142,7 +147,7 @@ def reward_specification(config: RewardConfig, task: TaskConfig | None) -> dict[
 
     Raises: ConfigError if a reasoning_gym reward has no reasoning_gym task.
     """
-    spec = config.model_dump()
+    spec = config.model_dump() | {"control_group": True}
     if isinstance(config, ReasoningGymReward):
         if isinstance(task, ReasoningGymTask):
             spec |= {"dataset": task.dataset, "options": task.options}
@@ -164,6 +169,9 @@ class _ScoringProcess:
         self._spec = spec
         self._start_deadline_s = start_deadline_s
         self._child: subprocess.Popen[bytes] | None = None
+        """Its guardian."""
+        self._leash = -1
+        """While it is open, the guardian lets the child live."""
         self._socket: socket.socket | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         """On that socket, while somebody waits for the child to be ready and from then on."""
@@ -174,24 +182,22 @@ class _ScoringProcess:
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Start the child and send it its specification, without waiting for its imports.
-
-        The child dies with the thread that calls this, so it must be the event loop's, not one of an executor.
-        """
+        """Start the child and send it its specification, without waiting for its imports."""
         if self._child is not None:
             return
         ours, theirs = socket.socketpair()
+        leash, self._leash = os.pipe()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),      # the user's module is found as here
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "rollout.reward_process", str(theirs.fileno()), str(os.getpid())]
-        # A session of its own: Ctrl-C is for the run, and killing the session's group takes along what the scorer started.
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
-        )
+        passed = [theirs.fileno(), leash]
+        command = [sys.executable, "-m", "rollout.reward_process", *map(str, passed), str(os.getpid())]
+        # A session of its own: Ctrl-C is for the run.
+        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, env=environment, start_new_session=True)
         theirs.close()
+        os.close(leash)
         ours.sendall(pack_message(self._spec))
         self._socket = ours
 
@@ -227,11 +233,10 @@ class _ScoringProcess:
             yield await self._reply(deadline_s, "one completion", "rollout.reward.deadline_s")
 
     def kill(self) -> None:
-        """End the child and everything in its session, now."""
+        """End the child and everything that it started; nobody waits for that."""
         if self._child is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
+            os.close(self._leash)
+            threading.Thread(target=_see_to_its_end, args=(self._child,), daemon=True).start()
         if self._streams is not None:
             self._streams[1].transport.abort()      # closes the socket, too
         elif self._socket is not None:
@@ -257,8 +262,12 @@ class _ScoringProcess:
         except (ConnectionError, EOFError):
             if self._child is None:
                 raise RewardCallError("the scoring processes were closed") from None
-            exit_code = self._exit_code()
-            self._restart()
+            child = self._child
+            try:
+                exit_code = await asyncio.to_thread(self._exit_code, child)
+            finally:
+                if self._child is child:
+                    self._restart()
             raise RewardCallError(f"the scoring process died at {what} ({exit_code})") from None
         except BaseException:      # cancelled: the answer to this request must not be taken for the next one's
             self.kill()
@@ -268,14 +277,30 @@ class _ScoringProcess:
         self.kill()
         self.start()
 
-    def _exit_code(self) -> str:
-        """How the child ended, in words; it has closed its socket, so its end is at most moments away."""
-        assert self._child is not None
+    def _exit_code(self, child: subprocess.Popen[bytes]) -> str:
+        """How the child ended, in words; it has closed its socket, so its end is at most as far away as that of what it started."""
         try:
-            code = self._child.wait(timeout=0.5)
+            code = child.wait(timeout=_END_S / 2)
         except subprocess.TimeoutExpired:
             return "it closed its socket"
+        if code == MEMORY:
+            return f"all that it started took more than {self._spec['memory_gib']:g} GiB together, rollout.reward.memory_gib"
+        if code == PROCESSES:
+            return f"it had started more than {MOST_PROCESSES} processes"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
+    """It ends its child and itself; if it can't, they are killed from here."""
+    try:
+        guardian.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(guardian.pid).children(recursive=True):
+                process.kill()
+            guardian.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in the middle of a read from a disk that is gone, nothing ends it
+            guardian.wait(_END_S)
 
 
 def _as_reply(payload: bytes) -> dict[str, Any]:

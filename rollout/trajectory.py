@@ -314,6 +314,8 @@ class SyncReceipt:
     """By Hugging Face name, of the tensors in the engine's own process; empty when not asked for."""
     processor: Processor | None = None
     """What the engine computes with, together with the checksums; for true on-policy only."""
+    generation: int = 0
+    """Of the run: versions after a checkpoint that it has gone back to come again, with other weights."""
 
 
 # SGLang's answer

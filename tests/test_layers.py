@@ -138,7 +138,11 @@ def test_mathematics_does_not_know_its_own_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wing", "importers"), [("actors.record", ("actors.controller", "actors.commands.")), ("actors.commands", ("actors.commands.",))]
+    ("wing", "importers"),
+    [
+        ("actors.record", ("actors.controller", "actors.parts", "actors.going_back", "actors.commands.")),  # all in the driver
+        ("actors.commands", ("actors.commands.",)),
+    ],
 )
 def test_what_writes_a_run_down_and_the_command_line_are_no_part_of_the_actors(wing: str, importers: tuple[str, ...]) -> None:
     """The driver gives the recorder what it knows; no actor knows that anybody writes something down, or who has started it."""

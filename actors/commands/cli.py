@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import time
@@ -14,7 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from actors import interrupts
+from actors.commands.capabilities import capabilities
 from actors.commands.chatter import quiet
+from actors.commands.doctor import doctor
+from actors.commands.plan import plan
 from actors.commands.simulate import simulate
 from correction.errors import ConfigError, EvenkeelError
 
@@ -31,7 +33,7 @@ app = typer.Typer(
     name="evenkeel",
     help="Asynchronous RL post-training for language models: SGLang rollouts, a Megatron learner, a correction service between them.",
     epilog="Exit codes: 0 done; 1 an error, said in a sentence; 2 wrong usage; 3 train: ended by an alarm; 4 diff-engines: a bit differs; "
-    "130 ended by Ctrl-C; 143 ended by SIGTERM.\n\n"
+    "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM.\n\n"
     + _examples("evenkeel init-model recipes/nano_spell_backward.yaml", "evenkeel train recipes/nano_spell_backward.yaml"),
     no_args_is_help=True,
     add_completion=False,
@@ -42,9 +44,6 @@ app = typer.Typer(
 
 ENDED_BY_ALARM = 3
 """Exit code of a run that monitor.on_alarm = stop has ended, with a checkpoint; 1 and 2 are errors."""
-
-ENDED_BY_SIGTERM = interrupts.exit_code(signal.SIGTERM)
-"""Exit code (143) of a run that SIGTERM has ended before its last step: start it again with --resume. Ctrl-C's, with a checkpoint, is 0."""
 
 ENGINES_DIFFER = 4
 """Exit code of diff-engines when a bit differs."""
@@ -69,7 +68,8 @@ def main() -> None:
             sys.exit(_sentence(str(error), error))
         except (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted) as error:
             number = error.number if isinstance(error, interrupts.Interrupted) else int(signal.SIGINT)
-            print(_sentence("interrupted" if number == signal.SIGINT else "ended by SIGTERM", error), file=sys.stderr)
+            ended = "interrupted" if number == signal.SIGINT else f"ended by {interrupts.NAMES[number]}"
+            print(_sentence(ended, error), file=sys.stderr)
             sys.exit(interrupts.exit_code(number))
 
 
@@ -83,6 +83,7 @@ def _sentence(text: str, error: BaseException) -> str:
         "evenkeel train recipes/nano_spell_backward.yaml",
         "evenkeel train recipes/nano_spell_backward.yaml steps=100 correction.preset=icepop",
         "evenkeel train --resume runs/nano-spell-backward-20260101-120000 steps=200",
+        "evenkeel train recipes/nano_spell_backward.yaml --retries 3",
     )
 )
 def train(
@@ -93,6 +94,7 @@ def train(
         typer.Option(metavar="RUN_DIR", help="Go on with an earlier run from its newest checkpoint; its folder holds the recipe."),
     ] = None,
     discard_queue: Annotated[bool, typer.Option("--discard-queue", help="With --resume: sample anew what new settings spoil.")] = False,
+    retries: Annotated[int, typer.Option(min=0, help="So many times at most, go on by itself when the run's process has died.")] = 0,
 ) -> None:
     """Train a model by reinforcement learning, as a recipe says.
 
@@ -100,28 +102,30 @@ def train(
     is kept in a folder of its own (runs/NAME-DATE-TIME, or run_dir): settings, metrics, sampled answers, checkpoints, and report.html at
     the end. Ctrl-C ends after the step under way with a checkpoint; a second one ends at once.
 
+    With --retries a run whose process dies (a crash, kill -9, no memory) goes on from its newest checkpoint, or anew if it has none.
+    Wrong settings are not tried again, nor is a run that makes no new step.
+
     Exit codes: 0 done, or ended by Ctrl-C with a checkpoint; 1 an error, said in a sentence; 3 ended by an alarm
-    (monitor.on_alarm=stop); 143 ended by SIGTERM with a checkpoint.
+    (monitor.on_alarm=stop); 129 or 143 ended by SIGHUP or SIGTERM with a checkpoint: go on with --resume.
     """
     # With --resume the first positional argument, if any, is an override.
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
     if (recipe is None or discard_queue) and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
-    if resume is None:
-        _load(recipe, words)  # a typo shows before the imports, which take seconds
-    else:
-        _refuse_recipe(resume, words)
-        from actors.commands.resume_point import run_config
-        from actors.record.run_folder import RunFolder
+    from actors.commands.words import run_dir_of
 
-        run_config(RunFolder.view(resume), words)
+    run_dir = run_dir_of(recipe, words, resume)  # a typo shows before the imports, which take seconds
+    if retries:
+        from actors.commands.retries import run_with_retries
+
+        raise typer.Exit(run_with_retries(None if resume else recipe, words, run_dir, retries=retries, discard_queue=discard_queue))
     from actors.commands.train import train_run
 
     summary = train_run(None if resume else recipe, words, resume, discard_queue=discard_queue)
     if summary.alarm:
         raise typer.Exit(ENDED_BY_ALARM)
-    if summary.ended_by == signal.SIGTERM:
-        raise typer.Exit(ENDED_BY_SIGTERM)
+    if summary.ended_by not in (None, signal.SIGINT):
+        raise typer.Exit(interrupts.exit_code(summary.ended_by))
 
 
 @app.command(
@@ -361,18 +365,11 @@ app.command(
 )(simulate)
 
 
-@app.command(epilog=_examples("evenkeel capabilities"))
-def capabilities() -> None:
-    """Print what the installed engines can do on this machine, as JSON.
+app.command(epilog=_examples("evenkeel doctor recipes/nano_spell_backward.yaml", "evenkeel doctor RECIPE --gpus H100x8"))(doctor)
 
-    Versions of SGLang and torch, the device, and which of the functions that evenkeel needs are there. Worth attaching to a bug report.
-    """
-    from dataclasses import asdict
+app.command(epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
 
-    from rollout.engine_config import EngineConfig
-    from rollout.engine_process import EngineCapabilities
-
-    typer.echo(json.dumps(asdict(EngineCapabilities.of_this_machine(EngineConfig().resolved_device)), indent=2, default=str))
+app.command(epilog=_examples("evenkeel capabilities"))(capabilities)
 
 
 def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:
@@ -380,12 +377,6 @@ def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:
     from actors.config import RunConfig
 
     return load_config(RunConfig, recipe, overrides or [])
-
-
-def _refuse_recipe(run_dir: Path, words: list[str]) -> None:
-    for word in words:
-        if "=" not in word and Path(word).suffix in (".yaml", ".yml"):
-            raise ConfigError(f"{word}: --resume takes no recipe, {run_dir} holds the one that it was started with; leave it out")
 
 
 def _stopwatch() -> Callable[[str], None]:

@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from actors import interrupts
-from actors.cluster import Cluster, check_ray
+from actors.cluster import Cluster, check_ray, gpus_there
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
-from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
+from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
-from actors.controller import Controller, RunSummary
+from actors.controller import Controller
 from actors.deadlines import bytes_of, inversions, with_deadlines
+from actors.derived import derived
 from actors.devices import check_devices, check_types
+from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
+from actors.doctor.node_rules import on_nodes, requests
+from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.plan.shape import ModelShape
+from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
+from actors.run_summary import RunSummary
 from actors.supervision import counted
 from actors.true_on_policy import resolved
 from correction.errors import DataError, EvenkeelError
@@ -72,6 +79,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     Raises: DataError, ConfigError.
     """
     model = resumed_from or config.model
+    config, of_devices = decide_devices(config)
     check_devices(config)
     check_model_folder(model)
     check_task_names(config.rollout.task)
@@ -80,6 +88,8 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     config.learner.check_model(shape)
     config = with_deadlines(resolved(config, model), bytes_of(model))
     check_types(config)
+    of_paper = on_paper(paper_facts(config, model), config)
+    stop_at_failures(of_paper)
     tokenizer = load_tokenizer(model)
     longest_prompt = config.rollout.max_prompt_tokens(shape.max_position_embeddings)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)
@@ -87,7 +97,21 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     asyncio.run(_try_reward(config, task))
     # A resumed run has had them checked; what the model was made from need not be there any more.
     report = task.check(demonstrations=() if resumed_from else warmup_demonstrations(model))
-    return config, task, [str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
+    notes = [*of_devices, *(str(one) for one in of_paper)]
+    return config, task, [*notes, str(report), *report.warnings, *(f"skipped {row}" for row in report.skipped[:5]), *inversions(config)]
+
+
+def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """With a device and a type for everything, and what to say about it. Raises: ConfigError; EngineError as gpus_there."""
+    has_gpu = gpus_there(config) > 0
+    asks = "auto" in (config.rollout.engine.device, config.learner.device)
+    notes = []
+    if asks and not has_gpu and config.ray.address is not None:
+        notes.append(
+            f"device: auto is the CPU: no node of the cluster at {config.ray.address} offers a GPU by now. To wait for nodes that do, set "
+            "rollout.engine.device and learner.device to cuda"
+        )
+    return derived(config, has_gpu=has_gpu), notes
 
 
 async def _try_reward(config: RunConfig, task: Task) -> None:
@@ -152,8 +176,7 @@ def _run_in(
             observer.phase("starting Ray")
             with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
-                if shortage := cluster.gpu_shortage():
-                    observer.event("warning", shortage)
+                _look_at_nodes(config, folder, observer)
                 summary = _run_controller(controller)
     except BaseException as error:
         folder.event("error", _said(error))  # the terminal has it from whoever catches it
@@ -167,6 +190,17 @@ def _run_in(
         report = None if interrupts.is_ending() else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
+
+
+def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer) -> None:
+    """What the run asks of Ray against what is there, and what else stands in its way. Raises: ConfigError for what can't work."""
+    nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path)
+    observer.event("info", "; ".join(str(row) for row in requests(nodes, config)))
+    found = on_nodes(nodes, config, ModelShape.read(config.model))
+    for one in found:
+        if one.severity != "fail":
+            observer.event("warning" if one.severity == "warn" else "info", str(one))
+    stop_at_failures(found)
 
 
 def _run_controller(controller: Controller) -> RunSummary:

@@ -18,9 +18,12 @@ from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.loop_clock import LoopClock
 from actors.metrics import DISCARD_COUNTERS, StepMetrics
-from actors.payloads import value_of
 from actors.record.metric_views import MetricViews
-from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
+from actors.record.patience import PatientWriter
+from actors.record.probe_watch import ProbeLimits, ProbeWatch
+from actors.record.run_folder import RunFolder
+from actors.record.skipped_batches import keep_and_tell
+from actors.record.slowest import SlowestPrompts
 from actors.record.step_report import (
     batch_metrics,
     diagnostic_metrics,
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from actors.weight_sync import SyncTarget
     from learner.step import StepResult
 
-"""Where discarded groups are counted besides groups/discarded_total, by reason."""
+_RETURNS = "steps/returns_total"
 _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
 """Families that count the monitor's events, by symptom."""
 
@@ -92,13 +95,11 @@ class Observer:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
         self._views = MetricViews(folder, config.metrics)
-        self._totals: dict[str, float] = dict(totals or {})
-        families = tuple(_EVENT_COUNTERS.values())
-        # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
-        self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}
+        self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
+        self._slowest = SlowestPrompts(folder)
         self._receipts: list[SyncReceipt] = []
-        self._differences: list[float] = []
+        self._probes = ProbeWatch(ProbeLimits.of(config.learner.resolved_dtype, config.weight_sync.max_probe_difference))
         self._versions: dict[str, int] = {}
         self._workers: set[str] = set()
         """Rollout workers that are up."""
@@ -110,6 +111,23 @@ class Observer:
         self._repeated = Repeated()
         self._clock = LoopClock()
         self._writing: asyncio.Task[None] | None = None
+        self._disk = PatientWriter(lambda text: self.event("warning", text))
+
+    def _take_totals(self, totals: Mapping[str, float]) -> None:
+        self._totals = dict(totals)
+        families = tuple(_EVENT_COUNTERS.values())
+        # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
+        self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}
+
+    def go_back(self, totals: Mapping[str, float]) -> None:
+        """The run goes on from an earlier step, whose totals these are; all steps told so far are written, and the folder is taken back."""
+        returns = self._totals.get(_RETURNS, 0.0) + 1
+        self._take_totals({**totals, _RETURNS: returns})
+        self._finished, self._receipts, self._extra = [], [], {}
+        self._probes.forget()
+        self._writing = None
+        self._views.close()
+        self._views = MetricViews(self._folder, self._config.metrics)
 
     # -- actors ------------------------------------------------------------------------------------------------------
 
@@ -136,6 +154,7 @@ class Observer:
     def left(self, key: str) -> None:
         self._discovery.deregister(key)
         self._workers.discard(key.removeprefix("rollout-"))
+        (self._loads or {}).pop(key.removeprefix("rollout-"), None)
         self._endpoint.keep_only("worker", self._workers)
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -157,7 +176,7 @@ class Observer:
 
     def warned(self, event: Event) -> None:
         """The monitor has seen a symptom come, grow or go."""
-        self._folder.append_monitor_event(event)
+        self._disk.line(self._folder.append_monitor_event, event)
         self.event("info" if event.state is State.OK else event.state.value, f"step {event.step}: {event.message}")
         if family := _EVENT_COUNTERS.get(event.state):
             self._raised[family + event.name] = self._raised.get(family + event.name, 0.0) + 1
@@ -167,6 +186,7 @@ class Observer:
 
     def group_finished(self, summary: GroupSummary) -> None:
         self._finished.append(summary)
+        self._slowest.add(summary)
         self._count("rollout/generated_tokens_total", summary.response_tokens)
         self._count("rollout/finished_groups_total", 1)
         for error in summary.reward_errors:
@@ -183,16 +203,10 @@ class Observer:
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
 
-    def probed(self, target: SyncTarget, version: int, difference: float) -> None:
-        """The probe prompt's logprobs of an engine differ by so much from the learner's at the same weights."""
-        self._differences.append(difference)
-        limit = self._config.weight_sync.max_probe_difference
-        if difference > limit:
-            self.event(
-                "warning",
-                f"weights v{version} on rollout worker {target.name}: the probe prompt's logprobs differ from the learner's by up to "
-                f"{difference:.2g} nats (weight_sync.max_probe_difference = {limit:g}): the engines don't agree at equal weights",
-            )
+    def probed(self, target: SyncTarget, version: int, differences: Sequence[float]) -> None:
+        """The probe prompt's logprobs of an engine differ by so much from the learner's at the same weights, token by token."""
+        if told := self._probes.add(target.name, version, differences):
+            self.event("warning", told)
 
     def dirty(self, target: SyncTarget, reason: str) -> None:
         self._count("sync/failures_total", 1)
@@ -215,8 +229,8 @@ class Observer:
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
         numbers = result.metrics()
         metrics = StepMetrics(result.step, numbers)
-        self._folder.append_evaluation(metrics)
-        self._folder.write_trajectories(result.step, result.text(prompts), kind="held_out")
+        self._disk.line(self._folder.append_evaluation, metrics)
+        self._disk.file(self._folder.write_trajectories, result.step, result.text(prompts), "held_out")
         self._views.evaluation(metrics)
         self._endpoint.publish(dict(metrics))
         self._view.evaluation(metrics)
@@ -255,7 +269,8 @@ class Observer:
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
         loads = asyncio.create_task(self._pool.loads())
-        for line in self._repeated.take():
+        differences, beyond = self._probes.take()
+        for line in [*self._repeated.take(), *beyond]:
             self.event("warning", f"step {number}: {line}")
         for _, reason in discarded:
             self._count(DISCARD_COUNTERS[reason], 1)
@@ -263,8 +278,8 @@ class Observer:
         if result.loss_scale is not None:
             self._count("steps/overflowed_total", result.overflowed_steps)
         noted = self._extra | {"time/driver_late_s": self._clock.read()} | self._queue_numbers(counts) | self._totals
-        elapsed_s, groups, receipts, differences = now - self._began, self._finished, self._receipts, self._differences
-        self._finished, self._receipts, self._differences, self._extra = [], [], [], {}
+        elapsed_s, groups, receipts = now - self._began, self._finished, self._receipts
+        self._finished, self._receipts, self._extra = [], [], {}
         return FinishedStep(
             number, version, batch, result, elapsed_s, seconds, phases, loads, groups, self._versions, receipts, differences, noted
         )
@@ -290,33 +305,14 @@ class Observer:
         metrics.update(step.noted)
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, batch.examples, step=step.number)
-            self._folder.write_trajectories(step.number, text)
+            self._disk.file(self._folder.write_trajectories, step.number, text)
         self._writing = asyncio.create_task(self._write_when_known(metrics, step.groups, step.loads, observed, self._writing))
 
     async def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any, previous: asyncio.Task[None] | None = None) -> None:
-        """Say what the guard did, and keep the batch for study. The weights were those of the version before the step."""
+        """Say what the guard did, and keep the batch for study."""
         if previous is not None:
             await previous
-        content = {
-            "step": step,
-            "weight_version": batch.version,
-            "corrected": await value_of(batch.corrected),
-            "correction": batch.correction,
-            "grad_norms": result.grad_norms,
-            "group_norms": result.group_norms,
-        }
-        try:
-            path = await asyncio.to_thread(self._folder.keep_skipped_batch, step, content)
-            kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT_SKIPPED_BATCHES} already"
-        except OSError as error:
-            kept = f"not kept: {error}"
-        norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
-        updates = result.skipped_steps + result.optimizer_steps
-        self.event(
-            "warning",
-            f"step {step}: {result.skipped_steps} of {updates} updates left out; loss or gradient was not finite "
-            f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch is {kept}",
-        )
+        self.event("warning", await keep_and_tell(self._folder.keep_skipped_batch, step, batch, result))
 
     async def _write_when_known(
         self,
@@ -342,8 +338,11 @@ class Observer:
         except (EvenkeelError, RayError) as error:  # the step's other numbers must not be lost with them
             self.event("warning", f"no diagnostics of step {metrics.step}: {error}")
         metrics.update(self._raised)
-        self._folder.append_metrics(metrics)
-        self._views.step(metrics)
+        if self._disk.failures:
+            metrics.update({"files/failures_total": self._disk.failures})
+        self._disk.line(self._folder.append_metrics, metrics)
+        self._disk.file(self._slowest.save)
+        self._disk.file(self._views.step, metrics)
         self._endpoint.publish(dict(metrics))
         self._endpoint.keep_only("worker", self._workers)
         self._view.step(metrics)
@@ -351,7 +350,7 @@ class Observer:
     def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
         metrics.update(diagnostic_metrics(found.diagnostics))
         metrics.update({"time/diagnose_s": found.seconds, "time/service_late_s": found.late_s, "monitor/level": found.state.rank})
-        self._folder.append_clipped_tokens(metrics.step, found.clipped)
+        self._disk.line(self._folder.append_clipped_tokens, metrics.step, found.clipped)
         for event in found.events:
             self.warned(event)
 
@@ -363,7 +362,7 @@ class Observer:
     def keep_scatter(self, sample: ScatterSample | None) -> None:
         """Write what the report draws pi_prox against mu from."""
         if sample is not None:
-            self._folder.write_file(self._folder.scatter_path.name, sample.save)
+            self._disk.file(self._folder.write_file, self._folder.scatter_path.name, sample.save)
 
     def totals(self) -> dict[str, float]:
         """Running totals, for a checkpoint."""

@@ -16,6 +16,7 @@ from actors.carriers import ScatterSample
 from actors.metrics import StepMetrics, by_worker, pass_at_most
 from actors.record.report_plots import Plot, draw_plots
 from actors.record.run_folder import RunFolder
+from actors.record.slowest import slowest_rows
 from actors.record.terminal import duration
 from correction.monitor import Event
 
@@ -41,6 +42,7 @@ def write_report(folder: RunFolder) -> Path:
         headline=_headline(evaluations),
         summary=summary_rows(steps, evaluations, config),
         workers=worker_rows(steps),
+        slowest=slowest_rows(folder),
         plots=_plots(steps, evaluations, warnings, folder),
         clipped=clipped_rows(folder),
         warnings=warnings[-_MOST_EVENTS:],

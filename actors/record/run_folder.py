@@ -9,7 +9,7 @@
     events.log                      what happened: time, level, text
     tensorboard/                    event files
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
-    skipped_batches/step_000010.pt  batches whose loss or gradient was not finite: a few, for torch.load
+    skipped_batches/                batches whose loss or gradient was not finite: a few (skipped_batches.py)
     scatter.npz                     pi_prox against mu (ScatterSample in actors/carriers.py)
     checkpoints/step_000050/        hf/ (Hugging Face), state/ (for a resume), manifest.json; step_....damaged: set aside by a resume
     model/                          config and tokenizer of the model, for engines that start while it runs
@@ -43,13 +43,14 @@ from pydantic import BaseModel
 from actors.json_lines import JsonLines
 from actors.metrics import StepMetrics
 from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
+from actors.record.skipped_batches import KEPT, SkippedBatch
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name
 from learner.file_sums import seal
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
-KEPT_SKIPPED_BATCHES = 8
+KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
@@ -286,20 +287,19 @@ class RunFolder:
         parts = (line.split(None, 2) for line in self.events_path.read_text(errors="replace").splitlines())
         return [RunEvent(*part) for part in parts if len(part) == 3 and part[1] in _LEVELS]
 
-    def write_trajectories(self, step: int, text: str, *, kind: str = "step") -> Path:
-        """Keep samples as text. kind: "step" for those of a training batch, "held_out" for those of an evaluation."""
+    def write_trajectories(self, step: int, text: str, kind: str = "step") -> Path:
+        """Keep samples as text, of older steps each hundredth's. kind: "step": of a training batch; "held_out": of an evaluation."""
+        if (gone := step - KEPT_SAMPLES) % 100:
+            (self.path / f"trajectories/{kind}_{gone:06d}.txt").unlink(missing_ok=True)
         return self.write_text(f"trajectories/{kind}_{step:06d}.txt", text)
 
-    def keep_skipped_batch(self, step: int, content: dict[str, Any]) -> Path | None:
-        """Keep a batch that the learner's guard skipped; None if KEPT_SKIPPED_BATCHES of them are there, of which the first says most.
-
-        Read it with torch.load(path, weights_only=False).
-        """
-        import torch
-
-        if len(list((self.path / "skipped_batches").glob("step_*.pt"))) >= KEPT_SKIPPED_BATCHES:
+    def keep_skipped_batch(self, batch: SkippedBatch) -> Path | None:
+        """Keep a batch that the learner's guard skipped; None if there are KEPT of them. Read it with SkippedBatch.load(path)."""
+        name = f"skipped_batches/step_{batch.step:06d}"
+        if len(list((self.path / "skipped_batches").glob("step_*.json"))) >= KEPT:
             return None
-        return self.write_file(f"skipped_batches/step_{step:06d}.pt", lambda path: torch.save(content, path))
+        self.write_file(f"{name}.json", batch.save_rest)
+        return self.write_file(f"{name}.safetensors", batch.save_tensors)
 
     def trajectory_files(self, kind: str = "step") -> list[Path]:
         """Samples of one kind, oldest first."""

@@ -67,9 +67,9 @@ class FakeWorker:
         return references if self._returns > 1 else references[0]
 
 
-async def put(queue: Any, *groups: Group) -> list[int]:
+async def put(queue: Any, *groups: Group, generation: int = 0) -> list[int]:
     """As a worker hands over what it has finished. Args: queue: a TrajectoryQueueActor."""
-    found: list[int] = await queue.put([group.facts for group in groups], FakeWorker(*groups))
+    found: list[int] = await queue.put([group.facts for group in groups], FakeWorker(*groups), generation)
     return found
 
 

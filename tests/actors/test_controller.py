@@ -163,6 +163,34 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 
 
+def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
+    """No step is under way, and the batch may take long; what is being sampled is in the checkpoint by its prompts."""
+
+    class Starved:
+        async def next_batch(self, version: int) -> Any:
+            asyncio.get_running_loop().call_later(0.05, signal.raise_signal, signal.SIGTERM)
+            await asyncio.sleep(60.0)
+
+    async def scenario() -> None:
+        observer = Observer()
+        run = controller(observer)
+        saved: list[int] = []
+
+        async def insist(step: int, save: Any) -> None:
+            saved.append(step)
+
+        run._is_training = True
+        run._service, run._learner = FakeActor(Starved()), SimpleNamespace()  # type: ignore[assignment]
+        run._checkpoints = SimpleNamespace(finished=nothing, insist=insist)  # type: ignore[assignment]
+        run._ledger = SimpleNamespace(flush=lambda: None)  # type: ignore[assignment]
+        with run._handled_interrupts():
+            await run._train_and_save()
+        assert saved == [2] and run._step == 2
+        assert "ending with a checkpoint, after the step under way if there is one" in observer.events[-1]
+
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
 class Service:
     """Has a batch for whoever asks."""
 

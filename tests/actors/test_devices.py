@@ -9,7 +9,9 @@ import torch
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.devices import check_devices, check_engine_device, check_types, shortage
+from actors.devices import check_devices, check_engine_device, check_received, check_types, whole_gpus
+from actors.environment import learner_environment, worker_environment
+from actors.placement import in_order
 from correction.errors import ConfigError
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
@@ -56,15 +58,6 @@ def test_enough_gpus_or_another_machines(monkeypatch: pytest.MonkeyPatch, there:
     check_devices(config(*overrides.split()))
 
 
-def test_a_joined_cluster_with_too_few_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may grow by itself, so this is no error."""
-    gpus(monkeypatch, 0)
-    wanting = config("ray.address=10.0.0.1:6379", "learner.device=cuda", "learner.tensor_parallel=2", "deadlines.start_s=90")
-    said = shortage(wanting, 1.0)
-    assert said is not None and "2 GPUs are needed" in said and "cluster at 10.0.0.1:6379 offer 1 by now" in said and "= 90 s" in said
-    assert shortage(wanting, 2.0) is None
-
-
 def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 0)
     check_engine_device(config())
@@ -75,9 +68,8 @@ def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("learner.dtype=float16", r"rollout.engine.dtype = auto \(float32 on a CPU\) with learner.dtype = float16.*engine.dtype: float16"),
+        ("rollout.engine.dtype=bfloat16", r"engine.dtype = bfloat16 with learner.dtype = auto \(float32\).*Set learner.dtype: bfloat16"),
         ("learner.dtype=float16 rollout.engine.dtype=bfloat16", "rollout.engine.dtype = bfloat16 with learner.dtype = float16"),
-        ("rollout.engine.dtype=bfloat16 ray.address=auto", "rollout.engine.dtype = bfloat16 with learner.dtype = float32"),
     ],
 )
 def test_an_engine_of_another_type_than_the_learners_is_refused(monkeypatch: pytest.MonkeyPatch, overrides: str, said: str) -> None:
@@ -87,7 +79,79 @@ def test_an_engine_of_another_type_than_the_learners_is_refused(monkeypatch: pyt
         check_types(config(*overrides.split()))
 
 
-@pytest.mark.parametrize("overrides", ["", "learner.dtype=float16 rollout.engine.dtype=float16", "learner.dtype=bfloat16 ray.address=auto"])
-def test_equal_types_and_those_that_a_cluster_decides_are_not(monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
+@pytest.mark.parametrize("overrides", ["", "learner.dtype=float16", "learner.dtype=float16 rollout.engine.dtype=float16"])
+def test_equal_types_and_those_that_follow_the_learner_are_not(monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
     gpus(monkeypatch, 0)
     check_types(config(*overrides.split()))
+
+
+def test_float32_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=r"engine\.dtype = float32 on a GPU"):
+        check_types(config("learner.dtype=float32"))
+
+
+@pytest.mark.parametrize(
+    ("shares", "gpus_needed"),
+    [([], 0), ([1.0, 1.0], 2), ([0.5, 0.4], 1), ([0.5, 0.6], 2), ([0.4] * 5, 3), ([0.3, 0.7, 0.3, 0.7], 2), ([0.1] * 10, 1)],
+)
+def test_shares_of_gpus_lie_on_one_each(shares: list[float], gpus_needed: int) -> None:
+    """0.4 five times is two GPUs' worth, but no GPU holds three of them."""
+    assert whole_gpus(shares) == gpus_needed
+
+
+def test_one_gpu_holds_learner_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    check_devices(config("learner.gpus_per_rank=0.5", "rollout.gpus_per_worker=0.4"))
+    with pytest.raises(ConfigError, match=r"1 rank of 0.7 GPU: 2 GPUs are needed, but torch sees 1.*rollout.gpus_per_worker"):
+        check_devices(config("learner.gpus_per_rank=0.7", "rollout.gpus_per_worker=0.4"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("learner.gpus_per_rank=0.5 learner.data_parallel=2", "learner.gpus_per_rank = 0.5 with 2 ranks: two of them would fit on one GPU"),
+        ("learner.gpus_per_rank=0.6 learner.tensor_parallel=2", "learner.gpus_per_rank = 0.6 with tensor_parallel = 2"),
+        ("rollout.gpus_per_worker=0.5 weight_sync.transport=broadcast", "transport = broadcast where a rank or a worker has a share"),
+    ],
+)
+def test_what_nccl_cant_connect_is_refused(monkeypatch: pytest.MonkeyPatch, overrides: str, said: str) -> None:
+    gpus(monkeypatch, 8)
+    with pytest.raises(ConfigError, match=said):
+        check_devices(config(*overrides.split()))
+
+
+@pytest.mark.parametrize(
+    ("ids", "seen", "said"),
+    [
+        ([3], 1, None),
+        ([], 8, "learner rank 2: asked Ray for 1 of a GPU and got none"),
+        ([3], 8, "learner rank 2: Ray gave it GPU 3, but torch sees 8 there"),
+        ([3], 0, "Ray gave it GPU 3, but torch sees 0 there"),
+    ],
+)
+def test_an_actor_has_what_it_asked_for(monkeypatch: pytest.MonkeyPatch, ids: list[int], seen: int, said: str | None) -> None:
+    """Of eight GPUs that it sees it would take the first, as would all others."""
+    gpus(monkeypatch, seen)
+    if said is None:
+        check_received("learner rank 2", 1.0, ids)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            check_received("learner rank 2", 1.0, ids)
+
+
+def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 8)
+    on_gpu = config("weight_sync.transport=broadcast", "ray.env.NCCL_DEBUG=INFO", "ray.env.NCCL_NVLS_ENABLE='1'")
+    learner, worker = learner_environment(on_gpu), worker_environment(on_gpu)
+    assert learner["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "CUDA_DEVICE_MAX_CONNECTIONS" not in worker
+    for one in (learner, worker):
+        assert one["NCCL_CUMEM_ENABLE"] == "0" and one["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"
+    assert not {name for name in learner_environment(config()) if name.startswith(("NCCL", "TORCH_NCCL"))}
+    assert learner_environment(config("learner.device=cpu"))["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
+
+
+def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:
+    nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
+    assert in_order(nodes, {"a": "10.0.0.2", "b": "10.0.0.1"}, {0: 4, 1: 2, 2: 0, 3: 0}) == (2, 0, 3, 1)

@@ -22,6 +22,7 @@ from ray.cluster_utils import Cluster
 from actors.carriers import ExportPlan
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup, checksums_of
+from actors.placement import RankPlaces
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.correct import correct
 from correction.engines.weight_bucket import WeightBucket
@@ -57,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 async def learner(folder: Path) -> AsyncIterator[LearnerGroup]:
     config = LearnerConfig(data_parallel=2, device="cpu", learning_rate=1e-2, collective_timeout_s=120.0)
     model = save_model(folder / "model")
-    group, _ = await LearnerGroup.start(config, model, version=0, bind="127.0.0.1", start_s=300.0, step_s=120.0)
+    group, _ = await LearnerGroup.start(RankPlaces(config, {}), model, version=0, bind="127.0.0.1", start_s=300.0, step_s=120.0)
     try:
         yield group
     finally:
@@ -70,7 +71,7 @@ class Engine:
     def __init__(self) -> None:
         self.versions: list[int] = []
 
-    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str]) -> SyncReceipt:
+    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str], _: int = 0) -> SyncReceipt:
         fetched = await asyncio.gather(*buckets)
         self.versions.append(version)
         return SyncReceipt(version, "retract", len(fetched), 1, 1, 0.0, "w", 0.0, checksums_of(*fetched) if checksums else {})

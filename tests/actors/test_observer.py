@@ -8,7 +8,7 @@ import json
 import math
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,8 @@ from actors.evaluation import evaluate
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics, by_worker
 from actors.record.observer import Observer
-from actors.record.run_folder import KEPT_SKIPPED_BATCHES, RunFolder
+from actors.record.run_folder import RunFolder
+from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.record.terminal import TerminalView
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
@@ -314,23 +315,52 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
     batch = PackedBatch(
         token_ids=torch.arange(n), offsets=torch.tensor([0, 4, n]), loss_mask=torch.tensor([False, True] * 3),
         behavior_logprobs=torch.full((n,), -math.inf), advantages=torch.ones(n), weight_versions=torch.zeros(n, dtype=torch.int32),
-        group_ids=torch.tensor([0, 1]),
+        group_ids=torch.tensor([0, 1]), advantages_by="own", temperature=0.7,
     )  # fmt: skip
     corrected = CorrectedBatch(batch, importance_weights=torch.full((n,), math.nan), keep_mask=batch.loss_mask, token_scale=torch.ones(n))
     prepared = SimpleNamespace(version=6, corrected=corrected, correction=CorrectionConfig(preset="tis-token"))
     norms = {"attention": math.nan, "mlp": 0.25}
     result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.5), group_norms=norms)
-    for step in range(7, 7 + KEPT_SKIPPED_BATCHES + 1):
+    for step in range(7, 7 + KEPT + 1):
         asyncio.run(seen.observer._keep_skipped(step, prepared, result))  # type: ignore[arg-type]
-    kept = sorted((seen.folder.path / "skipped_batches").iterdir())
-    assert [path.name for path in kept] == [f"step_{step:06d}.pt" for step in range(7, 7 + KEPT_SKIPPED_BATCHES)]
+    kept = sorted((seen.folder.path / "skipped_batches").glob("*.safetensors"))
+    assert [path.name for path in kept] == [f"step_{step:06d}.safetensors" for step in range(7, 7 + KEPT)]
     told = [event.text for event in seen.folder.read_events()]
     assert told[0] == (
         "step 7: 1 of 2 updates left out; loss or gradient was not finite (loss nan; gradient norms: attention nan, mlp 0.25); "
         f"the batch is kept in {kept[0]}"
     )
     assert told[-1].endswith("the batch is not kept: skipped_batches holds 8 already")
-    back = torch.load(kept[0], weights_only=False)
-    assert (back["step"], back["weight_version"], back["correction"]) == (7, 6, prepared.correction)
-    assert torch.equal(back["corrected"].batch.validate().token_ids, batch.token_ids)
-    assert back["corrected"].importance_weights.isnan().all() and back["corrected"].batch.group_ids.tolist() == [0, 1]
+    back = SkippedBatch.load(kept[0])
+    assert (back.step, back.weight_version, back.correction) == (7, 6, prepared.correction)
+    assert back.group_norms["mlp"] == 0.25 and math.isnan(back.grad_norms[0]), "JSON keeps what is not finite"
+    assert back.corrected.importance_weights.isnan().all() and back.corrected.batch.advantages_by == "own"
+    found = {field.name: getattr(back.corrected.batch.validate(), field.name) for field in fields(batch)}
+    for name, value in found.items():
+        given = getattr(batch, name)
+        assert torch.equal(value, given) if isinstance(given, torch.Tensor) else value == given, name
+    assert {path.suffix for path in (seen.folder.path / "skipped_batches").iterdir()} == {".safetensors", ".json"}, "no pickle"
+
+
+def test_a_full_disk_ends_nothing_and_costs_no_line(seen: Seen) -> None:
+    """The kernel's own refusal; told once, and again when there is room. Samples as text are left out meanwhile."""
+    folder = seen.folder
+    for path in (folder.metrics_path, folder.monitor_path, folder.path / "clipped_tokens.jsonl"):
+        path.symlink_to("/dev/full")
+    samples = folder.path / "trajectories"
+    samples.rmdir()
+    samples.write_text("")  # nothing can be written below it
+
+    async def scenario() -> None:
+        await write(seen.observer, (1, diagnosed(state=State.OK)), (2, diagnosed(WATCH, state=State.WATCH)))
+        assert folder.read_metrics() == []
+        for path in (folder.metrics_path, folder.monitor_path, folder.path / "clipped_tokens.jsonl"):
+            path.unlink()
+        await write(seen.observer, (3, diagnosed(state=State.OK)))
+
+    asyncio.run(scenario())
+    assert [metrics.step for metrics in folder.read_metrics()] == [1, 2, 3]
+    assert folder.read_monitor_events() == [WATCH]
+    assert seen.line(3)["files/failures_total"] >= 3
+    told = [event.text for event in folder.read_events() if "the disk" in event.text]
+    assert ["does not take" in text for text in told] == [True, False] and "No space left on device" in told[0]

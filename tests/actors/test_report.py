@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from actors.carriers import ScatterSample
+from actors.carriers import GroupSummary, ScatterSample
 from actors.metrics import StepMetrics
 from actors.record.report import clipped_rows, summary_rows, worker_rows, write_report
 from actors.record.report_plots import _CURVES as CURVES
 from actors.record.report_plots import draw_curves, draw_plots, running_mean
 from actors.record.run_folder import RunFolder
+from actors.record.slowest import SlowestPrompts, slowest_rows
 from actors.scatter import ScatterReservoir
 from correction.monitor import Event, State
 
@@ -219,3 +220,21 @@ def test_the_scatter_holds_trained_tokens_of_recent_steps_only(tmp_path: Path) -
     assert set(back.behavior_logprobs[:3]) <= {200.0, 201.0, 202.0, 203.0, 204.0}    # tokens 5 to 9 are not trained
     assert np.allclose(back.proximal_logprobs - back.behavior_logprobs, 0.5)
     assert back.behavior_logprobs.dtype == np.float32
+
+
+def test_the_slowest_prompts_are_told_slowest_first_and_go_on_after_a_resume(folder: RunFolder) -> None:
+    """Ten of twenty-five: the longest times of both parts of the run; one without a reward says so."""
+    order = [7, 21, 3, 14, 0, 18, 11, 24, 5, 9, 16, 2, 20, 13, 6, 23, 1, 10, 17, 4, 22, 8, 15, 12, 19]
+    for part in (order[:12], order[12:]):
+        slowest = SlowestPrompts(folder)
+        for seconds in part:
+            errors = ("the reward took more than 10 s",) if seconds == 24 else ()
+            slowest.add(GroupSummary(seconds, 40, 2, errors, 1.5, "3", f"train/0/<{seconds}>", float(seconds)))
+        slowest.save()
+    rows = slowest_rows(folder)
+    assert [row[0] for row in rows] == [f"train/0/<{seconds}>" for seconds in range(24, 14, -1)]
+    assert rows[0] == ("train/0/<24>", "24.0 s", "1.5 s", "40", "1", "3") and rows[1][4] == "0"
+    page = write_report(folder).read_text()
+    assert "Slowest prompts" in page and "train/0/&lt;24&gt;" in page and "train/0/&lt;14&gt;" not in page
+    (folder.path / "slowest.json").write_text("[{")
+    assert slowest_rows(folder) == [] and "Slowest prompts" not in write_report(folder).read_text()

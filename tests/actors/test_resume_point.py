@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from actors.commands.recipe import load_config
-from actors.commands.resume_point import ResumePoint, find_resume_point, take_back, with_absolute_paths
+from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
 from actors.ledger import Ledger, outstanding_ids
 from actors.metrics import StepMetrics
+from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.run_folder import RunFolder
 from actors.resume import OtherVersionError, TrainingState, open_ledger
 from actors.trajectory_queue import TrajectoryQueue

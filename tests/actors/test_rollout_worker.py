@@ -28,7 +28,7 @@ class SlowQueue:
         self._failing = failing
         self.put = SimpleNamespace(remote=self._put)
 
-    async def _put(self, groups: list[GroupFacts], worker: str) -> list[int]:
+    async def _put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
         assert worker == "handle"
         self.calls.append([one.group_id for one in groups])
         number = len(self.calls) - 1
@@ -86,7 +86,7 @@ def test_a_finished_group_stays_with_its_worker_until_the_queue_asks_for_it() ->
     """What the queue is told are facts. A group that it doesn't ask for, because it has come before, is let go."""
 
     class Queue:
-        async def put(self, groups: list[GroupFacts], worker: str) -> list[int]:
+        async def put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
             assert not any(hasattr(one, "response_ids") for of_one in groups for one in of_one.trajectories)
             return [one.group_id for one in groups if one.group_id != 1]
 
@@ -156,7 +156,7 @@ def test_a_lost_engine_is_no_failed_request() -> None:
 
 def test_a_lost_queue_is_not_the_engines_fault() -> None:
     async def scenario() -> None:
-        async def lost(groups: list[GroupFacts], worker: str) -> list[int]:
+        async def lost(groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
             raise ray.exceptions.ActorDiedError()
 
         worker = idle_worker(SimpleNamespace(put=SimpleNamespace(remote=lost)))

@@ -229,3 +229,13 @@ def test_a_resumed_run_may_write_a_step_again(folder: RunFolder) -> None:
         (checkpoint.hf / "model.safetensors").write_text("again")
     assert (folder.latest_checkpoint().hf / "model.safetensors").read_text() == "again"
     assert len(list((folder.path / "checkpoints").iterdir())) == 1
+
+
+def test_samples_as_text_do_not_pile_up(tmp_path: Path) -> None:
+    """A run of any length keeps those of its newest thousand steps, and a hundredth of the others."""
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        for step in range(1, 1251):
+            folder.write_trajectories(step, "an answer")
+        folder.write_trajectories(1250, "a held-out answer", "held_out")
+        kept = [int(path.stem.removeprefix("step_")) for path in folder.trajectory_files()]
+    assert kept == [100, 200, *range(251, 1251)]

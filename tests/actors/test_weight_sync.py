@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class Engine:
         self.probes: list[Awaitable[Any]] = []
         """What the next answers to the probe wait for."""
 
-    async def update_weights(self, version: int, buckets: list[Any], checksums: dict[str, str]) -> SyncReceipt:
+    async def update_weights(self, version: int, buckets: list[Any], checksums: dict[str, str], generation: int = 0) -> SyncReceipt:
         assert buckets == [f"v{version}"], "the stored copy of this version"
         self.taken.append((version, bool(checksums)))
         await self._play()
@@ -126,7 +127,7 @@ class Scene:
             probe_ids=[1, 2, 3],
             sync_s=sync_s,
             on_receipt=lambda receipt: self.receipts.append((receipt.worker, receipt.version)),
-            on_probe=lambda target, version, difference: self.differences.append((target.name, version, difference)),
+            on_probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
             on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
             on_failure=lambda target, reason: self.failures.append((target.name, reason)),
         )
@@ -183,6 +184,29 @@ def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
 
     simulate(scenario)  # the pauses between attempts are seconds
     assert engine.taken == [(0, True), (1, False), (1, True), (1, True)]
+
+
+def test_a_receipt_of_withdrawn_weights_does_not_count() -> None:
+    """An update of the generation before, v0 as well, is the one that the engine confirms."""
+
+    class Late(Engine):
+        async def update_weights(self, version: int, buckets: list[Any], checksums: dict[str, str], generation: int = 0) -> SyncReceipt:
+            generations.append(generation)
+            return replace(await super().update_weights(version, buckets, checksums), generation=generation - (len(generations) == 1))
+
+    generations: list[int] = []
+
+    async def scenario() -> None:
+        scene = Scene(w=Late())
+        scene.sync._generation = 2
+        await scene.join()
+        assert scene.dirty == [
+            ("w", "weight sync v0, attempt 1 of 3: rollout worker w: a receipt for v0 of generation 1, not 2: those weights were withdrawn")
+        ]
+        assert scene.receipts == [("w", 0)]
+
+    play(scenario)
+    assert generations == [2, 2]
 
 
 def test_an_engine_that_fails_three_times_is_given_up() -> None:

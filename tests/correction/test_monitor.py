@@ -164,6 +164,12 @@ def test_what_is_missing_of_one_is_followed():
     assert events[-1].state is State.ALARM and events[-1].growth == pytest.approx((0.2 + 1e-3) / (0.01 + 1e-3))
 
 
+def test_a_loss_of_sample_size_under_a_twentieth_is_none():
+    """0.1 % becomes 4 % missing, a growth of 20, and the weights still count almost as one; 6 % is what is told."""
+    assert run(lambda step: {"ess_token": 0.999 if step < 50 else 0.96}) == []
+    assert [e.name for e in run(lambda step: {"ess_token": 0.999 if step < 50 else 0.94})][:1] == ["ess_token"]
+
+
 def test_limits_and_infinities_alarm_at_once():
     assert [e.state for e in Monitor().update(0, {"broken_tokens": 3.0})] == [State.ALARM]
     assert [e.state for e in Monitor().update(0, {"rejected_share": 0.95})] == [State.ALARM]

@@ -122,4 +122,5 @@ def test_a_resume_would_know_what_the_run_knew(run: Run) -> None:
 
 
 def test_diagnostics_are_timed_and_detailed(run: Run) -> None:
-    assert all(line["time/diagnose_s"] > 0 and "correction/bucket_rho_std_0" in line for line in run.metrics())
+    lines = run.metrics()
+    assert lines and all(line["time/diagnose_s"] > 0 and "correction/bucket_rho_std_0" in line for line in lines)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 def test_ctrl_c_ends_a_start_at_once(small_model: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", str(RECIPE), f"model={small_model}", f"run_dir={tmp_path / 'run'}")
     try:
-        run.wait_until(lambda: "spawn_main" in run.seen_commands, "the engine's scheduler, which imports SGLang for seconds")
+        run.wait_until(lambda: "sglang::" in run.seen_commands, "a process of the engine")
         run.interrupt()
         assert run.wait(120.0) == 130
         assert "rollout 0 is up" not in run.events(), "it waited for the engine"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.config import WeightSyncConfig
+from actors.record.probe_watch import ProbeLimits
 from actors.weight_sync import compare_checksums
 from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
@@ -69,5 +69,5 @@ def test_three_updates(
         assert largest_difference(scored, response_logprobs(model, prompt[:1], prompt[1:])) < 1e-5
         if before is not None:
             moved = largest_difference(scored, before)
-            assert moved > WeightSyncConfig().max_probe_difference, "the probe of a sync would not see that an update went missing"
+            assert moved > ProbeLimits.of("float32").largest, "the probe of a sync would not see that an update went missing"
         before = scored

@@ -54,6 +54,12 @@ def test_logprobs_equal_hugging_face_under_the_temperature(tmp_path: Path, tempe
     assert torch.equal(ours[~batch.loss_mask], torch.zeros(int((~batch.loss_mask).sum())))
 
 
+def test_what_the_host_reads_of_a_pack_stays_on_the_host() -> None:
+    """Megatron reads these numbers three times in each layer; on a device each would make the host wait for all that came before."""
+    positions, packed = pack(RowLayout((3, 5)), torch.device("meta"))
+    assert (positions.device.type, packed.cu_seqlens_q.device.type, packed.cu_seqlens_kv.device.type) == ("meta", "cpu", "cpu")
+
+
 def test_packing_changes_nothing(tmp_path: Path) -> None:
     batch = random_batch(longest=60)
     with learner_on(save_model(tmp_path / "m")) as learner:

@@ -32,6 +32,18 @@ from tests.learner.moe_cases import expert_gradients, router_logits, save_moe
 from tests.learner.test_learner_step import ppo_with_truncated_weights
 
 
+@pytest.mark.parametrize(("dtype", "of_router"), [("float32", torch.float32), ("bfloat16", torch.float32)])
+def test_experts_are_weighed_in_float32_whatever_the_weights_are(tmp_path: Path, dtype: str, of_router: torch.dtype) -> None:
+    """As the engines do. In bfloat16 a weight of an expert would be rounded by up to 0.4 %."""
+    weights: list[Tensor] = []
+    with learner_on(save_moe(tmp_path / "m"), dtype=dtype) as learner:
+        for layer in learner._policies[0].decoder.layers:
+            layer.mlp.router.register_forward_hook(lambda _module, _inputs, outputs: weights.append(outputs[0].detach()))
+        learner.logprobs(off_policy_batch(learner))
+    assert weights and {one.dtype for one in weights} == {of_router}
+    assert not all(torch.equal(one, one.bfloat16().to(one.dtype)) for one in weights)
+
+
 def balancing_loss(logits: list[Tensor], topk: int) -> Tensor:
     """Of each layer's [R, E] router logits: E times the sum over experts of its share of the routes and its mean probability; summed.
 

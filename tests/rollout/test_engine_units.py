@@ -50,7 +50,7 @@ def test_arguments_on_a_cpu_and_on_cuda() -> None:
     assert (cpu["dtype"], cpu["attention_backend"]) == ("float32", "torch_native")
     assert (cpu["max_total_tokens"], cpu["weight_version"]) == (16 * 1024, "7")
     cuda = EngineConfig(device="cuda", memory_fraction=0.6).sglang_arguments("folder", 32768, 0)
-    assert (cuda["dtype"], cuda["mem_fraction_static"]) == ("auto", 0.6)
+    assert (cuda["dtype"], cuda["mem_fraction_static"]) == ("bfloat16", 0.6)
     assert not {"attention_backend", "max_total_tokens", "disable_cuda_graph", "disable_overlap_schedule"} & cuda.keys()
     assert EngineConfig(device="cpu", engine_args={"chunked_prefill_size": 64}).sglang_arguments("f", 64, 0)["chunked_prefill_size"] == 64
 
@@ -63,6 +63,9 @@ def test_arguments_of_an_engine_without_weights() -> None:
 def test_reserved_and_unknown_settings_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"engine_args\.tp_size = 2.*not sharded"):
         EngineConfig(engine_args={"tp_size": 2})
+    for name in ("pp_size", "dp_size", "ep_size", "nnodes"):  # each asks for GPUs that the worker has not asked Ray for
+        with pytest.raises(ValidationError, match=rf"engine_args\.{name} = 2.*rollout\.workers for more GPUs"):
+            EngineConfig(engine_args={name: 2})
     with pytest.raises(ValidationError, match="max_total_token"):
         EngineConfig(max_total_token=5)                             # type: ignore[call-arg]
 

@@ -19,8 +19,10 @@ import psutil
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+import rollout.rewards
 from correction.errors import ConfigError
 from rollout.config import ReasoningGymTask, RewardConfig
+from rollout.reward_cgroup import ControlGroup
 from rollout.reward_process import RewardLoadError, build_extraction, components
 from rollout.rewards import RewardPool
 from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
@@ -64,6 +66,22 @@ USER_REWARDS = """
         if completion == "offspring":
             subprocess.Popen(["sleep", "61.25"])
             time.sleep(60)
+        if completion == "daemon":
+            subprocess.Popen(["sleep", "62.5"], start_new_session=True)
+            time.sleep(60)
+        if completion == "left behind":
+            subprocess.Popen(["sh", "-c", "setsid sleep 63.5 & exit 0"]).wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if completion == "forks":
+            try: children = [subprocess.Popen(["sleep", "64.5"]) for _ in range(400)]
+            except BlockingIOError: raise MemoryError("no more processes")
+            time.sleep(60)
+        if completion == "spreads":
+            command = [sys.executable, "-c", "import time; kept = b'x' * (300 << 20); time.sleep(65.5)"]
+            children = [subprocess.Popen(command) for _ in range(4)]
+            time.sleep(60)
+        if completion == "file":
+            with open("large", "wb") as file: file.truncate(5 << 30)
         return os.getpid()
     def modules(completion): return float("torch" in sys.modules or "sglang" in sys.modules or "ray" in sys.modules)
     def wants_more(completion, tokenizer): return 0.0
@@ -356,6 +374,49 @@ def test_the_deadline_kills_what_the_reward_started_too() -> None:
     assert wait_until(lambda: not sleepers())
 
 
+def sleepers(seconds: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel hands orphans to their guardian on Linux")
+@pytest.mark.parametrize(("text", "seconds", "said"), [("daemon", "62.5", "more than 3 s"), ("left behind", "63.5", "signal SIGKILL")])
+def test_what_left_its_session_or_lost_its_parent_is_ended_too(text: str, seconds: str, said: str) -> None:
+    (t,) = scored(user_reward("moody", deadline_s=3.0), text)
+    assert t.error is not None and said in t.error
+    assert wait_until(lambda: not sleepers(seconds))
+
+
+@pytest.fixture(params=[False, True], ids=["looked after", "control group"])
+def has_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Where a control group can't be made, that half is skipped."""
+    has_group: bool = request.param
+    if has_group and (group := ControlGroup.make(1 << 30, 10)) is None:
+        pytest.skip("this process may make no control group")
+    elif has_group:
+        group.remove()
+    specification = rollout.rewards.reward_specification
+    monkeypatch.setattr(rollout.rewards, "reward_specification", lambda *of: specification(*of) | {"control_group": has_group})
+    return has_group
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_the_whole_tree_has_the_limits(has_group: bool) -> None:
+    """400 processes, and four of 300 MiB each under a limit of 1 GiB, which each of them keeps. The next completion is scored."""
+    results = scored(user_reward("moody", deadline_s=20.0, memory_gib=1.0), "forks", "ok", "spreads", "ok")
+    errors = [str(t.error) for t in results]
+    assert ("ran out of memory" if has_group else "more than 128 processes") in errors[0]
+    assert "took more than 1 GiB together" in errors[2]
+    assert [t.is_valid for t in results] == [False, True, False, True]
+    assert wait_until(lambda: not sleepers("64.5"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
+def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (t,) = scored(user_reward("moody", deadline_s=20.0), "file")
+    assert t.error is not None and ("File too large" in t.error or "SIGXFSZ" in t.error)
+
+
 PARENT = """
     import asyncio, sys
     from pydantic import TypeAdapter
@@ -367,8 +428,10 @@ PARENT = """
         pool = RewardPool(FunctionReward(path="user_rewards:moody", processes=2, deadline_s=60))
         await pool.check()
         print(*pool.pids, flush=True)
-        busy = Trajectory("p", (1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), FinishReason.STOP, text="power")
-        await pool.score((busy,), Prompt("p", "", (1,), ""))
+        busy, daemon = (
+            Trajectory("p", (1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), FinishReason.STOP, text=text) for text in ("power", "daemon")
+        )
+        await pool.score((busy, daemon), Prompt("p", "", (1,), ""))
 
     asyncio.run(main())
 """
@@ -381,8 +444,10 @@ def test_scoring_processes_die_with_their_parent_idle_or_deep_in_a_c_function(tm
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
-    assert wait_until(lambda: max(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids) > 0.3)      # one computes 5^5^5^5
-    assert all(is_running(pid) for pid in pids)
+    scorers = [child.pid for pid in pids for child in psutil.Process(pid).children()]
+    assert wait_until(lambda: max(sum(psutil.Process(pid).cpu_times()[:2]) for pid in scorers) > 0.3)      # one computes 5^5^5^5
+    assert wait_until(lambda: bool(sleepers("62.5")))      # the other has started one in a session of its own
+    assert all(is_running(pid) for pid in pids + scorers)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids + scorers) and not sleepers("62.5"))

@@ -6,10 +6,13 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
 from tests.simulation.report import failures, table_of_planted_bugs
 from tests.simulation.schedule import Schedule, schedule_of
 from tests.simulation.world import play
+
+_MARK, _END = "<!-- planted -->", "<!-- /planted -->"
 
 
 def main() -> int:
@@ -19,6 +22,7 @@ def main() -> int:
     parser.add_argument("--schedule", help="play this one, as a failure prints it")
     parser.add_argument("--trace", action="store_true", help="with --seed or --schedule: print every event")
     parser.add_argument("--planted", action="store_true", help="print the table of planted bugs, each looked for in these seeds")
+    parser.add_argument("--write", type=Path, help="with --planted: put the table into this page, between its marks")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--most", type=int, default=5, help="end after so many failures (5)")
     options = parser.parse_args()
@@ -29,6 +33,9 @@ def main() -> int:
     if options.planted:
         table, is_complete = table_of_planted_bugs(seeds, processes=options.processes)
         print(table)
+        if options.write is not None and is_complete:
+            before, _, rest = options.write.read_text().partition(_MARK)
+            options.write.write_text(f"{before}{_MARK}\n{table}\n{_END}{rest.partition(_END)[2]}")
         return 0 if is_complete else 1
     return _many(seeds, options.processes, options.most)
 

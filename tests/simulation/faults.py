@@ -25,7 +25,9 @@ _KINDS = {"worker": WORKER, "queue": QUEUE, "service": SERVICE, "learner": RANK}
 class Fate:
     """Of one call."""
 
+    sent_late_s: float = 0.0
     late_s: float = 0.0
+    """Of the answer."""
     is_lost: bool = False
     """It runs, and who called is told that the connection was lost."""
     is_repeated: bool = False
@@ -122,10 +124,13 @@ class Faults:
         self.played.append(fault)
         self._tell(f"fault: {fault}")
         verb, _, noun = fault.kind.partition("_")
-        if verb in ("kill", "freeze"):
+        if fault.kind == "freeze_driver":
+            if driver := self._cluster.driver:
+                self._freeze(driver, fault.lasts)
+        elif verb in ("kill", "freeze"):
             if process := self._target(_KINDS[noun], fault):
                 process.kill() if verb == "kill" else self._freeze(process, fault.lasts)
-        elif fault.kind in ("late_reply", "lost_reply", "repeated_call", "damage_update"):
+        elif fault.kind in ("late_call", "late_reply", "lost_reply", "repeated_call", "damage_update"):
             self._calls.append(fault)
         else:
             getattr(self, f"_{fault.kind}")(fault)
@@ -166,7 +171,12 @@ class Faults:
                 health.is_hanging = False
                 health.changed()
 
-            self._later(fault.lasts, wake)
+            def miss() -> None:
+                health.lost = "it missed its heartbeat"
+                health.changed()
+
+            missed_s = 1.5 * _HEARTBEAT_S  # the worker looks after its engine, and says so when it is asked
+            self._later(*((fault.lasts, wake) if fault.lasts < missed_s else (missed_s, miss)))
 
     def _garbage(self, fault: Fault) -> None:
         if health := self._health(fault):
@@ -212,11 +222,12 @@ class Faults:
             elif fault.what == method:
                 self._calls.remove(fault)
                 self._tell(f"{fault.kind}: {process.name}.{method}")
-                late_s = fault.lasts if fault.kind == "late_reply" else 0.0
-                return Fate(late_s, is_lost=fault.kind == "lost_reply", is_repeated=fault.kind == "repeated_call")
+                sent_late_s, late_s = (fault.lasts * (fault.kind == kind) for kind in ("late_call", "late_reply"))
+                return Fate(sent_late_s, late_s, is_lost=fault.kind == "lost_reply", is_repeated=fault.kind == "repeated_call")
         return _USUAL
 
 
+_HEARTBEAT_S = 30.0
 _COUNTED = {"garbage", "break_update", "damage_update"}
 
 
@@ -230,6 +241,6 @@ def damage(checkpoint: Path, how: str) -> None:
     elif how == "no manifest":
         (checkpoint / "manifest.json").unlink()
     elif how == "flipped bit":
-        plain = json.loads(state.read_text())
-        plain["queue"]["admitted"] += 1
-        state.write_text(json.dumps(plain))
+        weights = checkpoint / "state" / "learner" / "weights.json"
+        plain = json.loads(weights.read_text())
+        weights.write_text(json.dumps([plain[0] ^ 1, *plain[1:]]))

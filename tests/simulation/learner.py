@@ -42,7 +42,7 @@ class Weights:
     """Names of the weights before, oldest first."""
 
     def after(self, groups: Sequence[int]) -> Weights:
-        name = zlib.crc32(f"{self.name}/{sorted(groups)}".encode())
+        name = zlib.crc32(f"{self.name}/{sorted(groups)}".encode()) >> 1  # a token id has 31 bits
         return Weights(name, self.version + 1, (*self.trained, *groups), (*self.ancestors, self.name))
 
     def save(self, folder: Path) -> None:

@@ -26,10 +26,15 @@ from unittest import mock
 import ray
 import ray.exceptions
 
+import actors.controller
+from actors.config import RunConfig
+from actors.placement import RankPlaces
 from tests.simulation.broadcast import Meetings
 
 HERE: ContextVar[Process | None] = ContextVar("process", default=None)
 """The actor's process in which this runs; None: the driver's."""
+DRIVER: ContextVar[Process | None] = ContextVar("driver", default=None)
+"""The driver's own, of a run in which it stands still for a while; None: its tasks are plain ones, which are faster."""
 
 
 class Ref:
@@ -162,7 +167,7 @@ async def _in(process: Process, number: int, work: Coroutine[Any, Any, Any]) -> 
 
 def make_task(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **named: Any) -> asyncio.Task[Any]:
     """A loop's task factory: tasks belong to the process in which they were made."""
-    process = HERE.get()
+    process = HERE.get() or DRIVER.get()
     if process is None:
         return asyncio.Task(work, loop=loop, **named)
     number = next(process._numbers)
@@ -205,6 +210,7 @@ class SimulatedRay:
         self.loop, self._seed, self._casts, self._watch = loop, seed, casts, watch
         self.processes: list[Process] = []
         self.meetings = Meetings()
+        self.driver: Process | None = None
         self._numbers: Counter[str] = Counter()
 
     def delay(self, what: str, least_s: float, most_s: float) -> float:
@@ -292,7 +298,7 @@ class SimulatedRay:
             process.pending[ref] = None
         what = f"{process.name}.{method}"
         attempt = _Call(self, process, method, args, named, refs, fate)
-        arrives = self.loop.time() + self.delay(what, 0.001, 0.05)
+        arrives = self.loop.time() + self.delay(what, 0.001, 0.05) + fate.sent_late_s
         if not process.overlaps:  # Ray keeps the order of one caller
             arrives = process.last_arrival = max(process.last_arrival, arrives)
         self.loop.call_at(arrives, attempt.arrive)
@@ -318,7 +324,7 @@ class _Call:
 
     def begin(self) -> None:
         process = self.process
-        function = getattr(process.instance, self.method)
+        function = _is_ready if self.method == "__ray_ready__" else getattr(process.instance, self.method)
         process.is_busy = not process.overlaps
         task: asyncio.Task[Any] = process.context.run(self.cluster.loop.create_task, self._run(function))  # type: ignore[arg-type]
         task.add_done_callback(self._ended)
@@ -352,6 +358,10 @@ class _Call:
         process.take_calls()
 
 
+def _is_ready() -> bool:
+    return True
+
+
 async def _ended(ref: Ref) -> None:
     with contextlib.suppress(Exception):
         await ref
@@ -374,5 +384,10 @@ def in_place_of_ray(cluster: SimulatedRay) -> Iterator[None]:
         mock.patch.object(ray, "kill", cluster.kill),
         mock.patch.object(ray, "wait", cluster.wait),
         mock.patch.object(ray, "get_runtime_context", lambda: here),
+        mock.patch.object(actors.controller, "reserve", _anywhere),
     ):
         yield
+
+
+async def _anywhere(run: RunConfig) -> RankPlaces:
+    return RankPlaces(run.learner, {})

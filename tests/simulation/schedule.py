@@ -78,7 +78,6 @@ class Schedule:
 def _config(
     workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool
 ) -> RunConfig:
-    """Deadlines in the order in which they have to be: one answer < a group < a batch, three attempts at a sync < a wait for receipts."""
     return RunConfig.model_validate(
         {
             "model": "model",
@@ -102,7 +101,7 @@ def _config(
                 "engine": {
                     "device": "cpu",
                     "max_running_requests": 8,
-                    "deadlines": {"generate_s": 120, "update_s": 30, "control_s": 30},
+                    "deadlines": {"heartbeat_s": 30, "generate_s": 60, "update_s": 30, "control_s": 30},
                 },
             },
         }
@@ -118,13 +117,15 @@ _FAULTS = {  # by kind: how often, how long
     "garbage": (2, (1, 3)),
     "break_update": (4, (1, 3)),
     "damage_update": (1, (1, 2)),
-    "late_reply": (4, (1.0, 40.0)),
+    "late_call": (3, (1.0, 40.0)),
+    "late_reply": (3, (1.0, 40.0)),
     "lost_reply": (3, None),
     "repeated_call": (3, None),
     "no_node": (1, (5.0, 100.0)),
     "slow_learner": (1, (5.0, 60.0)),
     "freeze_service": (1, (1.0, 40.0)),
     "freeze_queue": (1, (1.0, 40.0)),
+    "freeze_driver": (1, (1.0, 25.0)),
     "full_disk": (2, (1.0, 60.0)),
     "crash_driver": (4, None),
     "stop_driver": (1, None),
@@ -145,8 +146,8 @@ _LATE = (
     "start",
     "snapshot",
 )
-_LOST = ("generate_groups", "update_weights", "put", "receive_weights")
-_REPEATED = ("generate_groups", "put")
+_LOST = ("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places")
+_REPEATED = ("generate_groups", "put", "admit")
 _AFTER_A_CRASH = ("", "", "truncated", "missing file", "no manifest", "flipped bit")
 
 
@@ -178,6 +179,9 @@ def _fault(chance: random.Random, until_s: float) -> Fault:
     if (limits := kinds[kind][1]) is not None:
         is_count = isinstance(limits[0], int)
         lasts = chance.randint(*limits) if is_count else round(limits[0] * (limits[1] / limits[0]) ** chance.random(), 1)
-    methods = {"late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED, "crash_driver": _AFTER_A_CRASH}
+    # A sync that is given up may still arrive; of the others, what comes later than this ends a run by its deadline.
+    methods = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED, "crash_driver": _AFTER_A_CRASH}
     what = chance.choice(methods[kind]) if kind in methods else ""
+    if kind == "late_call" and what == "update_weights":
+        lasts = round(2.5 * lasts, 1)
     return Fault(round(chance.uniform(0.0, until_s), 1), kind, chance.randrange(4), lasts, what)

@@ -12,6 +12,7 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -26,16 +27,16 @@ import actors.rollout_worker
 import learner.checkpoint_files
 import learner.model_check
 from actors import interrupts
-from actors.commands import resume_point
 from actors.controller import Controller
-from correction.errors import DataError, EvenkeelError, LedgerError
+from actors.record import checkpoint_reader
+from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import parts
 from tests.simulation.books import Books, ViolationError
 from tests.simulation.clock import NothingLeftError, VirtualLoop, installed
 from tests.simulation.engine import SimulatedEngine, SimulatedSampler
 from tests.simulation.faults import QUEUE, RANK, WORKER, Disk, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
-from tests.simulation.processes import HERE, Process, SimulatedRay, in_place_of_ray, make_task
+from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
 from tests.simulation.schedule import ENDS_A_RUN, Schedule
 
 FINISH_S = 3000.0
@@ -120,7 +121,7 @@ class World:
                 self.books.gets_work(process.name, self._controller._sync.version)
                 ref.on_done = partial(self._worked, process.name)
             elif method in ("update_weights", "receive_weights"):
-                ref.on_done = partial(self._synced, process.name)
+                ref.on_done = partial(self._synced, process.name, self._controller._generation)
         return self.faults.fate_of(process, method, args)
 
     def computes(self, function: str) -> None:
@@ -128,11 +129,24 @@ class World:
             self.books.is_hashed(self._controller._sync.version)
 
     def _worked(self, worker: str, _: Any, error: BaseException | None) -> None:
-        if error is not None:
+        if isinstance(error, EngineDirty):
             self.books.receipts[worker] = -1
 
-    def _synced(self, worker: str, receipt: Any, error: BaseException | None) -> None:
-        self.books.receipts[worker] = receipt.version if error is None else -1
+    def _synced(self, worker: str, generation: int, receipt: Any, error: BaseException | None) -> None:
+        if generation == self._controller._generation:  # of weights that were not withdrawn meanwhile
+            self.books.receipts[worker] = receipt.version if error is None else -1
+
+    def went_back(self) -> None:
+        """The run goes on at a checkpoint in the same process; queue, service and learner are new, the workers are not."""
+        self.steps = self._controller._step
+        self.tells("world", f"back at step {self.steps}")
+        self._begin_books(self.steps)
+
+    def _begin_books(self, step: int) -> None:
+        """Of a driver, or of a generation of its weights."""
+        self.books.resumed(step, self._damaged)
+        self.books.receipts, self.books.exports = {}, Counter()
+        self._queue_process = None
 
     def checkpoint_saved(self, path: Path) -> None:
         self.tells("world", f"{path.name} is told to be complete")
@@ -204,11 +218,10 @@ class World:
         for leftover in (self._folder / "checkpoints").glob("*.partial"):
             shutil.rmtree(leftover)
         if not folder.checkpoints():
-            self.books.resumed(0, self._damaged)
             folder.rewind(-1)
             return None
         try:
-            point = resume_point._newest_readable(folder)
+            point = checkpoint_reader.newest_readable(folder)
         except DataError:
             if len(self._damaged) < len(folder.checkpoints()):
                 raise
@@ -216,8 +229,7 @@ class World:
                 shutil.rmtree(checkpoint.path)
             folder.rewind(-1)
             return None
-        self.books.resumed(point.checkpoint.step, self._damaged)
-        point, _ = resume_point.take_back(folder, point, parts.SimulatedTask())  # type: ignore[arg-type]
+        point, _ = checkpoint_reader.take_back(folder, point, parts.SimulatedTask())  # type: ignore[arg-type]
         for name, step in list(self.books.saved.items()):
             if step > point.checkpoint.step:
                 del self.books.saved[name]
@@ -226,9 +238,9 @@ class World:
     def _one_driver(self, point: Any) -> str:
         """Returns: why it ended with a step left to do; empty: all steps are done."""
         self.disk.was_full = self._is_training = False
-        self.books.receipts, self.books.exports = {}, Counter()
-        self._queue_process = None
+        self._begin_books(point.checkpoint.step if point else 0)
         loop = VirtualLoop(self._now, self._after_step)
+        loop.set_exception_handler(lambda *_: None)  # of tasks that nobody waits for any more; what matters, the books see
         loop.set_task_factory(make_task)  # type: ignore[arg-type]
         self._loop = loop
         self.cluster = SimulatedRay(loop, f"{self.schedule.seed}/{self._drivers}", {RANK: SimulatedRank}, self)
@@ -244,8 +256,12 @@ class World:
 
     def _until_its_end(self, loop: VirtualLoop, point: Any) -> str:
         self.faults.begin(self.cluster)
+        stands_still = any(fault.kind == "freeze_driver" for fault in self.schedule.faults)
+        self.cluster.driver = Process(self.cluster, "driver", "driver", overlaps=True) if stands_still else None
+        context = copy_context()
+        context.run(DRIVER.set, self.cluster.driver)
         try:
-            summary = loop.run_until_complete(self._driver(point))
+            summary = loop.run_until_complete(context.run(loop.create_task, self._driver(point)))
         except DriverEnded:
             gone = self._root / f"of driver {self._drivers}"
             self._folder.rename(gone)  # what the dead one still does, it does elsewhere
@@ -289,6 +305,8 @@ class World:
         """The driver's actors end with it, and so does whatever waits."""
         loop._after_step = lambda: None
         HERE.set(None)
+        if self.cluster.driver is not None:
+            self.cluster.driver.thaw()
         for process in self.cluster.processes:
             process.kill()
         now = loop.now
@@ -348,7 +366,7 @@ class World:
                 (interrupts, "handled_in", self._handled_in),
                 (learner.checkpoint_files, "check_readable", nothing),
                 (learner.model_check, "check_trainable", nothing),
-                (resume_point, "load_tokenizer", nothing),
+                (checkpoint_reader, "load_tokenizer", nothing),
             ):
                 stack.enter_context(mock.patch.object(place, name, double))
             yield

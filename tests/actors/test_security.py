@@ -1,4 +1,4 @@
-"""Clusters that a run must not join."""
+"""Who may reach a private Ray."""
 
 from __future__ import annotations
 
@@ -9,19 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors import security
-from tests.e2e.cluster import ray_cluster
-from tests.e2e.launch import environment, evenkeel
-
-
-@pytest.mark.engine
-def test_a_cluster_that_lets_everybody_in_is_refused(tmp_path: Path, model: Path) -> None:
-    """With a token of the user's own too: such a cluster takes any."""
-    with ray_cluster(asks_for_token=False) as cluster:
-        settings = (f"model={model}", f"run_dir={tmp_path / 'run'}", f"ray.address={cluster.address}")
-        answer = evenkeel("train", "recipes/nano_spell_backward.yaml", *settings)
-    assert answer.returncode == 2, answer.stdout + answer.stderr
-    sentence = (answer.stdout + answer.stderr).strip().splitlines()[-1]
-    assert "asks nobody for a token" in sentence and "ray.allow_unauthenticated=true" in sentence and not (tmp_path / "run").exists()
+from tests.e2e.launch import environment
 
 
 def test_the_token_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

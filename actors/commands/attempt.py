@@ -1,0 +1,34 @@
+"""The child of `evenkeel train --retries`: the same command line, which ends in order when its parent is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from correction.errors import ConfigError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # after the step under way, with a checkpoint
+        if parent == 1 or os.getppid() != parent:
+            sys.exit(128 + signal.SIGTERM)
+    from actors.commands.cli import main as command_line
+    from actors.commands.retries import NOT_AGAIN
+
+    try:
+        command_line()
+    except SystemExit as end:
+        if isinstance(end.__context__, ConfigError):
+            print(end.code, file=sys.stderr)
+            sys.exit(NOT_AGAIN)
+        raise
+
+
+if __name__ == "__main__":
+    main()

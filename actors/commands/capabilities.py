@@ -1,0 +1,20 @@
+"""`evenkeel capabilities`: what the installed engines can do on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+
+def capabilities() -> None:
+    """Print what the installed engines can do on this machine, as JSON.
+
+    Versions of SGLang and torch, the device, and which of the functions that evenkeel needs are there. Worth attaching to a bug report.
+    """
+    from dataclasses import asdict
+
+    from rollout.engine_config import EngineConfig
+    from rollout.engine_process import EngineCapabilities
+
+    typer.echo(json.dumps(asdict(EngineCapabilities.of_this_machine(EngineConfig().resolved_device)), indent=2, default=str))

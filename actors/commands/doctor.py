@@ -1,0 +1,78 @@
+"""`evenkeel doctor`: what would fail or go slowly, said before anything starts; `train` asks the same rules."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actors.config import RunConfig
+from actors.doctor.facts import Complaint
+from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
+from actors.doctor.node_rules import Request, on_nodes, requests
+from actors.doctor.paper_rules import enough, on_paper, worst_first
+from correction.errors import ConfigError, EvenkeelError
+
+UNFIT = 1
+"""Exit code when something can't work."""
+
+
+def doctor(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) of the run that is meant.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")] = None,
+    gpus: Annotated[
+        str, typer.Option(metavar="NAMExCOUNT", help="Judge the recipe for these GPUs, such as H100x8 or H100x8x4, not for those here.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Say what would fail or go slowly, in seconds, before anything starts.
+
+    First what follows from the recipe and the model's config.json: memory of each GPU, layouts, types, disk. Then what the nodes have:
+    this machine, or each node of the cluster at ray.address, by a small task on it: GPUs, versions, folders, shared memory. With --gpus the
+    first part alone, for machines that aren't there. `evenkeel train` asks the same, and stops at what can't work.
+
+    Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
+    """
+    from rich.console import Console
+
+    from actors.commands.recipe import load_config
+    from actors.doctor.views import as_json as in_json
+    from actors.doctor.views import show
+
+    config = load_config(RunConfig, recipe, overrides or [])
+    complaints, rows = _found(config, gpus)
+    if as_json:
+        typer.echo(json.dumps(in_json(complaints, rows), indent=2))
+    else:
+        show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
+    if any(one.severity == "fail" for one in complaints):
+        raise typer.Exit(UNFIT)
+
+
+def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:
+    from actors.derived import derived
+    from actors.plan.gpus import Gpus
+
+    if gpus:
+        config = derived(config, has_gpu=True)
+        kind = Gpus.parse(gpus)
+        return on_paper(paper_facts(config, gpu_bytes=kind.memory), config) + enough(kind, config), []
+    from actors.cluster import Cluster, check_ray, gpus_there
+
+    check_ray(config.ray)
+    try:
+        config = derived(config, has_gpu=gpus_there(config) > 0)
+        facts = paper_facts(config)
+    except EvenkeelError as error:
+        if not isinstance(error, ConfigError):
+            raise
+        return [Complaint("fail", str(error))], []
+    if config.ray.address is None:
+        nodes = own_machine(config)
+    else:
+        with Cluster(config):
+            nodes = nodes_of_cluster(config, None)
+    return worst_first(on_paper(facts, config) + on_nodes(nodes, config, facts.shape)), requests(nodes, config)

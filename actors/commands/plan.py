@@ -1,0 +1,55 @@
+"""`evenkeel plan`: what a run would need, on GPUs that need not be here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actors.config import RunConfig
+
+
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) of the run that is meant; of its model only config.json is read.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")] = None,
+    gpus: Annotated[
+        str, typer.Option(metavar="NAMExCOUNT[xNODES]", help="GPUs to plan for, such as H100x8, H200x8x4 or 24GBx1.")
+    ] = "H100x8",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Say what a run would need, without a GPU: memory by role, requests that fit, bytes of a version and a checkpoint, other layouts.
+
+    Weights, gradients and optimizer are counted, activations are what autograd keeps of the learner's layers; seconds are estimates from
+    assumed speeds of buses and networks. What would be refused, or go slowly, is said as `evenkeel doctor` says it.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from actors.commands.recipe import load_config
+    from actors.derived import derived
+    from actors.doctor.gather import paper_facts
+    from actors.doctor.paper_rules import enough, on_paper, worst_first
+    from actors.doctor.views import show
+    from actors.plan.gpus import Gpus
+    from actors.plan.view import in_numbers, make_plan, sections
+
+    kind = Gpus.parse(gpus)
+    config = derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True)
+    facts = paper_facts(config, gpu_bytes=kind.memory)
+    complaints = worst_first(on_paper(facts, config) + enough(kind, config))
+    found = make_plan(facts, config, kind, complaints)
+    if as_json:
+        typer.echo(json.dumps(in_numbers(found), indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    for title, rows in sections(found, config).items():
+        console.print(f"[bold]{escape(title)}[/]")
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for what, text in rows:
+            table.add_row(f"  {what}", escape(text))
+        console.print(table)
+    show(console, complaints, [])

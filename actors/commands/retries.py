@@ -1,0 +1,150 @@
+"""`evenkeel train --retries N`: a small parent that starts the run as a child, and again from its newest checkpoint when the process dies.
+
+It does nothing else: no torch, no Ray, no thread, so that there is little in it that could die. A signal that it gets goes on to the child,
+which is in a session of its own and gets each once. What a dead child has left (Ray's daemons, engines, reward processes) becomes a child
+of this process, as of a small init, and is ended before the next attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors import interrupts
+from actors.descendants import adopted_orphans, end_new
+from actors.record.run_folder import RunFolder
+
+NOT_AGAIN = 78
+"""Exit code of an attempt with wrong settings, which would be as wrong the next time; EX_CONFIG of sysexits.h."""
+_COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+"""Before the first retry, twice as long before each next one, and at most."""
+_TAIL_BYTES = 1 << 16
+_FINAL = (0, 3, NOT_AGAIN, *(code for number in interrupts.SIGNALS for code in (-number, interrupts.exit_code(number))))
+"""Exit codes after which nothing is tried again: done, ended by an alarm, wrong settings, ended by a signal that asks for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far a run has come."""
+
+    checkpoint: int = 0
+    """Step of the newest one."""
+    step: int = 0
+    """The last one that was finished."""
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Reached:
+        checkpoints = RunFolder(run_dir).checkpoints()
+        return cls(checkpoints[-1].step if checkpoints else 0, _last_step(run_dir / "ledger.jsonl"))
+
+    def is_beyond(self, before: Reached) -> bool:
+        return self.checkpoint > before.checkpoint or self.step > before.step
+
+    def and_before(self, before: Reached) -> Reached:
+        """The furthest of both."""
+        return Reached(max(self.checkpoint, before.checkpoint), max(self.step, before.step))
+
+
+def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *, retries: int, discard_queue: bool = False) -> int:
+    """Run the training in a child process, and again when that dies, from its newest checkpoint.
+
+    Args:
+        recipe: of a new run; None: go on with that of `run_dir`.
+        words: settings (KEY=VALUE) for every attempt.
+        retries: attempts after the first, at most.
+        discard_queue: see find_resume_point.
+    Returns: the exit code for this process: that of the last attempt, as shells count.
+    """
+    flags, reached = ["--discard-queue"] if discard_queue else [], Reached()
+    if recipe is None:
+        reached = Reached.of(run_dir)
+    for retry in range(retries + 1):
+        is_resumed = recipe is None or (retry > 0 and (run_dir / "config.yaml").is_file())
+        arguments = ["--resume", str(run_dir), *flags, *words] if is_resumed else [str(recipe), *words, f"run_dir={run_dir}"]
+        with adopted_orphans():
+            code, is_asked = _attempt(arguments)
+            _end_leftovers()
+        if is_asked or code in _FINAL or (code == 1 and not (run_dir / "config.yaml").is_file()):
+            break  # the last: what was wrong has been said, before there was anything to go on with
+        now = Reached.of(run_dir)
+        reason = f"the run's process {_end_of(code)} after step {now.step}"
+        # A kill from outside says nothing about the run; what ends by itself twice at one place will do so again.
+        if retry > 0 and code != -signal.SIGKILL and not now.is_beyond(reached):
+            _say(run_dir, "error", f"{reason}, as far as it had come before this retry: it makes no progress, and is not tried again")
+            break
+        if retry == retries:
+            _say(run_dir, "error", f"{reason}, and --retries {retries} {'has' if retries == 1 else 'have'} been used up")
+            break
+        reached = now.and_before(reached)
+        pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**retry)
+        where = f"the checkpoint of step {now.checkpoint}" if now.checkpoint else "its beginning (it has no checkpoint)"
+        _say(run_dir, "warning", f"{reason}; it goes on from {where} in {pause_s:g} s (retry {retry + 1} of {retries})")
+        time.sleep(pause_s)
+    if code == NOT_AGAIN:
+        return 1
+    return code if code >= 0 else interrupts.exit_code(-code)
+
+
+def _attempt(arguments: Sequence[str]) -> tuple[int, bool]:
+    """One child, to its end. Returns: its exit code, negative for a signal; and whether a signal to this process has asked for its end."""
+    asked: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int) -> None:
+        asked.append(number)
+        if child is not None:
+            os.kill(child.pid, number)  # it may have ended, but nobody has waited for it yet, so that the number is its own
+
+    with interrupts.passed_on(pass_on):
+        child = subprocess.Popen([*_COMMAND, *arguments], start_new_session=True)
+        if asked:  # while it was started
+            os.kill(child.pid, asked[-1])
+        while True:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            if ended is not None and ended.si_pid == child.pid:
+                break
+            if ended is not None:  # what the child's dead children have left, ends too
+                os.waitpid(ended.si_pid, 0)
+        code = child.wait()
+    return code, bool(asked)
+
+
+def _end_leftovers() -> None:
+    """End what a child has left: whatever it was, nobody drives it any more, and the next attempt needs its memory."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")  # the cursor, which a live panel hides
+        sys.stdout.flush()
+    end_new()
+
+
+def _end_of(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"was killed by signal {-code}"
+
+
+def _say(run_dir: Path, level: str, text: str) -> None:
+    """A line, and an event of the run if it has a folder."""
+    print(f"evenkeel: {text}", file=sys.stderr, flush=True)
+    if (run_dir / "config.yaml").is_file():
+        RunFolder(run_dir).event(level, text)
+
+
+def _last_step(ledger: Path) -> int:
+    """Of the last whole line; 0 if there is none."""
+    try:
+        with ledger.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

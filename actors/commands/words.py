@@ -1,0 +1,27 @@
+"""What the words of `evenkeel train` say, looked at before anything is imported that takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from correction.errors import ConfigError
+
+
+def run_dir_of(recipe: Path | None, words: Sequence[str], resume: Path | None) -> Path:
+    """The folder that the run will have. Raises: ConfigError for a recipe, settings or a run folder that can't be read."""
+    if resume is None:
+        from actors.record.ownership import fresh_path
+
+        config = load_config(RunConfig, recipe, words)
+        return config.run_dir or fresh_path(Path("runs"), config.name)
+    for word in words:
+        if "=" not in word and Path(word).suffix in (".yaml", ".yml"):
+            raise ConfigError(f"{word}: --resume takes no recipe, {resume} holds the one that it was started with; leave it out")
+    from actors.commands.resume_point import run_config
+    from actors.record.run_folder import RunFolder
+
+    run_config(RunFolder.view(resume), words)
+    return resume

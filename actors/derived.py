@@ -1,0 +1,80 @@
+"""What a recipe leaves open, decided once for both sides: devices from what is there, types from the devices, sizes from both.
+
+The result is what runs and what the run folder's config.yaml shows: nothing in it says auto.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from actors.config import RunConfig
+from correction.errors import ConfigError
+from correction.replacement import reason_of
+from correction.settings import Settings
+from learner.config import LearnerConfig
+from rollout.engine_config import EngineConfig
+
+Section = TypeVar("Section", bound=Settings)
+
+GPU_TOKENS_PER_MICROBATCH = 8192
+"""A pass of the 2,048 that suit a CPU is too short to keep a GPU busy: launching its kernels would take longer than they do."""
+GPU_RUNNING_REQUESTS = 256
+"""As many as SGLang captures graphs for on a GPU of 60 to 160 GB (its cuda_graph_max_bs there, without tensor parallelism)."""
+SHARED_GPU_FRACTION = 0.9
+"""Of a worker's share of a GPU, for weights and KV cache; the rest is for activations, graphs and the CUDA context."""
+
+
+def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
+    """The configuration with a value wherever a recipe says auto or nothing.
+
+    Args:
+        has_gpu: whether this machine has a GPU, or the cluster that is joined.
+    Raises: ConfigError for settings that can't be honoured on these devices.
+    """
+    learner = _learner(config.learner, has_gpu)
+    engine = _engine(config.rollout.engine, learner, config.rollout.gpus_per_worker, has_gpu)
+    rollout = config.rollout.model_copy(update={"engine": engine})
+    return config.model_copy(update={"learner": learner, "rollout": rollout})
+
+
+def _learner(learner: LearnerConfig, has_gpu: bool) -> LearnerConfig:
+    device = _device(learner.device, has_gpu)
+    values: dict[str, Any] = {"device": device}
+    if learner.dtype == "auto":
+        values["dtype"] = "bfloat16" if device == "cuda" else "float32"
+    if device == "cuda":
+        values |= _unset(learner, distributed_optimizer=learner.data_parallel > 1, tokens_per_microbatch=GPU_TOKENS_PER_MICROBATCH)
+    return _with(learner, values, "learner")
+
+
+def _engine(engine: EngineConfig, learner: LearnerConfig, share: float, has_gpu: bool) -> EngineConfig:
+    device = _device(engine.device, has_gpu)
+    values: dict[str, Any] = {"device": device}
+    if engine.dtype == "auto":
+        values["dtype"] = learner.dtype
+    if device == "cuda":
+        values |= _unset(engine, max_running_requests=GPU_RUNNING_REQUESTS)
+        if share < 1 and engine.memory_fraction is None:
+            values["memory_fraction"] = round(SHARED_GPU_FRACTION * share, 3)
+    return _with(engine, values, "rollout.engine")
+
+
+def _device(asked: str, has_gpu: bool) -> str:
+    return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
+
+
+def _unset(settings: Settings, **values: Any) -> dict[str, Any]:
+    """Those of the values whose setting nobody has given."""
+    return {name: value for name, value in values.items() if name not in settings.model_fields_set}
+
+
+def _with(settings: Section, values: dict[str, Any], place: str) -> Section:
+    """With these values, checked as if they had been given. Only what was given, or is given now, counts as given afterwards."""
+    known = {name: getattr(settings, name) for name in settings.model_fields_set}
+    try:
+        return type(settings).model_validate(known | values)
+    except ValidationError as error:
+        reason = reason_of(error)
+        raise ConfigError(reason if reason.startswith(place) else f"{place}: {reason}") from error

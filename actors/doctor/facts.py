@@ -1,0 +1,88 @@
+"""What the doctor's rules look at; nothing here asks the machine. gather.py does, and tests make facts up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from actors.plan.shape import ModelShape
+
+Severity = Literal["fail", "warn", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """One thing that a rule has found."""
+
+    severity: Severity
+    """fail: the run can't work so. warn: it would be slow, or fail later. note: a number worth knowing."""
+    sentence: str
+    setting: str = ""
+    """What to change, as KEY: VALUE or in words; empty: nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.sentence}. {self.setting}" if self.setting else self.sentence
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFacts:
+    """What is known without a cluster."""
+
+    shape: ModelShape
+    gpu_bytes: int | None = None
+    """Of one GPU; None: not known, or none is used."""
+    disk_free: int | None = None
+    """Bytes where the run folder will be."""
+    host_bytes: int | None = None
+    """Memory of the machine that keeps the object store; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFact:
+    """One GPU, as torch sees it."""
+
+    name: str
+    bytes: int
+    free: int
+    architecture: str
+    """Such as sm_90."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One node, as a small task on it tells."""
+
+    name: str
+    """Its address."""
+    offered_gpus: float = 0.0
+    """That Ray offers there."""
+    free_gpus: float = 0.0
+    """Of these, that nobody holds."""
+    gpus: tuple[GpuFact, ...] = ()
+    """That torch sees."""
+    driver_gpus: int = 0
+    """That the kernel's driver knows, whatever torch sees."""
+    architectures: tuple[str, ...] = ()
+    """That torch is compiled for, where it sees a GPU."""
+    has_cuda: bool = True
+    """Torch is a build with CUDA."""
+    rollout_units: float = 0.0
+    cpus: float = 0.0
+    free_cpus: float = 0.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the packages that have to be alike everywhere; empty where one isn't installed."""
+    shared_memory: int = 1 << 40
+    """Bytes of /dev/shm that are free."""
+    open_files: int = 1 << 20
+    """Limit of a process."""
+    host_bytes: int = 1 << 40
+    has_model: bool = True
+    """The model folder is there, at the same path."""
+    reads_run_folder: bool = True
+    """It finds what the driver has just written into the run folder."""
+    clock_ahead_s: float = 0.0
+    """Of the driver's, give or take the way of the answer."""
+    compilers: tuple[str, ...] = ("gcc", "nvcc", "ninja")
+    """Of those, what it finds."""
+    is_driver: bool = False

@@ -1,0 +1,265 @@
+"""Rules of the second layer: what the nodes have, against what the recipe asks of them and what they have to have in common.
+
+Each rule is a function of (nodes, config) that yields complaints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from actors.config import RunConfig
+from actors.devices import gpus_asked
+from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.paper_rules import gib, worst_first
+from actors.plan.shape import ModelShape
+
+Nodes = Sequence[NodeFacts]
+NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
+
+FEWEST_OPEN_FILES = 4096
+"""Ray's own processes and sockets want more than the usual 1,024."""
+MOST_SKEW_S = 5.0
+FREE_SHARE = 0.9
+"""Of a GPU's memory, that nobody else should hold."""
+TRANSFERS = 2
+"""Buckets of weights that an engine has in shared memory at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One kind of resource: how much the run asks for, how much there is, how much of it is free."""
+
+    kind: str
+    asked: float
+    there: float
+    free: float
+    parts: str
+    """Who asks."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}s: {self.asked:g} asked ({self.parts}), {self.there:g} there, {self.free:g} free"
+
+
+def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """More may come on a cluster that grows by itself, so that only what no GPU of this machine can hold fails."""
+    row = requests(nodes, config)[0]
+    if row.asked > row.there:
+        yield Complaint(
+            "warn" if config.ray.address is not None else "fail",
+            f"the run asks for {row.asked:g} GPUs, and Ray has {row.there:g}: {row.parts}",
+            "Use fewer workers or ranks, have them share GPUs (learner.gpus_per_rank, rollout.gpus_per_worker), or add nodes",
+        )
+    elif row.asked > row.free:
+        yield Complaint(
+            "warn",
+            f"the run asks for {row.asked:g} GPUs, of {row.there:g} only {row.free:g} are free: another run has the others",
+            "Wait for it, or ask for fewer",
+        )
+
+
+def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    learner = config.learner
+    if learner.resolved_device != "cuda" or learner.tensor_parallel == 1:
+        return
+    wanted = learner.world_size // learner.tensor_parallel
+    there = sum(int(node.offered_gpus) // learner.tensor_parallel for node in nodes)
+    if there < wanted:
+        yield Complaint(
+            "warn" if config.ray.address is not None else "fail",
+            f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks, each on one node, and there is room "
+            f"for {there}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
+            "Lower learner.tensor_parallel, or add nodes",
+        )
+
+
+def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    if config.ray.address is None:
+        return
+    there = sum(node.rollout_units for node in nodes)
+    if there < config.rollout.workers:
+        yield Complaint(
+            "warn",
+            f"{config.rollout.workers} rollout workers each ask for one unit of the Ray resource {config.ray.rollout_resource!r}, and the "
+            f"nodes offer {there:g} by now: the others wait for nodes that have it",
+            f"Start nodes with --resources='{{\"{config.ray.rollout_resource}\": N}}'",
+        )
+
+
+def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    for node in nodes:
+        if node.driver_gpus and not node.has_cuda:
+            yield Complaint(
+                "fail" if _uses_gpus(config) else "warn",
+                f"{node.name} has {_gpus(node.driver_gpus)}, but its torch is a build without CUDA",
+                "To use them, install what constraints-gpu.txt has (docs/gpu.md); for the CPU alone nothing is wrong",
+            )
+        elif _uses_gpus(config) and node.offered_gpus > len(node.gpus) > 0:
+            yield Complaint(
+                "fail",
+                f"{node.name} offers Ray {node.offered_gpus:g} GPUs, but torch sees {len(node.gpus)} there",
+                "Start Ray there without --num-gpus",
+            )
+
+
+def kernels_for_these_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    for node in nodes:
+        for kind in sorted({gpu.architecture for gpu in node.gpus}):
+            if node.architectures and not _runs(kind, node.architectures):
+                text = f"{node.name}: torch has no kernels for {kind}, only for {', '.join(node.architectures)}"
+                yield Complaint("fail", text, "Install another torch")
+
+
+def experts_on_blackwell(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    engine = config.rollout.engine
+    is_there = any(gpu.architecture.startswith(("sm_100", "sm_103")) for node in nodes for gpu in node.gpus)
+    if is_there and engine.resolved_device == "cuda" and "moe_runner_backend" not in engine.engine_args:
+        yield Complaint(
+            "fail",
+            "on Blackwell SGLang lays the weights of bfloat16 experts out in blocks, where new weights of the usual shape have no place",
+            "Set rollout.engine.engine_args.moe_runner_backend: triton",
+        )
+
+
+def gpus_are_empty(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    if not _uses_gpus(config):
+        return
+    for node in nodes:
+        for number, gpu in enumerate(node.gpus):
+            if gpu.free < FREE_SHARE * gpu.bytes:
+                yield Complaint(
+                    "warn",
+                    f"{node.name}: GPU {number} ({gpu.name}) has {gib(gpu.free)} of {gib(gpu.bytes)} free: another process holds the rest",
+                    "nvidia-smi there says which",
+                )
+
+
+def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    for package in sorted({name for node in nodes for name in node.versions}):
+        found = {node.versions.get(package, "") for node in nodes}
+        if len(found) > 1:
+            where = "; ".join(f"{version or 'none'} on {_names(nodes, package, version)}" for version in sorted(found))
+            yield Complaint("fail", f"the nodes have different versions of {package}: {where}", "Install the same everywhere")
+
+
+def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """Ranks write checkpoints into the run folder, from which engines read config and tokenizer; ranks alone read the model folder."""
+    if blind := [node.name for node in nodes if not node.reads_run_folder]:
+        yield Complaint(
+            "fail",
+            f"the run folder isn't the same on {', '.join(blind)}: what this process writes into it can't be read there, and the first "
+            "checkpoint would fail",
+            "Set run_dir to a folder on a file system that all nodes mount",
+        )
+    may_hold_ranks = [node for node in nodes if node.offered_gpus or config.learner.resolved_device == "cpu"]
+    if blind := [node.name for node in may_hold_ranks if not node.has_model]:
+        yield Complaint(
+            "fail" if len(blind) == len(may_hold_ranks) else "warn",
+            f"model = {config.model}: the folder isn't there on {', '.join(blind)}, where a learner rank could be put",
+            "Put it on a file system that all nodes mount",
+        )
+
+
+def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    for node in nodes:
+        engines = min(config.rollout.workers, max(1, int(node.rollout_units)))
+        bucket, free = config.weight_sync.bucket_bytes, gib(node.shared_memory)
+        needed = TRANSFERS * bucket * engines
+        if node.shared_memory < bucket:
+            yield Complaint(
+                "fail",
+                f"{node.name}: /dev/shm has {free} free, less than one bucket of weights, {gib(bucket)}",
+                "Give the container more (docker run --shm-size), or lower weight_sync.bucket_bytes",
+            )
+        elif node.shared_memory < needed:
+            text = f"{node.name}: /dev/shm has {free} free, and {engines} engines may want {gib(needed)} of it for new weights"
+            yield Complaint("warn", text, "Give the container more (docker run --shm-size), or lower weight_sync.bucket_bytes")
+        if node.open_files < FEWEST_OPEN_FILES and config.ray.address is not None:
+            yield Complaint("warn", f"{node.name}: a process may open {node.open_files} files", "ulimit -n 65536 before ray start")
+
+
+def clocks_agree(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    for node in nodes:
+        if abs(node.clock_ahead_s) > MOST_SKEW_S:
+            yield Complaint("warn", f"{node.name}: its clock is {node.clock_ahead_s:+.0f} s from this one's: times in logs don't agree")
+
+
+def compilers_for_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    wanted = ("gcc", "nvcc", "ninja") if config.rollout.engine.resolved_device == "cuda" else ()
+    for node in nodes:
+        if missing := [name for name in wanted if name not in node.compilers and node.gpus]:
+            yield Complaint(
+                "warn",
+                f"{node.name}: {', '.join(missing)} not found: kernels that SGLang compiles when it needs them would fail",
+                "Install the CUDA toolkit and a C++ compiler, or use the container image",
+            )
+
+
+NODE_RULES: tuple[NodeRule, ...] = (
+    gpus_for_everybody,
+    tensor_parallel_groups_inside_nodes,
+    units_for_all_workers,
+    torch_sees_the_gpus,
+    kernels_for_these_gpus,
+    gpus_are_empty,
+    packages_are_alike,
+    folders_are_seen_everywhere,
+    room_for_files_and_buckets,
+    clocks_agree,
+    compilers_for_kernels,
+)
+
+
+def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
+    """What the run asks of Ray, what the nodes have, what of it nobody holds."""
+    rollout, learner = config.rollout, config.learner
+    rows = [
+        Request(
+            "GPU",
+            gpus_asked(config),
+            sum(node.offered_gpus for node in nodes),
+            sum(node.free_gpus for node in nodes),
+            f"{learner.world_size if learner.resolved_device == 'cuda' else 0} ranks x {learner.gpus_per_rank:g}, "
+            f"{rollout.workers if rollout.engine.resolved_device == 'cuda' else 0} workers x {rollout.gpus_per_worker:g}",
+        ),
+        Request(
+            "CPU",
+            learner.world_size + rollout.workers,
+            sum(node.cpus for node in nodes),
+            sum(node.free_cpus for node in nodes),
+            f"{learner.world_size} ranks, {rollout.workers} workers",
+        ),
+    ]
+    if config.ray.address is not None:
+        units = sum(node.rollout_units for node in nodes)
+        rows.append(Request(config.ray.rollout_resource, rollout.workers, units, units, f"{rollout.workers} workers"))
+    return rows
+
+
+def _uses_gpus(config: RunConfig) -> bool:
+    return gpus_asked(config) > 0
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count > 1)}"
+
+
+def _runs(kind: str, built: Sequence[str]) -> bool:
+    """Kernels of a minor architecture run on later ones of the same major one."""
+
+    def numbers(name: str) -> tuple[int, int]:
+        digits = "".join(character for character in name if character.isdigit())
+        return int(digits[:-1]), int(digits[-1])
+
+    major, minor = numbers(kind)
+    return any(major == other and minor >= lowest for other, lowest in map(numbers, built))
+
+
+def _names(nodes: Nodes, package: str, version: str) -> str:
+    return ", ".join(node.name for node in nodes if node.versions.get(package, "") == version)
+
+
+def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complaint]:
+    """All complaints of the second layer, the worst first."""
+    found = [complaint for rule in NODE_RULES for complaint in rule(nodes, config)]
+    return worst_first([*found, *(experts_on_blackwell(nodes, config) if shape.experts else ())])

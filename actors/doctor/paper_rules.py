@@ -1,0 +1,187 @@
+"""Rules of the first layer: what the recipe asks, against the model's config.json and the size of a GPU. No cluster is needed.
+
+Each rule is a function of (facts, config) that yields complaints; the config has devices and types (actors/derived.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from actors.config import RunConfig
+from actors.devices import check_shares, check_types, gpus_asked
+from actors.doctor.facts import Complaint, PaperFacts
+from actors.plan.engine_memory import engine_memory
+from actors.plan.gpus import Gpus
+from actors.plan.layouts import layouts, obstacles
+from actors.plan.learner_memory import RESERVE, rank_memory
+from actors.plan.traffic import checkpoint_bytes, traffic
+from correction.errors import ConfigError
+
+PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
+STORE_SHARE = 0.3
+"""Of a node's memory, that Ray takes for its object store (its default)."""
+
+
+def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    for check in (check_shares, check_types):
+        try:
+            check(config)
+        except ConfigError as error:
+            yield Complaint("fail", str(error))
+
+
+def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    for obstacle in obstacles(facts.shape, config.learner):
+        yield Complaint("fail", obstacle, "Set it to a common divisor, or to 1")
+
+
+def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    try:
+        config.rollout.max_prompt_tokens(facts.shape.context)
+    except ConfigError as error:
+        yield Complaint("fail", str(error))
+
+
+def rank_fits_its_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    learner = config.learner
+    if facts.gpu_bytes is None or learner.resolved_device != "cuda" or obstacles(facts.shape, learner):
+        return
+    longest = longest_sequence(facts, config)
+    share = int(facts.gpu_bytes * learner.gpus_per_rank)
+    needed = rank_memory(facts.shape, learner, longest=longest, has_reference=config.needs_reference)
+    if needed.total + RESERVE <= share:
+        return
+    others = layouts(
+        facts.shape, learner, learner.world_size, share, longest=longest, has_reference=config.needs_reference
+    )
+    remedy = f"Set, under learner: {others[0]}" if others and others[0].fits else "Use more ranks, larger GPUs, or shorter answers"
+    yield Complaint(
+        "fail",
+        f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
+        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {longest:,} tokens {gib(needed.activations)}, head "
+        f"{gib(needed.head)}, reserve {gib(RESERVE)})",
+        remedy,
+    )
+
+
+def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    learner = config.learner
+    if learner.resolved_device != "cuda" or learner.data_parallel == 1 or learner.distributed_optimizer:
+        return
+    shared = learner.model_copy(update={"distributed_optimizer": True})
+    before, after = (rank_memory(facts.shape, one, longest=1).optimizer for one in (learner, shared))
+    yield Complaint(
+        "warn",
+        f"every one of {learner.data_parallel} data-parallel ranks keeps the whole optimizer, {gib(before)} instead of {gib(after)}",
+        "Set learner.distributed_optimizer: true",
+    )
+
+
+def engine_fits_its_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    rollout = config.rollout
+    if facts.gpu_bytes is None or rollout.engine.resolved_device != "cuda":
+        return
+    memory = engine_memory(facts.shape, rollout, facts.gpu_bytes)
+    if memory.longest_requests < 1:
+        yield Complaint(
+            "fail",
+            f"an engine has {gib(max(0, memory.cache))} for its KV cache beside weights of {gib(memory.weights)}: that holds "
+            f"{memory.tokens:,} tokens, and one request may have {memory.request_tokens:,}",
+            "Lower rollout.engine.context_length and rollout.sampling.max_tokens, raise rollout.engine.memory_fraction or "
+            "rollout.gpus_per_worker, or use larger GPUs",
+        )
+    elif memory.longest_requests < min(rollout.sampling.samples_per_group, rollout.engine.max_running_requests):
+        yield Complaint(
+            "warn",
+            f"an engine's KV cache holds {memory.tokens:,} tokens: {memory.longest_requests} requests of {memory.request_tokens:,}, fewer "
+            f"than a group's {rollout.sampling.samples_per_group} answers, so that long ones are put back and read again",
+            "Lower rollout.engine.context_length, or use larger GPUs",
+        )
+
+
+def both_sides_fit_one_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    learner, rollout = config.learner, config.rollout
+    if learner.resolved_device != "cuda" or rollout.engine.resolved_device != "cuda":
+        return
+    fraction = rollout.engine.memory_fraction
+    if rollout.gpus_per_worker < 1 and fraction is not None and fraction > rollout.gpus_per_worker:
+        yield Complaint(
+            "fail",
+            f"rollout.engine.memory_fraction = {fraction:g} with rollout.gpus_per_worker = {rollout.gpus_per_worker:g}: the engine would "
+            "take more of the GPU than its share, and whoever shares it with the engine runs out",
+            "Leave rollout.engine.memory_fraction out, or lower it",
+        )
+
+
+def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    if facts.disk_free is None:
+        return
+    one = checkpoint_bytes(facts.shape, config)
+    kept = one * (config.checkpoint.keep + 1)  # a new one is whole before an old one goes
+    if facts.disk_free < one:
+        yield Complaint("fail", f"a checkpoint has {gib(one)}, but the run folder's disk has {gib(facts.disk_free)} free", "Set run_dir")
+    elif facts.disk_free < kept:
+        text = f"{config.checkpoint.keep} checkpoints and the one being written have {gib(kept)}, but {gib(facts.disk_free)} are free"
+        yield Complaint("warn", text, "Set run_dir to a larger disk, or lower checkpoint.keep")
+
+
+def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    if facts.host_bytes is None or config.weight_sync.transport != "object_store":
+        return
+    needed, there = traffic(facts.shape, config).store, int(STORE_SHARE * facts.host_bytes)
+    if needed > there:
+        yield Complaint(
+            "warn",
+            f"two versions of the weights and two batches take {gib(needed)}, but Ray's object store has about {gib(there)} of this "
+            f"machine's {gib(facts.host_bytes)}: it would write to disk",
+            "Start the nodes with a larger one (ray start --object-store-memory), or use machines with more memory",
+        )
+
+
+PAPER_RULES: tuple[PaperRule, ...] = (
+    devices_and_types,
+    layout_divides_the_model,
+    context_is_the_models,
+    rank_fits_its_gpu,
+    optimizer_is_shared,
+    engine_fits_its_gpu,
+    both_sides_fit_one_gpu,
+    disk_holds_the_checkpoints,
+    object_store_holds_the_weights,
+)
+
+
+def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
+    """All complaints of the first layer, the worst first."""
+    return worst_first([found for rule in PAPER_RULES for found in rule(facts, config)])
+
+
+def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
+    """Whether so many GPUs hold all who ask for one, and their nodes the tensor-parallel groups."""
+    learner, wanted, found = config.learner, gpus_asked(config), []
+    if wanted > gpus.count:
+        found.append(Complaint("fail", f"the run asks for {wanted} GPUs, and {gpus} are {gpus.count}", "Use fewer workers or ranks"))
+    if learner.resolved_device == "cuda" and learner.tensor_parallel > gpus.per_node:
+        text = f"learner.tensor_parallel = {learner.tensor_parallel}, but a node has {gpus.per_node} GPUs: a group talks in every layer"
+        found.append(Complaint("fail", text, f"Set it to {gpus.per_node} or less"))
+    return found
+
+
+def stop_at_failures(complaints: list[Complaint]) -> None:
+    """Raises: ConfigError with all that can't work."""
+    if failures := [str(one) for one in complaints if one.severity == "fail"]:
+        raise ConfigError("\n".join(failures))
+
+
+def worst_first(complaints: list[Complaint]) -> list[Complaint]:
+    return sorted(complaints, key=lambda one: ("fail", "warn", "note").index(one.severity))
+
+
+def longest_sequence(facts: PaperFacts, config: RunConfig) -> int:
+    """Tokens of the longest prompt and answer."""
+    return min(config.rollout.engine.context_length or facts.shape.context, facts.shape.context)
+
+
+def gib(count: float) -> str:
+    """Bytes for a person."""
+    return f"{count / 2**30:.3g} GiB" if count >= 0.1 * 2**30 else f"{count / 2**20:.3g} MiB"

@@ -1,0 +1,52 @@
+"""What the doctor says, on a terminal and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from actors.doctor.facts import Complaint
+from actors.doctor.node_rules import Request
+
+_COLOURS = {"fail": "bold red", "warn": "yellow", "note": "dim"}
+
+
+def verdict(complaints: Sequence[Complaint]) -> str:
+    """The last line."""
+    fails = sum(one.severity == "fail" for one in complaints)
+    warns = sum(one.severity == "warn" for one in complaints)
+    if fails:
+        return f"{fails} thing{'s' * (fails > 1)} can't work so"
+    return f"ready, with {warns} warning{'s' * (warns > 1)}" if warns else "ready"
+
+
+def show(console: Console, complaints: Sequence[Complaint], rows: Sequence[Request]) -> None:
+    """The table of what is asked for, then what the rules have found, the worst first."""
+    if rows:
+        console.print(table_of(rows))
+    for one in complaints:
+        console.print(f"[{_COLOURS[one.severity]}]{one.severity}[/]  {escape(str(one))}")
+    console.print(verdict(complaints))
+
+
+def table_of(rows: Sequence[Request]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("resource", "asked", "there", "free", "for"):
+        table.add_column(name, justify="left" if name in ("resource", "for") else "right")
+    for row in rows:
+        table.add_row(row.kind, f"{row.asked:g}", f"{row.there:g}", f"{row.free:g}", row.parts)
+    return table
+
+
+def as_json(complaints: Sequence[Complaint], rows: Sequence[Request]) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "verdict": verdict(complaints),
+        "findings": [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in complaints],
+        "resources": [asdict(row) for row in rows],
+    }

@@ -1,0 +1,41 @@
+"""Environment variables of the actors, by role: what NCCL and the allocator have to be told before a process starts, and the user's own."""
+
+from __future__ import annotations
+
+from actors.config import RunConfig
+
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""For what computes on the CPU of a machine with GPUs: Ray hides none from an actor that asks for none."""
+
+_OF_RANKS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: kernels start in the order of the calls, communication before what hides it
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # packed batches have another length each: fixed segments would not fit the next one
+}
+
+_IN_ONE_GROUP = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang sets these in its processes; ranks and engines of one communicator have to agree on them."""
+
+_SURVIVES_A_GROUP = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+"""A collective that is late ends its communicator. (By default it ends the process: an engine that dies would take the others along.)"""
+
+
+def learner_environment(config: RunConfig) -> dict[str, str]:
+    """Of each rank; what the user has set in ray.env wins."""
+    own = {"OMP_NUM_THREADS": str(config.learner.threads)}
+    if config.learner.resolved_device == "cpu":
+        own |= _NO_GPU
+    else:
+        own |= _OF_RANKS
+        if config.weight_sync.transport == "broadcast":
+            own |= _IN_ONE_GROUP | _SURVIVES_A_GROUP
+    return own | config.ray.env
+
+
+def worker_environment(config: RunConfig) -> dict[str, str]:
+    """Of each rollout worker and of its engine's processes."""
+    own = {"OMP_NUM_THREADS": str(config.rollout.engine.threads)}
+    if config.rollout.engine.resolved_device == "cpu":
+        own |= _NO_GPU
+    elif config.weight_sync.transport == "broadcast":
+        own |= _IN_ONE_GROUP | _SURVIVES_A_GROUP
+    return own | config.ray.env

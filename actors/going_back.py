@@ -1,0 +1,144 @@
+"""A part that holds a run's state dies, and the run goes back to its last checkpoint in the same process; its engines stay up.
+
+Queue, learner and correction service know what the others hold: weights of a version, groups that were admitted and drawn for it. Of what
+died with one of them the others have only halves, so all three begin anew, at one moment that is whole on disk, as after a resume: the
+ledger is cut back to it, the position in the data is the queue's. What is lost is the work since then, and its diagnostics; all of it is
+done again.
+
+Weights that were published after that moment are withdrawn: the same version numbers will come again with other weights. A generation,
+which grows by one each time, tells them apart: a queue takes groups of its own generation, the weight sync receipts of its own, and a
+worker gives up all that it has under way before it hears of the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from actors.parts import StartingPoint
+from actors.record.checkpoint_reader import newest_readable, take_back
+from actors.record.run_folder import RunFolder
+from correction.errors import ActorLost, DeadlineExceeded
+from rollout.tasks import Task
+
+MOST_RETURNS = 3
+"""To one checkpoint: what has died four times on the way to the next one would die again."""
+_LOOK_S = 2.0
+"""Between two looks at a part."""
+_ANSWER_S = 10.0
+"""A part that is alive and has nothing to do answers within it; and Ray knows of a death."""
+
+
+async def raise_when_lost(parts: Mapping[str, Any]) -> None:
+    """Never returns. Raises: ActorLost naming the first of these actors, by name, whose process ends."""
+
+    async def look(name: str, actor: Any) -> None:
+        while True:
+            if await _is_gone(actor):
+                raise ActorLost(f"{name}: its process is gone")
+            await asyncio.sleep(_LOOK_S)
+
+    looking = [asyncio.ensure_future(look(name, actor)) for name, actor in parts.items()]
+    try:
+        done, _ = await asyncio.wait(looking, return_when=asyncio.FIRST_COMPLETED)
+        done.pop().result()
+    finally:
+        for task in looking:
+            task.cancel()
+
+
+async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str]:
+    """Names of these actors whose process is gone; if none is, and the error is a deadline, of those that don't answer."""
+    asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(_until_one_is_gone(list(asked.values())), _ANSWER_S)
+    gone = [name for name, task in asked.items() if task.done() and task.result()]
+    silent = [name for name, task in asked.items() if not task.done()] if isinstance(error, DeadlineExceeded) else []
+    for task in asked.values():
+        task.cancel()
+    return gone or silent
+
+
+def kill(*actors: Any) -> None:
+    """Those that may be gone already."""
+    for actor in actors:
+        with contextlib.suppress(Exception):
+            ray.kill(actor)
+
+
+class Returns:
+    """How often a run has gone back, and to where it goes."""
+
+    def __init__(self, folder: RunFolder, task: Task) -> None:
+        self._folder, self._task = folder, task
+        self._goal, self._times = -1, 0
+
+    def allow(self, lost: list[str], error: BaseException) -> None:
+        """Count one more. Raises: the error, if nothing is lost by it; ActorLost if it has been often enough for one checkpoint."""
+        if not lost:
+            raise error
+        saved = self._folder.checkpoints()
+        goal = saved[-1].step if saved else 0
+        self._goal, self._times = goal, (self._times + 1 if goal == self._goal else 1)
+        if self._times > MOST_RETURNS:
+            raise ActorLost(
+                f"{', '.join(lost)}: the {self._times}th death after step {goal}, before there was another checkpoint: {error}"
+            ) from error
+
+    def point(self, model: Path) -> tuple[StartingPoint, list[tuple[str, str]]]:
+        """The newest whole checkpoint; the folder has nothing of later steps any more. Waits for the disk.
+
+        Args: model: that the run began with.
+        Returns: it, and what to say about it, as (level, sentence).
+        """
+        if not self._folder.checkpoints():
+            self._folder.rewind(0)
+            return StartingPoint(model), []
+        point, said = take_back(self._folder, newest_readable(self._folder), self._task)
+        return StartingPoint(model, point.checkpoint, point.state), said
+
+
+def what_is_done_again(lost: list[str], error: BaseException, point: StartingPoint, *, step: int, version: int, generation: int) -> str:
+    """One sentence for the run's events.
+
+    Args:
+        step, version: as far as the run had come.
+        generation: the next one.
+    """
+    steps = f"steps {point.step + 1} to {step} are done again" if step > point.step else "no finished step is lost"
+    withdrawn = f", weights v{point.version + 1} to v{version} are withdrawn" if version > point.version else ""
+    return (
+        f"lost: {', '.join(lost)} ({error}). The run goes back to {point}; {steps} with their diagnostics, "
+        f"what was under way is sampled again{withdrawn}; the engines stay up (generation {generation})"
+    )
+
+
+async def _until_one_is_gone(asked: list[asyncio.Future[bool]]) -> None:
+    for answer in asyncio.as_completed(asked):
+        if await answer:
+            return
+
+
+async def _is_gone_for_good(actor: Any) -> bool:
+    while (gone := await _is_gone(actor)) is None:
+        await asyncio.sleep(0.5)
+    return gone
+
+
+async def _is_gone(actor: Any) -> bool | None:
+    """Answers when the actor's calls before are done; None: can't be reached, for now."""
+    try:
+        await actor.__ray_ready__.remote()
+    except ActorUnavailableError:
+        return None
+    except RayActorError:
+        return True
+    except RayError:
+        return False
+    return False

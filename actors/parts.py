@@ -1,0 +1,108 @@
+"""The parts that hold a run's state in processes of their own: queue, learner, correction service. They begin at a starting point.
+
+Rollout workers hold none of it, and outlive these: see going_back.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.alarms import Replacement
+from actors.carriers import ActorInfo, Ticket
+from actors.cluster import beside_the_driver, lower_priority
+from actors.config import RunConfig
+from actors.correction_service import CorrectionService, ServiceConfig
+from actors.learner_group import LearnerGroup
+from actors.placement import RankPlaces
+from actors.record.run_folder import Checkpoint
+from actors.resume import TrainingState
+from actors.supervision import wait_for
+from actors.trajectory_queue import TrajectoryQueueActor
+from correction.config import CorrectionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a run stands as its parts begin: at its own beginning, or at a checkpoint."""
+
+    model: Path
+    """That the run began with, and its reference policy."""
+    checkpoint: Checkpoint | None = None
+    state: TrainingState | None = None
+
+    @property
+    def weights(self) -> Path:
+        return (self.checkpoint.hf if self.checkpoint else self.model).resolve()
+
+    @property
+    def step(self) -> int:
+        return self.state.step if self.state else 0
+
+    @property
+    def version(self) -> int:
+        return self.state.weight_version if self.state else 0
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.state.elapsed_s if self.state else 0.0
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return self.state.totals if self.state else {}
+
+    @property
+    def replacement(self) -> Replacement | None:
+        return self.state.replacement if self.state else None
+
+    @property
+    def prompt_position(self) -> int:
+        return self.state.prompt_position if self.state else 0
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step}" if self.checkpoint else "its beginning (it has no checkpoint)"
+
+
+async def start_queue(config: RunConfig, point: StartingPoint, generation: int) -> tuple[Any, list[Ticket]]:
+    """Returns: the queue's actor, and tickets that have to be sampled again."""
+    queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(
+        groups_per_step=config.groups_per_step, max_staleness=config.max_staleness, generation=generation
+    )
+    lower_priority(queue)
+    if point.state is None:
+        return queue, []
+    restored = queue.restore.remote(point.state.queue)
+    return queue, await wait_for(restored, "contents -> trajectory queue", deadline_s=config.deadlines.start_s)
+
+
+async def start_learner(config: RunConfig, point: StartingPoint, places: RankPlaces) -> tuple[LearnerGroup, list[ActorInfo]]:
+    """Its ranks with the point's weights, and optimizer if that is a checkpoint."""
+    deadlines = config.deadlines
+    limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
+    learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, **limits)
+    if point.checkpoint is not None:
+        await learner.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
+    if config.needs_reference:
+        await learner.load_reference(point.model.resolve())
+    return learner, infos
+
+
+def start_service(config: RunConfig, point: StartingPoint, correction: CorrectionConfig, queue: Any) -> Any:
+    """Args: correction: the run's, or the one that an alarm has put in its place."""
+    settings = ServiceConfig(
+        correction=correction,
+        has_reference=config.correction.kl.coefficient > 0,
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        dynamic_sampling=config.dynamic_sampling,
+        rollout=config.rollout,
+        learner=config.learner,
+        deadlines=config.deadlines,
+        monitor=config.monitor,
+        examples=config.metrics.trajectories_per_step,
+    )
+    monitor = point.state.monitor if point.state else None
+    service = beside_the_driver(CorrectionService, max_concurrency=64).remote(settings, queue, monitor)
+    lower_priority(service)
+    return service

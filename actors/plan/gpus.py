@@ -1,0 +1,53 @@
+"""GPUs by name, for a plan where there are none."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from correction.errors import ConfigError
+
+MEMORY_MIB = {
+    "A100": 81_920,
+    "A100-40": 40_960,
+    "A10": 23_028,
+    "B200": 183_359,
+    "H100": 81_559,
+    "H200": 143_771,
+    "L40S": 46_068,
+    "RTX4090": 24_564,
+}
+"""As nvidia-smi tells it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """So many nodes with so many GPUs each, all of one kind."""
+
+    name: str
+    memory: int
+    """Bytes of one."""
+    per_node: int
+    nodes: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.per_node * self.nodes
+
+    @classmethod
+    def parse(cls, text: str) -> Gpus:
+        """NAMExGPUS or NAMExGPUSxNODES; instead of a name GiB of memory, as in 24GBx1. Raises: ConfigError."""
+        match = re.fullmatch(r"([A-Za-z0-9-]+?)(?:x(\d+))?(?:x(\d+))?", text)
+        name = match[1].upper() if match else ""
+        size = re.fullmatch(r"(\d+)GI?B", name)
+        memory = int(size[1]) << 30 if size else MEMORY_MIB.get(name, 0) << 20
+        if match is None or not memory:
+            raise ConfigError(
+                f"--gpus {text}: no such GPU. Write NAMExGPUS, or NAMExGPUSxNODES, such as H100x8 or H100x8x4; NAME is one of "
+                f"{', '.join(MEMORY_MIB)}, or its memory, as in 24GBx1"
+            )
+        return cls(name, memory, int(match[2] or 1), int(match[3] or 1))
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        return f"{nodes}{self.per_node} x {self.name} ({self.memory / 2**30:.0f} GiB)"

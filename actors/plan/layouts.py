@@ -1,0 +1,108 @@
+"""Which layouts of the learner divide a model, and what a rank of each holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
+from actors.plan.shape import ModelShape
+from learner.config import LearnerConfig
+
+_LARGEST_TENSOR_PARALLEL = 8
+"""A tensor-parallel group stays inside a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to spread the model over the ranks."""
+
+    config: LearnerConfig
+    memory: RankMemory
+    fits: bool
+
+    def __str__(self) -> str:
+        config = self.config
+        parts = {
+            "tensor_parallel": config.tensor_parallel,
+            "pipeline_parallel": config.pipeline_parallel,
+            "expert_parallel": config.expert_parallel,
+            "data_parallel": config.data_parallel,
+        }
+        named = " ".join(f"{name}={size}" for name, size in parts.items() if size > 1 or name == "data_parallel")
+        return named + (" recompute_activations=true" if config.recompute_activations else "")
+
+
+def layouts(
+    shape: ModelShape, config: LearnerConfig, ranks: int, gpu_bytes: int, *, longest: int, has_reference: bool, gpus_per_node: int = 8
+) -> list[Layout]:
+    """All that are possible with so many ranks, those that fit first, and of these the ones with the least communication.
+
+    Args:
+        gpu_bytes: that a rank may take.
+    """
+    found = []
+    for one in _possible(shape, config, ranks, gpus_per_node):
+        memory = rank_memory(shape, one, longest=longest, has_reference=has_reference)
+        found.append(Layout(one, memory, memory.total + RESERVE <= gpu_bytes))
+    return sorted(found, key=lambda layout: (not layout.fits, *_cost(layout.config)))
+
+
+def obstacles(shape: ModelShape, config: LearnerConfig) -> list[str]:
+    """Why the model can't be spread so: each a setting, and a number that it doesn't divide."""
+    ranks, stages = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline
+    is_wrong = {
+        f"learner.tensor_parallel = {ranks} doesn't divide the model's {shape.heads} heads": shape.heads % ranks != 0,
+        f"learner.tensor_parallel = {ranks} and the model's {shape.key_heads} key-value heads: neither divides the other": (
+            shape.key_heads % ranks != 0 and ranks % shape.key_heads != 0
+        ),
+        f"learner.tensor_parallel = {ranks} doesn't divide the feed-forward width of {shape.feed_forward}": (
+            not shape.experts and shape.feed_forward % ranks != 0
+        ),
+        f"learner.pipeline_parallel x virtual_pipeline = {stages} doesn't divide the model's {shape.layers} layers": (
+            shape.layers % stages != 0
+        ),
+        f"learner.expert_parallel = {config.expert_parallel}, but the model has no experts": (
+            not shape.experts and config.expert_parallel > 1
+        ),
+        f"learner.expert_parallel = {config.expert_parallel} doesn't divide the model's {shape.experts} experts": (
+            shape.experts % config.expert_parallel != 0
+        ),
+        f"learner.tensor_parallel = {ranks} with experts and without sequence_parallel: true": (
+            bool(shape.experts) and ranks > 1 and not config.sequence_parallel
+        ),
+    }
+    return [text for text, wrong in is_wrong.items() if wrong]
+
+
+def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_node: int) -> Iterator[LearnerConfig]:
+    sizes = [2**power for power in range(ranks.bit_length())]
+    most = min(_LARGEST_TENSOR_PARALLEL, gpus_per_node)
+    for tensor in (size for size in sizes if size <= most):
+        for pipeline in (size for size in sizes if tensor * size <= ranks and ranks % (tensor * size) == 0):
+            data = ranks // (tensor * pipeline)
+            for expert in (size for size in sizes if size == 1 or (shape.experts and data * tensor % size == 0)):
+                for recompute in (False, True):
+                    values = {
+                        "tensor_parallel": tensor,
+                        "sequence_parallel": tensor > 1,
+                        "pipeline_parallel": pipeline,
+                        "virtual_pipeline": 1,
+                        "expert_parallel": expert,
+                        "data_parallel": data,
+                        "distributed_optimizer": data > 1,
+                        "recompute_activations": recompute,
+                    }
+                    try:
+                        one = LearnerConfig.model_validate(config.model_dump() | values)
+                    except ValidationError:
+                        continue
+                    if not obstacles(shape, one):
+                        yield one
+
+
+def _cost(config: LearnerConfig) -> tuple[int, ...]:
+    """What a layout costs beside memory, the dearest first: a second forward pass, stages that wait, ranks that talk in every layer."""
+    return (config.recompute_activations, config.pipeline_parallel, config.tensor_parallel, config.expert_parallel)

@@ -1,0 +1,110 @@
+"""Memory of a learner's rank, in bytes: what stays (weights, gradients, optimizer) and what a pass adds (activations, the head).
+
+Weights, gradients and optimizer are counted, not estimated: Megatron's data parallelism holds float32 gradients of all parameters
+(learner/model.py, grad_reduce_in_fp32); Adam has two float32 averages, and in half precision a float32 copy of the weights, shared by the
+data-parallel ranks if the optimizer is distributed (Rajbhandari et al. 2020, ZeRO, section 3: K = 12 bytes a parameter and K / R).
+Activations are what autograd keeps of a layer of learner/layers.py, tensor by tensor (after Korthikanti et al. 2022, section 4, whose
+layer has dropout and no gate); the head is as in learner/logprobs.py. Not in it: NCCL's buffers and the CUDA context, for which RESERVE is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.plan.shape import BYTES_OF, ModelShape
+from learner.config import LearnerConfig
+
+RESERVE = 3 << 30
+"""CUDA context, NCCL's buffers, kernels' workspaces and what the allocator can't use: an estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Of the rank that holds most, bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    """Logits and gradients of the vocabulary's matrix, of a chunk of tokens."""
+    reference: int = 0
+    """Weights of the model that the run began with, during its forward."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.reference
+
+
+def rank_memory(shape: ModelShape, config: LearnerConfig, *, longest: int, has_reference: bool = False) -> RankMemory:
+    """Of the fullest rank.
+
+    Args:
+        config: with a dtype.
+        longest: tokens of the longest sequence, which is a pass of its own where it is longer than tokens_per_microbatch.
+    """
+    stages = [_of_stage(shape, config, stage, longest, has_reference) for stage in range(config.pipeline_parallel)]
+    return max(stages, key=lambda memory: memory.total)
+
+
+def state_bytes(shape: ModelShape, config: LearnerConfig, stage: int = 0) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer) of a rank of a stage."""
+    shared, experts = shape.split(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)[stage]
+    size, of_optimizer = BYTES_OF[config.resolved_dtype], 8 if config.resolved_dtype == "float32" else 12
+    if config.distributed_optimizer:
+        of_experts = config.data_parallel * config.tensor_parallel // config.expert_parallel
+        optimizer = of_optimizer * (-(-shared // config.data_parallel) + -(-experts // of_experts))
+    else:
+        optimizer = of_optimizer * (shared + experts)
+    return size * (shared + experts), 4 * (shared + experts), optimizer
+
+
+def layer_activations(shape: ModelShape, config: LearnerConfig) -> float:
+    """Bytes a token that autograd keeps of one layer on one rank."""
+    size, ranks = BYTES_OF[config.resolved_dtype], config.tensor_parallel
+    rows = 1 / ranks if config.sequence_parallel else 1.0
+    if config.recompute_activations:
+        return size * shape.hidden * rows
+    queries = shape.heads / ranks * shape.head_width
+    keys = max(shape.key_heads / ranks, 1) * shape.head_width
+    # Twice: what the norm reads, and what the product after it reads (under sequence parallelism gathered anew in the backward pass).
+    kept = size * 4 * shape.hidden * rows + 8 * rows
+    # Rotary tables; q, k; q with k and v as the product made them; the attention's output, and as the next product reads it.
+    kept += size * (4 * shape.head_width + queries + keys + queries + 2 * keys + 2 * queries) + 4 * shape.heads / ranks
+    if shape.has_head_norms:
+        kept += size * (queries + keys) + 4 * (shape.heads + shape.key_heads) / ranks
+    return kept + (_expert_activations(shape, config) if shape.experts else size * 5 * shape.feed_forward / ranks)
+
+
+def _expert_activations(shape: ModelShape, config: LearnerConfig) -> float:
+    """Bytes a token of router and experts: it is there once for each expert that it is sent to, on average on as many ranks as send.
+
+    For each expert its row, what the two products make of it and the gate between them, its number, place and weight; once its logits and
+    the map of its experts.
+    """
+    size, rows = BYTES_OF[config.resolved_dtype], 1 / config.tensor_parallel if config.sequence_parallel else 1.0
+    of_one = size * (shape.hidden + 6 * shape.feed_forward) + 24
+    return rows * (shape.experts_per_token * of_one + 5 * shape.experts)
+
+
+def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
+    """Peak of the head's backward pass, as the head of learner/logprobs.py says."""
+    rows = -(-shape.vocabulary // config.tensor_parallel)
+    chunk = min(config.logprob_chunk_tokens, tokens)
+    results = 12 * tokens
+    if config.resolved_dtype == "float32" or config.float32_head:
+        return 8 * chunk * rows + 4 * rows * shape.hidden + 4 * tokens * shape.hidden + results
+    return max(8 * chunk * rows + 4 * rows * shape.hidden, 2 * chunk * rows + 6 * rows * shape.hidden) + 2 * tokens * shape.hidden + results
+
+
+def _of_stage(shape: ModelShape, config: LearnerConfig, stage: int, longest: int, has_reference: bool) -> RankMemory:
+    weights, gradients, optimizer = state_bytes(shape, config, stage)
+    tokens = max(config.tokens_per_microbatch, longest)
+    passes = config.pipeline_parallel - stage  # 1F1B: micro-batches whose backward pass is still to come
+    layers = shape.layers / config.pipeline_parallel
+    activations = layer_activations(shape, config) * layers * passes * tokens
+    if config.recompute_activations:  # one layer at a time is there as a whole
+        activations += layer_activations(shape, config.model_copy(update={"recompute_activations": False})) * tokens
+    is_last = stage == config.pipeline_parallel - 1
+    head = head_bytes(shape, config, tokens) if is_last else 0
+    return RankMemory(weights, gradients, optimizer, round(activations), head, weights if has_reference else 0)

@@ -1,0 +1,130 @@
+"""A model's sizes, from its config.json: how many parameters are where. Nothing is loaded for it, no library either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from correction.errors import DataError
+
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+"""model_type of the families that the learner trains (learner/convert.py)."""
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The numbers of a config.json that decide about memory."""
+
+    family: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    key_heads: int
+    head_width: int
+    feed_forward: int
+    """Width of the gated feed-forward part, or of each expert."""
+    context: int
+    is_tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """Raises: DataError if the folder has no config.json that can be read, or of a family that the learner doesn't train."""
+        try:
+            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"model = {folder}: no config.json can be read from it ({error}); a model is a Hugging Face folder") from error
+        try:
+            return cls.of(content.get("text_config", content))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{folder}/config.json: it doesn't say {error}. Put back a whole copy of the file") from error
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Raises: DataError for another family; KeyError for a size that isn't there."""
+        family = str(config["model_type"])
+        if family not in FAMILIES:
+            raise DataError(f"model_type = {family}: the learner trains {', '.join(FAMILIES)}. Take a model of one of these")
+        heads, hidden, is_moe = config["num_attention_heads"], config["hidden_size"], family == "qwen3_moe"
+        return cls(
+            family=family,
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            vocabulary=config["vocab_size"],
+            heads=heads,
+            key_heads=config.get("num_key_value_heads") or heads,
+            head_width=config.get("head_dim") or hidden // heads,
+            feed_forward=config["moe_intermediate_size" if is_moe else "intermediate_size"],
+            context=config["max_position_embeddings"],
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+            experts=_experts(config) if is_moe else 0,
+            experts_per_token=config["num_experts_per_tok"] if is_moe else 0,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; a head that is the embedding counts once."""
+        return sum(self.split(1, 1, 1)[0])
+
+    @property
+    def tensors(self) -> int:
+        """As files and engines have them: each expert's by themselves."""
+        attention = 4 + (2 if self.has_head_norms else 0) + (3 if self.has_biases else 0)
+        feed_forward = 1 + 3 * self.experts if self.experts else 3
+        return self.layers * (attention + feed_forward + 2) + (2 if self.is_tied else 3)
+
+    @property
+    def has_head_norms(self) -> bool:
+        return self.family.startswith("qwen3")
+
+    @property
+    def has_biases(self) -> bool:
+        return self.family == "qwen2"
+
+    def split(self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> list[tuple[int, int]]:
+        """(parameters that all data-parallel ranks have, those of experts) of a rank, by pipeline stage.
+
+        Vocabulary, query groups and feed-forward parts are cut in tensor_parallel pieces, experts shared by expert_parallel ranks; norms
+        and routers are whole everywhere, as Megatron has them. With stages a tied head is a copy of the embedding on the last one.
+        """
+        layers = self.layers // pipeline_parallel
+        dense, experts = self._layer(tensor_parallel), self._experts(expert_parallel)
+        rows = -(-self.vocabulary // tensor_parallel) * self.hidden
+        stages = [[layers * dense, layers * experts] for _ in range(pipeline_parallel)]
+        stages[0][0] += rows
+        stages[-1][0] += self.hidden
+        if pipeline_parallel > 1 or not self.is_tied:
+            stages[-1][0] += rows
+        return [(shared, of_experts) for shared, of_experts in stages]
+
+    def _layer(self, ranks: int) -> int:
+        """Of one layer on one of the ranks that share its matrices, without its experts."""
+        key_heads = max(self.key_heads // ranks, 1)
+        queries, keys = self.heads // ranks * self.head_width, key_heads * self.head_width
+        attention = self.hidden * (2 * queries + 2 * keys)
+        biases = queries + 2 * keys if self.has_biases else 0
+        norms = 2 * self.hidden + (2 * self.head_width if self.has_head_norms else 0)
+        feed_forward = self.experts * self.hidden if self.experts else 3 * self.hidden * self.feed_forward // ranks
+        return attention + biases + norms + feed_forward
+
+    def _experts(self, ranks: int) -> int:
+        return self.experts // ranks * 3 * self.hidden * self.feed_forward
+
+    def key_value_bytes(self, dtype: str) -> int:
+        """Of one token in an engine's cache."""
+        return 2 * self.layers * self.key_heads * self.head_width * BYTES_OF[dtype]
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.parameters * BYTES_OF[dtype]
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    """Files of the hub say num_experts; what transformers 5 saves says num_local_experts."""
+    number: int = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    return number

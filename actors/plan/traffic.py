@@ -1,0 +1,95 @@
+"""Bytes that a run moves and keeps beside its GPUs: a version of the weights, a checkpoint, a batch; and estimates of the seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.config import RunConfig
+from actors.plan.learner_memory import state_bytes
+from actors.plan.shape import BYTES_OF, ModelShape
+
+HOST_COPY = 5e9
+"""Bytes a second that one thread copies from memory to memory: an assumption."""
+BUS = 20e9
+"""Bytes a second between a GPU and page-locked memory of its host (PCIe 4 x16 and better): an assumption."""
+NETWORK = 10e9
+"""Bytes a second between nodes (100 Gb/s with Ray's overhead): an assumption."""
+PREFILL = 30_000.0
+"""Tokens a second that an engine reads, for a model of 8B on an H100; taken to fall as the parameters grow: an assumption."""
+PREFILL_PARAMETERS = 8e9
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes and estimated seconds of one version of the weights, one checkpoint, one batch."""
+
+    version: int
+    """Bytes of the weights as they are sent."""
+    export_s: float
+    """The learner copies them out, and can't train."""
+    pause_s: float
+    """An engine takes them in, and can't sample."""
+    recomputed_tokens: int
+    """Tokens that an engine has to read again after an update with its cache full of requests; 0 if the cache is kept."""
+    recompute_s: float
+    checkpoint: int
+    """Bytes on disk, with the Hugging Face folder."""
+    batch: int
+    """Bytes of a packed batch of the longest answers."""
+    store: int
+    """Bytes in the object store: two versions of the weights, of which one is read and one written, and two batches."""
+
+
+def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> Traffic:
+    """Args: cache_tokens: that an engine's KV cache holds."""
+    learner, rollout = config.learner, config.rollout
+    version = shape.parameters * BYTES_OF[learner.resolved_dtype]
+    buses = version / BUS if learner.resolved_device == "cuda" else 0.0
+    engine = rollout.engine
+    longest = engine.context_length or shape.context
+    retracts = engine.weight_update_mode == "retract"
+    again = min(cache_tokens, engine.max_running_requests * longest // 2) if retracts else 0
+    rate = PREFILL * PREFILL_PARAMETERS / active_parameters(shape)
+    one_batch = batch_bytes(shape, config)
+    return Traffic(
+        version=version,
+        export_s=buses + version / HOST_COPY,
+        pause_s=version / HOST_COPY + (version / BUS if engine.resolved_device == "cuda" else 0.0),
+        recomputed_tokens=again,
+        recompute_s=again / rate if engine.resolved_device == "cuda" else 0.0,
+        checkpoint=checkpoint_bytes(shape, config),
+        batch=one_batch,
+        store=2 * version + 2 * one_batch,
+    )
+
+
+def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Weights and the optimizer's state once, however many ranks hold copies, and the Hugging Face folder."""
+    whole = config.learner.model_copy(
+        update={"data_parallel": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "distributed_optimizer": False}
+    )
+    weights, _, optimizer = state_bytes(shape, whole)
+    return weights + optimizer + weights
+
+
+def token_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Of a PackedBatch, per token, by the types of its fields (correction/batch.py)."""
+    from correction.schedule import needs_topk
+
+    plain = 8 + 1 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions
+    topk = needs_topk(config.correction) * (8 + 4)
+    routes = shape.layers * shape.experts_per_token * (1 if shape.experts <= 256 else 2)
+    return plain + 4 + topk + (routes if config.learner.routing_replay != "none" else 0)  # and proximal logprobs
+
+
+def batch_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Of the longest answers that are allowed, each with a prompt as long as the context leaves room for."""
+    sampling = config.rollout.sampling
+    longest = config.rollout.engine.context_length or min(shape.context, 2 * sampling.max_tokens)
+    return config.groups_per_step * sampling.samples_per_group * longest * token_bytes(shape, config)
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """That compute on a token."""
+    shared, experts = shape.split(1, 1, 1)[0]
+    return shared + (experts * shape.experts_per_token // shape.experts if shape.experts else 0)

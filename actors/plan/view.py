@@ -1,0 +1,124 @@
+"""A plan as rows of text, and as numbers for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actors.config import RunConfig
+from actors.deadlines import Deadline, table
+from actors.doctor.facts import Complaint, PaperFacts
+from actors.doctor.paper_rules import gib, longest_sequence
+from actors.plan.engine_memory import EngineMemory, default_fraction, engine_memory
+from actors.plan.gpus import Gpus
+from actors.plan.layouts import Layout, layouts, obstacles
+from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
+from actors.plan.traffic import Traffic, traffic
+
+_SHOWN_LAYOUTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run needs, on GPUs that need not be there."""
+
+    gpus: Gpus
+    parameters: int
+    tensors: int
+    rank: RankMemory | None
+    """None if the layout doesn't divide the model."""
+    engine: EngineMemory
+    moved: Traffic
+    layouts: tuple[Layout, ...]
+    deadlines: tuple[Deadline, ...]
+    complaints: tuple[Complaint, ...]
+
+
+def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequence[Complaint]) -> RunPlan:
+    """Args: config: with devices and types, for GPUs; complaints: of the doctor's rules."""
+    learner, shape = config.learner, facts.shape
+    longest, has_reference = longest_sequence(facts, config), config.needs_reference
+    rank = None if obstacles(shape, learner) else rank_memory(shape, learner, longest=longest, has_reference=has_reference)
+    engine = engine_memory(shape, config.rollout, gpus.memory)
+    share = int(gpus.memory * learner.gpus_per_rank)
+    others = layouts(
+        shape, learner, learner.world_size, share, longest=longest, has_reference=has_reference, gpus_per_node=gpus.per_node
+    )
+    moved = traffic(shape, config, cache_tokens=engine.tokens)
+    waits = table(config, moved.version)
+    return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, tuple(others), tuple(waits), tuple(complaints))
+
+
+def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]]]:
+    """Title -> (what, how much)."""
+    learner, rollout = config.learner, config.rollout
+    ranks = f"{learner.world_size} rank{'s' * (learner.world_size > 1)}"
+    head = f"{plan.parameters / 1e9:.2f}B parameters in {plan.tensors:,} tensors; {plan.gpus}"
+    return {
+        f"{config.model.name}: {head}": [("batch", config.batch_arithmetic())],
+        f"learner: {ranks}, {learner.dtype}": _of_rank(plan, config),
+        f"engines: {rollout.workers}, {rollout.engine.dtype}": _of_engine(plan, config),
+        "one version of the weights": _of_version(plan),
+        "deadlines that follow": [
+            (f"{line.seconds:,.0f} s", f"{line.key}: {line.what}" if line.key else line.what) for line in plan.deadlines
+        ],
+        "beside the GPUs": [
+            ("object store", f"{gib(plan.moved.store)}: two versions and two batches of {gib(plan.moved.batch)} each at most"),
+            ("checkpoint", f"{gib(plan.moved.checkpoint)}; {config.checkpoint.keep} are kept"),
+        ],
+        f"layouts of {ranks}": [
+            (f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}")
+            for one in plan.layouts[:_SHOWN_LAYOUTS]
+        ],
+    }
+
+
+def _of_rank(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
+    if plan.rank is None:
+        return [("", "the layout doesn't divide the model, see below")]
+    rank, share = plan.rank, plan.gpus.memory * config.learner.gpus_per_rank
+    parts = {
+        "weights": rank.weights,
+        "gradients": rank.gradients,
+        "optimizer": rank.optimizer,
+        "activations": rank.activations,
+        "head": rank.head,
+        "reference": rank.reference,
+        "reserve": RESERVE,
+    }
+    rows = [(name, gib(size)) for name, size in parts.items() if size]
+    return [*rows, ("together", f"{gib(rank.total + RESERVE)} of {gib(share)}")]
+
+
+def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
+    engine, most = plan.engine, config.rollout.engine.max_running_requests
+    fraction = config.rollout.engine.memory_fraction or default_fraction(plan.gpus.memory)
+    return [
+        ("weights", gib(engine.weights)),
+        ("KV cache", f"{gib(max(0, engine.cache))} ({fraction:.3g} of the GPU, less the weights): {engine.tokens:,} tokens"),
+        ("requests", f"{engine.longest_requests} of {engine.request_tokens:,} tokens; {most} at most"),
+    ]
+
+
+def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
+    moved = plan.moved
+    rows = [("bytes", gib(moved.version)), ("estimates", f"learner {moved.export_s:.1f} s, an engine's pause {moved.pause_s:.1f} s")]
+    if moved.recomputed_tokens:
+        rows.append(("read again", f"up to {moved.recomputed_tokens:,} tokens an engine, about {moved.recompute_s:.0f} s (retract)"))
+    return rows
+
+
+def in_numbers(plan: RunPlan) -> dict[str, Any]:
+    """For programs; bytes and seconds."""
+    return {
+        "gpus": str(plan.gpus),
+        "parameters": plan.parameters,
+        "tensors": plan.tensors,
+        "rank": {**asdict(plan.rank), "reserve": RESERVE, "total": plan.rank.total + RESERVE} if plan.rank else None,
+        "engine": {**asdict(plan.engine), "tokens": plan.engine.tokens, "longest_requests": plan.engine.longest_requests},
+        "traffic": asdict(plan.moved),
+        "layouts": [{"layout": str(one), "bytes": one.memory.total + RESERVE, "fits": one.fits} for one in plan.layouts],
+        "deadlines": [asdict(one) for one in plan.deadlines],
+        "findings": [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in plan.complaints],
+    }

@@ -1,0 +1,120 @@
+"""Which checkpoint a run goes on from: the newest one whose files are all as they were written; and what is taken back for it.
+
+A resume goes on from it, and a run that has lost its learner or its queue. Nothing in the folder is changed before `take_back`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
+from actors.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
+from correction.errors import DataError
+from learner.file_sums import MANIFEST, read_manifest_of_files, verify
+from rollout.chat import load_tokenizer
+from rollout.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """What a run goes on from."""
+
+    checkpoint: Checkpoint
+    state: TrainingState
+    damaged: tuple[tuple[Checkpoint, str], ...]
+    """Newer checkpoints that can't be read, newest first, each with the reason."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """To be told at the start: level and sentence."""
+
+
+def newest_readable(folder: RunFolder) -> ResumePoint:
+    """The newest checkpoint whose files are whole. Raises: OtherVersionError if another version wrote it; DataError if there is none."""
+    damaged: list[tuple[Checkpoint, str]] = []
+    for checkpoint in reversed(folder.checkpoints()):
+        try:
+            state, foreign = _read(checkpoint)
+            note = f"{checkpoint.path} holds files that it was not written with and that are not read: {', '.join(foreign)}"
+            return ResumePoint(checkpoint, state, tuple(damaged), (("warning", note),) if foreign else ())
+        except OtherVersionError:
+            raise  # the older ones are of no later version, and nothing is wrong with this one
+        except DataError as error:
+            damaged.append((checkpoint, str(error)))
+    raise DataError(
+        f"{folder.path}: nothing to resume from: none of its checkpoints can be read ({', '.join(c.path.name for c, _ in damaged)}). "
+        f"The newest: {damaged[0][1]}. Without it, start a new run"
+    )
+
+
+def _read(checkpoint: Checkpoint) -> tuple[TrainingState, list[str]]:
+    """Returns: the state, and names of files that the checkpoint was not written with.
+
+    Raises: OtherVersionError; DataError naming the file that is missing or damaged.
+    """
+    from learner.checkpoint_files import check_readable  # torch: seconds that a refusal of the settings doesn't need
+    from learner.model_check import check_trainable
+
+    foreign = _verify(checkpoint)
+    state = TrainingState.load(checkpoint.state)
+    hf_config = check_trainable(checkpoint.hf)
+    load_tokenizer(checkpoint.hf)
+    check_readable(checkpoint.state / "learner", hf_config)
+    if state.step != checkpoint.step:
+        raise DataError(f"{checkpoint.state}: it is the state of step {state.step}, in the checkpoint of step {checkpoint.step}")
+    return state, foreign
+
+
+def _verify(checkpoint: Checkpoint) -> list[str]:
+    """Compare all files with the manifest. Returns: names of files that it doesn't have. Raises: as `_read`."""
+    if not (checkpoint.path / MANIFEST).exists() and (checkpoint.state / OLD_STATE).exists():
+        raise other_version(checkpoint.path, "an earlier version", "its state is a pickle, which this version doesn't read")
+    manifest = read_manifest_of_files(checkpoint.path)
+    if (found := manifest.get("format")) != CHECKPOINT_FORMAT:
+        which = "a later version" if isinstance(found, int) and found > CHECKPOINT_FORMAT else "an earlier version"
+        raise other_version(checkpoint.path, which, f"its format is {found}, this version's {CHECKPOINT_FORMAT}")
+    return verify(checkpoint.path, manifest)
+
+
+def _set_aside(checkpoint: Checkpoint) -> Path:
+    """Let a checkpoint count for nothing any more, by another name; nothing of it is removed. Returns: that name."""
+    names = (checkpoint.path.with_name(f"{checkpoint.path.name}.damaged{number}") for number in ("", *(f"-{i}" for i in range(2, 100))))
+    return checkpoint.path.rename(next(name for name in names if not name.exists()))
+
+
+def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[ResumePoint, list[tuple[str, str]]]:
+    """Take back what the folder has of steps after the point's, once all else has been found right.
+
+    Returns: the point with the task's prompts, and what to say about it.
+
+    Raises: DataError if the task doesn't ask what the run asked.
+    """
+    point = replace(point, state=_with_prompts(folder, point, task))
+    said = list(point.notes)
+    step = point.checkpoint.step
+    for checkpoint, reason in reversed(point.damaged):
+        aside = _set_aside(checkpoint)
+        said.append(("warning", f"the checkpoint of step {checkpoint.step} can't be read and is set aside as {aside.name}: {reason}"))
+    lines = folder.rewind(step)
+    if point.damaged:
+        newest = point.damaged[0][0].step
+        said.append(
+            ("warning", f"so all after step {step} is done again, up to step {newest} at least; {lines} lines of it went to rewound.jsonl")
+        )
+    if lost := step - len({metrics.step for metrics in folder.read_metrics()}):
+        said.append(("warning", f"{folder.metrics_path} is damaged: {lost} of {step} steps have no line in it, and no place in the report"))
+    return point, said
+
+
+def _with_prompts(folder: RunFolder, point: ResumePoint, task: Task) -> TrainingState:
+    """Raises: DataError if the task is of another file, or of one that has changed."""
+    state = point.state
+    try:
+        state = state.with_prompts_of(task.train_prompt)
+        if state.data and state.data != task.fingerprint:
+            raise DataError(f"the fingerprint of its questions is {task.fingerprint}, and was {state.data}")
+    except DataError as error:
+        raise DataError(
+            f"{task.name}: {error}: these are other data than those of {folder.path}, and a resume would take some of them twice or never. "
+            f"Put the run's data back, or start a new run from {point.checkpoint.hf}"
+        ) from error
+    return state

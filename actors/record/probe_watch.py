@@ -1,0 +1,76 @@
+"""The probe of each weight sync against what its type of numbers allows; a version is told of once, however many engines it is wrong on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.supervision import counted
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLimits:
+    """Nats by which logprobs of a prompt may differ between engine and learner at equal weights."""
+
+    largest: float
+    """At any token."""
+    median: float
+    """At half of them: a difference that has no token to itself is no accident of rounding."""
+
+    @classmethod
+    def of(cls, dtype: str, largest: float | None = None) -> ProbeLimits:
+        """Of weights of a type; `largest`: as configured, and then alone.
+
+        bfloat16: public comparisons of SGLang or vLLM with Megatron have means of 0.008 (Qwen3-8B, largest 0.24) to 0.03 nats (DeepSeek-V3,
+        largest 0.1). float16 has three bits more, and so an eighth.
+        """
+        if largest is not None:
+            return cls(largest, float("inf"))
+        return {"float32": cls(1e-3, float("inf")), "bfloat16": cls(0.5, 0.02), "float16": cls(0.0625, 0.0025)}[dtype]
+
+
+class ProbeWatch:
+    """What the probes since the last step have shown."""
+
+    def __init__(self, limits: ProbeLimits) -> None:
+        self._limits = limits
+        self._differences: list[float] = []
+        self._told = -1
+        """Newest version that was warned of."""
+        self._more: dict[int, list[tuple[float, str]]] = {}
+        """By version: further engines that it is wrong on, with their largest difference."""
+
+    def forget(self) -> None:
+        """Versions begin anew: those of now are withdrawn."""
+        self._differences, self._told, self._more = [], -1, {}
+
+    def add(self, worker: str, version: int, differences: Sequence[float]) -> str | None:
+        """What to say at once: of a version's first engine that is beyond the limits.
+
+        Args:
+            differences: of each token's logprob, nats.
+        """
+        largest, median = max(differences), statistics.median(differences)
+        self._differences.append(largest)
+        if largest <= self._limits.largest and median <= self._limits.median:
+            return None
+        if version <= self._told:
+            self._more.setdefault(version, []).append((largest, worker))
+            return None
+        self._told = version
+        allowed = f"{self._limits.largest:g}" + (f", median {self._limits.median:g}" if self._limits.median < float("inf") else "")
+        return (
+            f"weights v{version} on rollout worker {worker}: the probe prompt's logprobs differ from the learner's by up to {largest:.2g} "
+            f"nats, median {median:.2g} (allowed: {allowed}; weight_sync.max_probe_difference): the engines don't agree at equal weights"
+        )
+
+    def take(self) -> tuple[list[float], list[str]]:
+        """The largest difference of each probe, and of each version with further such engines a line; both begin anew."""
+        lines = []
+        for version, found in self._more.items():
+            largest, worker = max(found)
+            engines = counted(len(found), "further rollout worker")
+            lines.append(f"weights v{version} are beyond the probe's limits on {engines}, most on {worker}, by {largest:.2g} nats")
+        differences, self._differences, self._more = self._differences, [], {}
+        return differences, lines

@@ -1,0 +1,112 @@
+"""Batches whose loss or gradient was not finite, kept for study: tensors in a safetensors file, the rest in JSON beside it. A few of a run.
+
+Reading one runs nothing, whoever has written it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayError
+
+from actors.payloads import value_of
+
+if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
+    from actors.carriers import PreparedBatch
+    from correction.batch import CorrectedBatch
+    from correction.config import CorrectionConfig
+    from learner.step import StepResult
+
+KEPT = 8
+"""Of a run: the first ones say most."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedBatch:
+    """One of them, and what was seen of it."""
+
+    step: int
+    weight_version: int
+    """Of the weights before the step, which it left as they were."""
+    corrected: CorrectedBatch
+    correction: CorrectionConfig
+    grad_norms: tuple[float, ...]
+    """Of each optimizer step."""
+    group_norms: dict[str, float]
+    """By group of parameters."""
+
+    def _parts(self) -> dict[str, Any]:
+        """By a name that says where it belongs."""
+        batch, counts = self.corrected.batch, self.corrected.counts
+        found = {f"batch.{f.name}": getattr(batch, f.name) for f in fields(batch)}
+        found |= {f"corrected.{f.name}": getattr(self.corrected, f.name) for f in fields(self.corrected)}
+        return found | {"counts.values": counts.values if counts else None}
+
+    def save_tensors(self, path: Path) -> None:
+        """Raises: OSError."""
+        from safetensors.torch import save_file
+
+        # Clones: the format wants no memory shared, and a mask may be another one's.
+        save_file({name: value.contiguous().clone() for name, value in self._parts().items() if hasattr(value, "contiguous")}, path)
+
+    def save_rest(self, path: Path) -> None:
+        """Raises: OSError."""
+        counts, made_by = self.corrected.counts, self.corrected.batch.advantages_by
+        plain = {
+            "step": self.step,
+            "weight_version": self.weight_version,
+            "grad_norms": list(self.grad_norms),
+            "group_norms": dict(self.group_norms),
+            "correction": self.correction.model_dump(mode="json"),
+            "numbers": {name: value for name, value in self._parts().items() if isinstance(value, bool | int | float)},
+            "advantages_by": made_by if isinstance(made_by, str | None) else made_by.model_dump(mode="json"),
+            "counts": list(counts.labels) if counts else None,
+        }
+        path.write_text(json.dumps(plain, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> SkippedBatch:
+        """Args: path: of the safetensors file or of the JSON beside it."""
+        from safetensors.torch import load_file
+
+        from correction.batch import CorrectedBatch, DecisionCounts, PackedBatch
+        from correction.config import CorrectionConfig
+        from correction.parts import AdvantageConfig
+
+        plain = json.loads(path.with_suffix(".json").read_text())
+        found: dict[str, Any] = load_file(path.with_suffix(".safetensors")) | plain["numbers"]
+        of_batch = {name.removeprefix("batch."): value for name, value in found.items() if name.startswith("batch.")}
+        made_by = plain["advantages_by"]
+        of_batch["advantages_by"] = AdvantageConfig.model_validate(made_by) if isinstance(made_by, Mapping) else made_by
+        of_corrected = {name.removeprefix("corrected."): value for name, value in found.items() if name.startswith("corrected.")}
+        labels = plain["counts"]
+        of_corrected["counts"] = None if labels is None else DecisionCounts(tuple(labels), found["counts.values"])
+        corrected = CorrectedBatch(PackedBatch(**of_batch), **of_corrected)
+        correction = CorrectionConfig.model_validate(plain["correction"])
+        norms: Sequence[float] = plain["grad_norms"]
+        return cls(plain["step"], plain["weight_version"], corrected, correction, tuple(norms), plain["group_norms"])
+
+
+async def keep_and_tell(keep: Callable[[SkippedBatch], Path | None], step: int, batch: PreparedBatch, result: StepResult) -> str:
+    """What the guard did at a step, in a sentence; the batch is kept. The weights were those of the version before the step.
+
+    Args: keep: RunFolder.keep_skipped_batch.
+    """
+    try:
+        corrected = await value_of(batch.corrected)
+        kept_batch = SkippedBatch(step, batch.version, corrected, batch.correction, result.grad_norms, result.group_norms)
+        path = await asyncio.to_thread(keep, kept_batch)
+        kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT} already"
+    except (OSError, RayError) as error:
+        kept = f"not kept: {error}"
+    norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
+    updates = result.skipped_steps + result.optimizer_steps
+    return (
+        f"step {step}: {result.skipped_steps} of {updates} updates left out; loss or gradient was not finite "
+        f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch is {kept}"
+    )

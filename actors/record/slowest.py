@@ -1,0 +1,70 @@
+"""The prompts whose rewards took longest: slowest.json in the run folder, a table in the report."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from dataclasses import asdict, dataclass
+
+from actors.carriers import GroupSummary
+from actors.record.run_folder import RunFolder
+
+_FILE = "slowest.json"
+_KEPT = 10
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlowPrompt:
+    """One group."""
+
+    reward_s: float
+    """From its last answer to its last reward, waiting for a scoring process included."""
+    generate_s: float
+    response_tokens: int
+    prompt_id: str
+    worker: str
+    unscored: int
+    """Answers without a reward."""
+
+
+class SlowestPrompts:
+    """The ten slowest to score of a run, those of before a resume included."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._kept = read_slowest(folder)
+        heapq.heapify(self._kept)
+        self._is_new = False
+
+    def add(self, summary: GroupSummary) -> None:
+        unscored = len(summary.reward_errors)
+        one = SlowPrompt(summary.reward_s, summary.generate_s, summary.response_tokens, summary.prompt_id, summary.worker, unscored)
+        if len(self._kept) < _KEPT:
+            heapq.heappush(self._kept, one)
+        elif self._kept[0] < one:
+            heapq.heapreplace(self._kept, one)
+        else:
+            return
+        self._is_new = True
+
+    def save(self) -> None:
+        """Write the file, if it would be another one."""
+        if self._is_new:
+            self._is_new = False
+            self._folder.write_text(_FILE, json.dumps([asdict(one) for one in sorted(self._kept, reverse=True)], indent=1))
+
+
+def read_slowest(folder: RunFolder) -> list[SlowPrompt]:
+    """Slowest first; none of a run that has none, or whose file is damaged."""
+    try:
+        return sorted((SlowPrompt(**one) for one in json.loads((folder.path / _FILE).read_text(encoding="utf-8"))), reverse=True)
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def slowest_rows(folder: RunFolder) -> list[tuple[str, ...]]:
+    """(prompt, seconds of its rewards, seconds of its answers, their tokens, answers without a reward, worker)."""
+    return [
+        (one.prompt_id, f"{one.reward_s:.1f} s", f"{one.generate_s:.1f} s", f"{one.response_tokens:,}", str(one.unscored), one.worker)
+        for one in read_slowest(folder)
+    ]

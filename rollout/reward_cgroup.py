@@ -1,0 +1,95 @@
+"""A control group of its own for what a scorer starts, where this process may make one: the kernel then keeps the limits, to the byte.
+
+Two layouts: version 2, where a group offers its children the controllers in cgroup.subtree_control, and version 1, where each controller
+has a tree of its own. Containers often offer neither; rollout/reward_guardian.py then looks after the limits itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class ControlGroup:
+    """Limits memory and processes of whoever joins it, and of all that they start; nobody leaves it."""
+
+    def __init__(self, folders: list[Path], is_version_2: bool) -> None:
+        """Use ControlGroup.make."""
+        self._folders, self._is_version_2 = folders, is_version_2
+
+    @classmethod
+    def make(cls, memory_bytes: int | None, processes: int) -> ControlGroup | None:
+        """None where there is none to be had."""
+        name = f"evenkeel-reward-{os.getpid()}"
+        try:
+            places = dict(_places())
+            if {"memory", "pids"} <= places.keys():
+                limits = [("memory", "memory.limit_in_bytes", memory_bytes), ("pids", "pids.max", processes)]
+                group = cls([places["memory"] / name, places["pids"] / name], False)
+            elif "" in places and {"memory", "pids"} <= set((places[""] / "cgroup.subtree_control").read_text().split()):
+                limits = [("", "memory.max", memory_bytes), ("", "pids.max", processes)]
+                group = cls([places[""] / name], True)
+            else:
+                return None
+        except OSError:
+            return None
+        try:
+            for folder in group._folders:
+                folder.mkdir()
+            for place, file, limit in limits:
+                if limit is not None:
+                    (places[place] / name / file).write_text(str(limit))
+            return group
+        except OSError:
+            group.remove()
+            return None
+
+    def join(self) -> None:
+        """Put this process in. Raises: OSError."""
+        for folder in self._folders:
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def members(self) -> set[int]:
+        """Process ids, whoever their parents are."""
+        with contextlib.suppress(OSError):
+            return {int(line) for line in (self._folders[-1] / "cgroup.procs").read_text().split()}
+        return set()
+
+    def kill(self) -> None:
+        """SIGKILL to all."""
+        with contextlib.suppress(OSError):
+            if self._is_version_2:
+                (self._folders[0] / "cgroup.kill").write_text("1")
+        for pid in self.members():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def ran_out_of_memory(self) -> bool:
+        """The kernel has killed one of them for it."""
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            file = "memory.events" if self._is_version_2 else "memory.oom_control"
+            lines = (self._folders[0] / file).read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill ")) > 0
+        return False
+
+    def remove(self) -> None:
+        """Once all have ended."""
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _places() -> Iterator[tuple[str, Path]]:
+    """(controller, folder of this process's group); "" is version 2's."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            root = _ROOT / controller if controller else (_ROOT if (_ROOT / "cgroup.controllers").exists() else _ROOT / "unified")
+            # In a container the path may be the host's, of which only the end is mounted: then its root is ours.
+            folder = root / path.lstrip("/")
+            yield controller, folder if (folder / "cgroup.procs").exists() else root

@@ -1,0 +1,174 @@
+"""The guardian of a scoring process: nothing that a scorer starts outlives it, its worker, or the limits of the whole tree.
+
+It is the scorer's parent and the reaper of all that the scorer leaves behind: the kernel hands it every descendant whose own parent has
+ended, those that began a session of their own (setsid) and daemons too. It holds one end of a pipe, the leash; the worker holds the other.
+When the worker lets go, or dies by kill -9, the guardian ends the tree and itself. It computes nothing else, so that no scorer deep in a C
+function can keep it from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rollout.reward_cgroup import ControlGroup
+
+MEMORY, PROCESSES = 97, 98
+"""Exit codes of a guardian that ended its scorer: the tree took more memory, or had more processes than it may."""
+MOST_PROCESSES = 128
+"""Of a scorer, all that it started included."""
+_MOST_FILES = 4096
+_LARGEST_FILE_BYTES = 4 << 30
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 0.1
+_WAIT_S = 1.0
+"""Between looks where the kernel keeps the limits."""
+_END_S = 5.0
+
+
+def limit_process(memory_bytes: int | None) -> None:
+    """Of this process and, each for itself, of all that it starts: private writable memory (what a library merely reserves or maps doesn't
+    count), open files, the size of a file, no core dumps."""
+    import resource
+
+    def lower(kind: int, limit: int) -> None:
+        _, hard = resource.getrlimit(kind)
+        most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (most, most))
+
+    if memory_bytes is not None:
+        lower(resource.RLIMIT_DATA, memory_bytes)
+    lower(resource.RLIMIT_NOFILE, _MOST_FILES)
+    lower(resource.RLIMIT_FSIZE, _LARGEST_FILE_BYTES)
+    lower(resource.RLIMIT_CORE, 0)
+
+
+def become_reaper() -> None:
+    """Descendants whose parents end become children of this process (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def guard(scorer: int, leash: int, parent: int, memory_bytes: int | None, group: ControlGroup | None) -> int:
+    """Wait for the scorer's end, the worker's, or a limit; no process is left. Returns: the exit code, that of the scorer if it ended.
+
+    Args:
+        scorer: process id of a child.
+        leash: file descriptor that becomes readable when the worker lets go.
+        parent: process id of the worker.
+        group: holds the scorer and keeps the limits; None: they are looked after here.
+    """
+    code = None
+    with contextlib.suppress(OSError):
+        watched = [leash, os.pidfd_open(scorer)]
+        while code is None and os.getppid() == parent:
+            readable, _, _ = select.select(watched, [], [], _LOOK_S if group is None else _WAIT_S)
+            if leash in readable:
+                break
+            code = _ended(scorer)
+            if group is not None and group.ran_out_of_memory():
+                code = MEMORY
+            elif code is None and group is None:
+                code = _beyond_limits(memory_bytes)
+    end_tree(group)
+    return 0 if code is None else code
+
+
+def _ended(scorer: int) -> int | None:
+    """Exit code of the scorer, minus the signal if one killed it; None while it runs. Others that have ended are reaped."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == scorer:
+                found = os.waitstatus_to_exitcode(status)
+    return found
+
+
+def _beyond_limits(memory_bytes: int | None) -> int | None:
+    tree = descendants(os.getpid())
+    if len(tree) > MOST_PROCESSES:
+        return PROCESSES
+    if memory_bytes is not None and len(tree) > 1 and sum(map(_private_bytes, tree)) > memory_bytes:
+        return MEMORY
+    return None
+
+
+def end_tree(group: ControlGroup | None = None) -> None:
+    """Kill all descendants of this process. They are stopped first: what is stopped starts no other."""
+    until = time.monotonic() + _END_S
+    stopped: set[int] = set()
+    while (tree := descendants(os.getpid()) | (group.members() if group else set())) and time.monotonic() < until:
+        new = tree - stopped
+        for pid in new:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= new
+        if not new:
+            if group is not None:
+                group.kill()
+            for pid in tree:
+                _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.005)
+    if group is not None:
+        group.remove()
+
+
+def clear_leftovers() -> None:
+    """For a scorer that has failed: kill what it has started, if that is so much that it would keep the next completion from its own."""
+    tree = descendants(os.getppid()) - {os.getpid()}
+    if len(tree) > MOST_PROCESSES // 2:
+        for pid in tree:
+            _signal(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> set[int]:
+    """Of a process, as the kernel lists them (Linux); those that have ended and wait for their parent don't count."""
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        for child in _children(waiting.pop()):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return {one for one in found if not _is_zombie(one)}
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _private_bytes(pid: int) -> int:
+    """Resident and not shared."""
+    try:
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)

@@ -1,0 +1,48 @@
+"""Temporary files of an engine and its scorers lie in one folder, which goes with them, or with the next start if they were killed."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PREFIX = "evenkeel-engine-"
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """Within it, this process and those that it starts put their temporary files into a folder of their own, which stays.
+
+    SGLang leaves sockets and files there at each start, and whoever is killed leaves all of its own. What torch compiles stays where the
+    next engine finds it.
+    """
+    root = Path(tempfile.gettempdir())
+    _remove_those_of_the_dead(root)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
+    os.environ.setdefault(_INDUCTOR, str(root / f"torchinductor_{getpass.getuser()}"))
+    before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), str(folder)
+    tempfile.tempdir = str(folder)
+    try:
+        yield folder
+    finally:
+        tempfile.tempdir = str(root)
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
+
+
+def remove(folder: Path) -> None:
+    """Its processes have ended."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_those_of_the_dead(root: Path) -> None:
+    for folder in root.glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+            remove(folder)

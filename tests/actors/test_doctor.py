@@ -1,0 +1,210 @@
+"""Each rule of the doctor, with facts that are made up; and that a run stops at what can't work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.commands.cli import app
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.derived import derived
+from actors.doctor import gather
+from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
+from actors.doctor.gather import gpus_of_driver, this_node
+from actors.doctor.node_rules import on_nodes, requests
+from actors.doctor.paper_rules import enough, on_paper, stop_at_failures
+from actors.plan.gpus import Gpus
+from actors.plan.shape import ModelShape
+from correction.errors import ConfigError
+from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
+H100 = Gpus.parse("H100x8")
+
+
+def recipe(name: str, *overrides: str, has_gpu: bool = True) -> RunConfig:
+    return derived(load_config(RunConfig, RECIPES / f"{name}.yaml", overrides), has_gpu=has_gpu)
+
+
+def eight(*overrides: str) -> RunConfig:
+    return recipe("qwen3_8b_8gpu", *overrides)
+
+
+def paper(**facts: Any) -> PaperFacts:
+    return replace(PaperFacts(DENSE, H100.memory), **facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "gpus"),
+    [
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "24GBx1"),
+        ("qwen3_8b_8gpu", QWEN3_8B, "H100x8"),
+        ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4"),
+    ],
+)
+def test_the_recipes_for_gpus_fit_the_gpus_that_they_name(name: str, model: dict[str, Any], gpus: str) -> None:
+    kind = Gpus.parse(gpus)
+    config = recipe(name)
+    assert on_paper(PaperFacts(ModelShape.of(model), kind.memory), config) + enough(kind, config) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "severity", "said", "setting"),
+    [
+        ("learner.tensor_parallel=3", {}, "fail", "tensor_parallel = 3 doesn't divide the model's 32 heads", "divisor"),
+        ("learner.pipeline_parallel=5", {}, "fail", "= 5 doesn't divide the model's 36 layers", "divisor"),
+        ("learner.gpus_per_rank=0.5", {}, "fail", "two of them would fit on one GPU", ""),
+        ("rollout.engine.dtype=float16", {}, "fail", "rollout.engine.dtype = float16 with learner.dtype = bfloat16", ""),
+        ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),
+        ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 108 GiB of its 79.6 GiB", "tensor_parallel=4"),
+        ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
+        ("", {"gpu_bytes": 18 << 30}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
+        ("", {"gpu_bytes": 24 << 30}, "warn", "fewer than a group's 8 answers", "context_length"),
+        ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "fail", "would take more of the GPU than its share", "out"),
+        ("", {"disk_free": 100 << 30}, "fail", "a checkpoint has 122 GiB, but the run folder's disk has 100 GiB free", "run_dir"),
+        ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
+        ("", {"host_bytes": 64 << 30}, "warn", "Ray's object store has about 19.2 GiB", "object-store-memory"),
+    ],
+)
+def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
+    complaints = on_paper(paper(**facts), eight(*overrides.split()))
+    assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+def test_nothing_is_said_about_gpus_that_nobody_uses() -> None:
+    on_cpu = recipe("nano_spell_backward", has_gpu=False)
+    assert on_paper(PaperFacts(replace(DENSE, context=128), None), on_cpu) == []
+    assert on_paper(paper(disk_free=1 << 50, host_bytes=1 << 40), eight()) == []
+
+
+def test_a_rank_that_doesn_t_fit_is_told_a_layout_that_does() -> None:
+    facts = paper()
+    remedy = next(c.setting for c in on_paper(facts, eight("learner.recompute_activations=false")) if "rank needs" in c.sentence)
+    words = [f"learner.{word}" for word in remedy.removeprefix("Set, under learner: ").split()]
+    mended = eight("learner.recompute_activations=false", *words)
+    assert [c for c in on_paper(facts, mended) if c.severity == "fail"] == []
+
+
+def node(**facts: Any) -> NodeFacts:
+    gpu = GpuFact("H100", H100.memory, H100.memory, "sm_90")
+    whole: dict[str, Any] = {
+        "name": "10.0.0.1", "offered_gpus": 8.0, "free_gpus": 8.0, "gpus": (gpu,) * 8, "driver_gpus": 8,
+        "architectures": ("sm_80", "sm_90"), "rollout_units": 8.0, "cpus": 64.0, "free_cpus": 64.0,
+        "versions": {"torch": "2.13.0", "ray": "2.60.0"},
+    }  # fmt: skip
+    return NodeFacts(**(whole | facts))
+
+
+def test_a_healthy_node_has_nothing_said() -> None:
+    assert on_nodes([node()], eight(), DENSE) == []
+
+
+BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "severity", "said"),
+    [
+        ([node(offered_gpus=4.0, free_gpus=4.0)], "", "fail", "the run asks for 8 GPUs, and Ray has 4: 4 ranks x 1, 4 workers x 1"),
+        ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "the run asks for 8 GPUs, and Ray has 4"),
+        ([node(free_gpus=5.0)], "", "warn", "of 8 only 5 are free"),
+        (
+            [node(offered_gpus=3.0), node(name="b", offered_gpus=3.0), node(name="c", offered_gpus=2.0)],
+            "learner.tensor_parallel=4 learner.data_parallel=1",
+            "fail",
+            "1 tensor-parallel groups of 4 ranks, each on one node, and there is room for 0",
+        ),
+        ([node(rollout_units=2.0)], "ray.address=auto", "warn", "4 rollout workers each ask for one unit of the Ray resource 'rollout'"),
+        ([node(gpus=(), architectures=(), has_cuda=False)], "", "fail", "has 8 GPUs, but its torch is a build without CUDA"),
+        ([node(offered_gpus=8.0, gpus=node().gpus[:1])], "", "fail", "offers Ray 8 GPUs, but torch sees 1 there"),
+        ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),
+        ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
+        ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10."),
+        ([node(), node(name="b", reads_run_folder=False)], "", "fail", "the run folder isn't the same on b"),
+        ([node(), node(name="b", has_model=False)], "", "warn", "Qwen3-8B: the folder isn't there on b"),
+        ([node(has_model=False), node(name="b", has_model=False)], "", "fail", "Qwen3-8B: the folder isn't there on 10.0.0.1, b"),
+        ([node(shared_memory=64 << 20)], "", "fail", "/dev/shm has 64 MiB free, less than one bucket of weights, 0.25 GiB"),
+        ([node(shared_memory=1 << 30)], "", "warn", "/dev/shm has 1 GiB free, and 4 engines may want 2 GiB"),
+        ([node(open_files=1024)], "ray.address=auto", "warn", "a process may open 1024 files"),
+        ([node(clock_ahead_s=-60.0)], "", "warn", "its clock is -60 s from this one's"),
+        ([node(compilers=("gcc",))], "", "warn", "nvcc, ninja not found"),
+    ],
+)  # fmt: skip
+def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: str, said: str) -> None:
+    complaints = on_nodes(nodes, eight(*overrides.split()), DENSE)
+    assert any(c.severity == severity and said in c.sentence for c in complaints), complaints
+
+
+def test_experts_on_blackwell_want_another_runner() -> None:
+    nodes = [node(gpus=(BLACKWELL,) * 8, architectures=("sm_100",))]
+    (found,) = on_nodes(nodes, eight(), EXPERTS)
+    assert (found.severity, found.setting) == ("fail", "Set rollout.engine.engine_args.moe_runner_backend: triton")
+    assert on_nodes(nodes, eight("rollout.engine.engine_args.moe_runner_backend=triton"), EXPERTS) == []
+    assert on_nodes(nodes, eight(), DENSE) == []
+
+
+def test_kernels_of_a_minor_architecture_run_on_later_ones() -> None:
+    assert on_nodes([node(gpus=(GpuFact("L40S", 1 << 36, 1 << 36, "sm_89"),) * 8)], eight(), DENSE) == []
+
+
+def test_a_machine_with_gpus_that_its_torch_can_t_use_may_compute_on_the_cpu() -> None:
+    """The worst that is said then: how to use them."""
+    here = node(gpus=(), architectures=(), has_cuda=False, offered_gpus=0.0, free_gpus=0.0)
+    (found,) = on_nodes([here], recipe("nano_spell_backward", has_gpu=False), DENSE)
+    assert found.severity == "warn" and "constraints-gpu.txt" in found.setting
+
+
+def test_shares_of_one_gpu_are_one_gpu() -> None:
+    rows = {row.kind: row for row in requests([node()], recipe("qwen3_0.6b_1gpu"))}
+    assert (rows["GPU"].asked, rows["GPU"].parts) == (1, "1 ranks x 0.65, 1 workers x 0.35")
+    assert (rows["CPU"].asked, rows["CPU"].there) == (2, 64)
+
+
+def test_a_run_stops_at_what_can_t_work_and_at_nothing_less() -> None:
+    stop_at_failures([Complaint("warn", "slow"), Complaint("note", "so many")])
+    with pytest.raises(ConfigError, match=r"^one\. Change it\ntwo$"):
+        stop_at_failures([Complaint("fail", "one", "Change it"), Complaint("warn", "slow"), Complaint("fail", "two")])
+
+
+def test_what_nvidia_smi_says_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in on the path: three columns have commas between them, a name could have one, too."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 81000, 9.0'\necho 'Strange, Inc. GPU, 1024, [N/A], 12.0'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpus_of_driver() == [
+        GpuFact("NVIDIA H100 80GB HBM3", 81_559 << 20, 81_000 << 20, "sm_90"),
+        GpuFact("Strange, Inc. GPU", 1024 << 20, 0, "sm_120"),
+    ]
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus_of_driver() == []
+
+
+def test_facts_of_this_machine(tmp_path: Path) -> None:
+    sign = tmp_path / "sign"
+    sign.write_text("token")
+    here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token")
+    assert here.has_model and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
+    other = this_node(str(tmp_path), sign=str(sign), token="another's")
+    assert not other.has_model and not other.reads_run_folder
+
+
+def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_config(tmp_path, QWEN3_06B | {"max_position_embeddings": 128})
+    nano = [str(RECIPES / "nano_spell_backward.yaml"), f"model={model}"]
+    good = CliRunner().invoke(app, ["doctor", *nano, "--json"])
+    found = json.loads(good.stdout)
+    assert good.exit_code == 0 and found["verdict"].startswith("ready")
+    assert {row["kind"] for row in found["resources"]} == {"GPU", "CPU"}
+    monkeypatch.setattr(gather, "gpus_of_driver", list)
+    bad = CliRunner().invoke(app, ["doctor", *nano, "learner.tensor_parallel=3"])
+    assert bad.exit_code == 1 and "doesn't divide the model's 16 heads" in bad.stdout and "can't work so" in bad.stdout
+    paper_only = CliRunner().invoke(app, ["doctor", *nano, "--gpus", "H100x1"])
+    assert paper_only.exit_code == 1 and "the run asks for 2 GPUs, and 1 x H100 (80 GiB) are 1" in paper_only.stdout

@@ -1,0 +1,110 @@
+"""Ranks get their GPUs together, before anything else, and neighbouring ranks neighbouring ones. Ray counts GPUs that aren't there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.devices import check_received
+from actors.doctor.gather import nodes_of_cluster
+from actors.placement import RankPlaces, reserve
+from correction.errors import DeadlineExceeded
+
+RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, RECIPE, ["learner.device=cuda", *overrides])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head without a GPU, where the run starts, and two nodes of four."""
+    variables = {"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            own.add_node(num_cpus=5, num_gpus=4)
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}}
+        ray.init(own.address, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
+        yield own
+    finally:
+        ray.shutdown()
+        own.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class Rank:
+    """Says what Ray gave it."""
+
+    def where(self) -> tuple[str, list[int], str | None]:
+        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids(), os.environ.get("NCCL_DEBUG")
+
+    def check(self) -> None:
+        check_received("learner rank 0", 1.0, ray.get_gpu_ids())
+
+
+def start(places: RankPlaces) -> list[Any]:
+    return [ray.remote(Rank).options(**places.options(rank)).remote() for rank in range(places.config.world_size)]
+
+
+def release(places: RankPlaces, *actors: Any) -> None:
+    for actor in actors:
+        ray.kill(actor)
+    ray.util.remove_placement_group(places.group)
+
+
+def test_ranks_fill_nodes_and_tensor_parallel_groups_stay_inside_one(cluster: Cluster) -> None:
+    """Three groups of two on two nodes of four: a node holds two whole groups, the other the third."""
+    places = asyncio.run(reserve(config("learner.tensor_parallel=2", "learner.data_parallel=3", "ray.env.NCCL_DEBUG=WARN")))
+    ranks = start(places)
+    found = ray.get([rank.where.remote() for rank in ranks], timeout=120)
+    release(places, *ranks)
+    nodes = [node for node, _, _ in found]
+    assert len(set(nodes)) == 2 and sum(a != b for a, b in itertools.pairwise(nodes)) == 1, "ranks of a node are neighbours"
+    assert all(nodes[rank] == nodes[rank + 1] for rank in range(0, 6, 2))
+    assert all(len(ids) == 1 for _, ids, _ in found) and len({(node, ids[0]) for node, ids, _ in found}) == 6
+    for node in set(nodes):
+        groups = [{ids[0] for one, ids, _ in found[first : first + 2] if one == node} for first in range(0, 6, 2)]
+        firsts = [min(group) for group in groups if group]
+        assert firsts == sorted(firsts), "in the order of the GPUs"
+    assert {variable for _, _, variable in found} == {"WARN"}
+
+
+def test_who_comes_later_leaves_the_ranks_gpus_alone_and_an_actor_sees_what_it_got(cluster: Cluster) -> None:
+    places = asyncio.run(reserve(config("learner.data_parallel=7")))
+    others = [ray.remote(Rank).options(num_gpus=1, num_cpus=0).remote() for _ in range(2)]
+    waiting = [other.where.remote() for other in others]
+    ready, late = ray.wait(waiting, num_returns=2, timeout=5)
+    assert (len(ready), len(late)) == (1, 1), "eight GPUs, of which seven are the ranks'"
+    ranks = start(places)
+    with pytest.raises(Exception, match=r"learner rank 0: Ray gave it GPU \d, but torch sees 0 there"):
+        ray.get(ranks[0].check.remote(), timeout=120)
+    release(places, *ranks, *others)
+
+
+def test_every_node_tells_what_it_has(cluster: Cluster, tmp_path: Path) -> None:
+    found = nodes_of_cluster(config("ray.address=auto"), tmp_path)
+    assert sorted((node.offered_gpus, node.free_gpus, node.cpus) for node in found) == [(0, 0, 1), (4, 4, 5), (4, 4, 5)]
+    assert all(node.reads_run_folder and not node.has_model and abs(node.clock_ahead_s) < 60 for node in found)
+    assert [node.offered_gpus for node in found if node.is_driver] == [0] and list(tmp_path.iterdir()) == []
+
+
+def test_too_large_a_group_is_said_with_what_is_there(cluster: Cluster) -> None:
+    """Five ranks of one tensor-parallel group have no node, though there are eight GPUs."""
+    wanted = config("learner.tensor_parallel=5", "deadlines.start_s=1.5")
+    with pytest.raises(DeadlineExceeded, match=r"room for 5 learner ranks: 1 x .*'GPU': 5.*the cluster has 8 GPUs, 8 of them free"):
+        asyncio.run(reserve(wanted))

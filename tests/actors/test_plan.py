@@ -1,0 +1,234 @@
+"""What a run needs, beside what is measured and what the models' makers publish."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.derived import derived
+from actors.plan.engine_memory import default_fraction, engine_memory
+from actors.plan.gpus import Gpus
+from actors.plan.layouts import layouts, obstacles
+from actors.plan.learner_memory import layer_activations, rank_memory, state_bytes
+from actors.plan.shape import ModelShape
+from actors.plan.traffic import active_parameters, checkpoint_bytes, token_bytes, traffic
+from correction.correct import correct
+from correction.errors import ConfigError, DataError
+from learner.attention import RowLayout, pack
+from learner.config import LearnerConfig
+from learner.hf_folder import read_config
+from learner.learner_rank import LearnerRank
+from learner.model_check import expected_shapes
+from tests.actors.known_models import LLAMA_31_8B, QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B, save_config
+from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, random_batch
+from tests.tiny_models import save_tiny_model
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (QWEN3_06B, 596_049_920),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (LLAMA_31_8B, 8_030_261_248),
+        (QWEN25_7B, 7_615_616_512),
+    ],
+)
+def test_parameters_as_published(config: dict[str, Any], parameters: int) -> None:
+    """The sum of the elements in the files on the hub (tied heads once)."""
+    assert ModelShape.of(config).parameters == parameters
+
+
+def test_figures_of_two_well_known_runs() -> None:
+    """Qwen3-8B on two pairs: 8.2 GB of weights, 16.4 of gradients, 49.1 of Adam and masters a rank, half of these if they are shared.
+    Qwen3-30B-A3B over 16 ranks: 18,867 tensors, 98,304 bytes a token in the cache, 61 GB, 46.9 GB a rank where others need 72.0."""
+    dense, experts = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
+    pairs: dict[str, Any] = {"dtype": "bfloat16", "tensor_parallel": 2, "data_parallel": 2}
+    apart, shared = (state_bytes(dense, LearnerConfig(**pairs, distributed_optimizer=one)) for one in (False, True))
+    assert [round(size / GB, 1) for size in apart] == [8.2, 16.4, 49.1]
+    assert (round(sum(apart) / GB, 1), round(sum(shared) / GB, 1)) == (73.7, 49.1)
+    spread: dict[str, Any] = {
+        "dtype": "bfloat16", "tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "expert_parallel": 4,
+        "data_parallel": 4,
+    }  # fmt: skip
+    apart, shared = (state_bytes(experts, LearnerConfig(**spread, distributed_optimizer=one)) for one in (False, True))
+    assert (sum(apart) / GB, sum(shared) / GB) == pytest.approx((72.0, 46.9), rel=0.005), "which left out the routers"
+    assert (experts.tensors, experts.key_value_bytes("bfloat16")) == (18_867, 98_304)
+    assert round(experts.weight_bytes("bfloat16") / GB) == 61
+    assert 3.2e9 < active_parameters(experts) < 3.4e9, "A3B: 3.3B are at work on a token"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_every_parameter_and_tensor_is_counted(tmp_path: Path, family: str, tie: bool) -> None:
+    if family == "qwen3_moe" and tie:
+        pytest.skip("SGLang's has a head of its own")
+    folder = save_tiny_model(tmp_path, family, tie=tie)
+    shapes = expected_shapes(read_config(folder))
+    shape = ModelShape.read(folder)
+    assert shape.parameters == sum(torch.Size(one).numel() for one in shapes.values())
+    assert shape.tensors == len(shapes)
+
+
+def held(learner: LearnerRank) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer, by what the tensors of this rank say."""
+    parameters = [parameter for policy in learner._policies for parameter in policy.parameters()]
+    states = [learner._require().optimizer.state_of(parameter)[1] for parameter in parameters]
+    optimizer = sum(value.nbytes for state in states for value in state.values() if value.dim())
+    return sum(p.nbytes for p in parameters), sum(p.main_grad.nbytes for p in parameters), optimizer
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_gradients_optimizer_and_checkpoint_to_the_byte(tmp_path: Path, family: str, dtype: str) -> None:
+    folder = save_tiny_model(tmp_path, family, tie=False, pad_token_id=None)
+    config = LearnerConfig(dtype=dtype, device="cpu")  # type: ignore[arg-type]
+    with learner_on(folder, dtype=dtype, device="cpu") as learner:
+        learner.step(correct(off_policy_batch(learner), TIS), TIS, step=0)
+        measured, on_disk = held(learner), learner.checkpoint_bytes()
+    shape = ModelShape.read(folder)
+    assert state_bytes(shape, config) == measured
+    run = recipe("qwen3_8b_8gpu", folder, "learner.device=cpu", "rollout.engine.device=cpu", f"learner.dtype={dtype}", has_gpu=False)
+    assert 0 <= on_disk - checkpoint_bytes(shape, run) < 0.001 * on_disk, "and a scalar for each parameter"
+
+
+def kept_for_backward(folder: Path, tokens: int, **settings: Any) -> int:
+    """Bytes that autograd keeps of a forward pass, weights aside."""
+    storages: dict[int, tuple[int, Tensor]] = {}
+    with learner_on(folder, device="cpu", **settings) as learner:
+        weights = {parameter.untyped_storage().data_ptr() for parameter in learner._policies[0].parameters()}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
+            return tensor
+
+        positions, packed = pack(RowLayout((tokens,)), torch.device("cpu"))
+        ids = torch.randint(0, 500, (1, tokens))
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            learner._require().chunks[0](input_ids=ids, position_ids=positions, attention_mask=None, packed_seq_params=packed)
+    return sum(size for size, _ in storages.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+def test_activations_are_what_autograd_keeps(tmp_path: Path, family: str, dtype: str, recompute: bool) -> None:
+    """Of one layer more, on a CPU, whose layers are the local ones."""
+    settings: dict[str, Any] = {"dtype": dtype, "recompute_activations": recompute}
+    sizes: dict[str, Any] = {"hidden_size": 96, "head_dim": 16, "intermediate_size": 160}
+    folders = [save_tiny_model(tmp_path / str(n), family, tie=False, num_hidden_layers=n, **sizes) for n in (1, 2)]
+    one, two = (kept_for_backward(folder, 256, **settings) for folder in folders)
+    expected = layer_activations(ModelShape.read(folders[0]), LearnerConfig(device="cpu", **settings)) * 256
+    assert two - one == pytest.approx(expected, rel=0.03)
+
+
+def test_what_the_ranks_share() -> None:
+    """Two ways to cut a model hold it once: a stage's parameters add up, and so do those of tensor-parallel ranks but for the norms."""
+    shape = ModelShape.of(QWEN3_8B)
+    assert sum(shared for shared, _ in shape.split(1, 4, 1)) == shape.parameters
+    whole, half = shape.split(1, 1, 1)[0][0], shape.split(2, 1, 1)[0][0]
+    norms = shape.layers * (2 * 4096 + 2 * 128) + 4096
+    assert 2 * half - whole == norms
+    experts = ModelShape.of(QWEN3_30B_A3B)
+    assert experts.split(1, 1, 8)[0][1] * 8 == experts.split(1, 1, 1)[0][1]
+
+
+def recipe(name: str, model: Path, *overrides: str, has_gpu: bool = True) -> RunConfig:
+    return derived(load_config(RunConfig, RECIPES / f"{name}.yaml", [f"model={model}", *overrides]), has_gpu=has_gpu)
+
+
+def test_an_engine_s_gpu(tmp_path: Path) -> None:
+    """On 80 GB SGLang leaves 512 MiB, 1.5 for each of 8,192 tokens, 2 for each of 256 requests, an eighth of a GiB; on 40 GB less."""
+    gpu = Gpus.parse("H100x8")
+    assert default_fraction(gpu.memory) == round((81_559 - 13_440) / 81_559, 3)
+    assert default_fraction(40_960 << 20) == round((40_960 - 6_848) / 40_960, 3)
+    memory = engine_memory(ModelShape.of(QWEN3_30B_A3B), recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_30B_A3B)).rollout, gpu.memory)
+    assert 80_000 < memory.tokens < 120_000, "about 90 thousand tokens beside 61 GB of weights"
+    assert memory.longest_requests == memory.tokens // 10_240
+
+
+def test_a_batch_is_as_large_as_its_tensors(tmp_path: Path) -> None:
+    batch = random_batch(groups=200)
+    per_token = [value for value in vars_of(batch) if value.dim() and value.shape[0] == batch.num_tokens]
+    config = recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_8B))
+    measured = sum(one.nbytes for one in per_token) / batch.num_tokens
+    assert token_bytes(ModelShape.of(QWEN3_8B), config) == measured + 4, "with proximal logprobs"
+    routed = recipe("qwen3_30b_a3b_4nodes", tmp_path)
+    assert token_bytes(ModelShape.of(QWEN3_30B_A3B), routed) - token_bytes(ModelShape.of(QWEN3_8B), config) == 48 * 8
+
+
+def vars_of(batch: Any) -> list[Tensor]:
+    return [value for name in batch.__dataclass_fields__ if isinstance(value := getattr(batch, name), Tensor)]
+
+
+def test_a_version_is_sent_in_the_learner_s_type_and_costs_what_is_read_again(tmp_path: Path) -> None:
+    config, shape = recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_8B)), ModelShape.of(QWEN3_8B)
+    moved = traffic(shape, config, cache_tokens=100_000)
+    assert (moved.version, moved.recomputed_tokens) == (2 * shape.parameters, 100_000)
+    kept = recipe("qwen3_8b_8gpu", tmp_path, "rollout.engine.weight_update_mode=in_place")
+    assert traffic(shape, kept, cache_tokens=100_000).recomputed_tokens == 0
+
+
+def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
+    shape, gpu = ModelShape.of(QWEN3_8B), Gpus.parse("H100x8").memory
+    found = layouts(shape, LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, has_reference=False)
+    assert found and [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
+    assert {one.config.world_size for one in found} == {4}
+    assert all(not obstacles(shape, one.config) for one in found)
+    assert found[0].memory == rank_memory(shape, found[0].config, longest=8192)
+    odd = replace(shape, heads=6, key_heads=3)
+    assert {one.config.tensor_parallel for one in layouts(odd, LearnerConfig(), 4, gpu, longest=1, has_reference=False)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel = 3 doesn't divide the model's 32 heads"),
+        ({"pipeline_parallel": 5}, "= 5 doesn't divide the model's 36 layers"),
+        ({"expert_parallel": 2, "data_parallel": 2}, "expert_parallel = 2, but the model has no experts"),
+    ],
+)
+def test_why_a_layout_can_t_be(settings: dict[str, Any], said: str) -> None:
+    assert any(said in text for text in obstacles(ModelShape.of(QWEN3_8B), LearnerConfig(**settings)))
+
+
+def test_gpus_by_name_and_by_memory() -> None:
+    assert Gpus.parse("H100x8") == Gpus("H100", 81_559 << 20, 8, 1)
+    assert (Gpus.parse("h200x8x4").count, Gpus.parse("24GBx1").memory) == (32, 24 << 30)
+    for wrong in ("H100y8", "Z9x8", ""):
+        with pytest.raises(ConfigError, match="no such GPU"):
+            Gpus.parse(wrong)
+
+
+def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="model_type = gpt2: the learner trains qwen3"):
+        ModelShape.read(save_config(tmp_path, {"model_type": "gpt2"}))
+    with pytest.raises(DataError, match="it doesn't say 'hidden_size'"):
+        ModelShape.read(save_config(tmp_path, {key: value for key, value in QWEN3_8B.items() if key != "hidden_size"}))
+
+
+def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from actors.commands.cli import app
+
+    model = save_config(tmp_path, QWEN3_8B)
+    words = ["plan", str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={model}"]
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert (found["parameters"], found["findings"]) == (8_190_735_360, [])
+    assert found["rank"]["total"] == sum(size for name, size in found["rank"].items() if name != "total")
+    shown = CliRunner().invoke(app, [*words, "--gpus", "24GBx8"])
+    assert "a learner rank needs" in shown.stdout and "can't work so" in shown.stdout

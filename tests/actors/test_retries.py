@@ -1,0 +1,183 @@
+"""What is tried again after a child's end, and what its parent passes on to it. Whole runs: tests/failures/test_driver_killed.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.commands import retries
+from tests.e2e.launch import ROOT, environment
+
+KILLED = -signal.SIGKILL
+
+
+class Attempts:
+    """Children that end by these codes, after these steps, the next one each time."""
+
+    def __init__(self, run_dir: Path, ends: Sequence[tuple[int, int | None]], *, is_asked: bool = False) -> None:
+        self._run_dir, self._ends, self._is_asked = run_dir, iter(ends), is_asked
+        self.arguments: list[list[str]] = []
+
+    def __call__(self, arguments: Sequence[str]) -> tuple[int, bool]:
+        self.arguments.append(list(arguments))
+        code, step = next(self._ends)
+        if step is not None:  # it has come as far as a folder
+            self._run_dir.mkdir(exist_ok=True)
+            (self._run_dir / "config.yaml").touch()
+        if step:
+            (self._run_dir / "ledger.jsonl").write_text(json.dumps({"step": step}) + "\n" + '{"step": 9')  # the last line is torn
+        return code, self._is_asked
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(retries, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(retries, "_end_leftovers", lambda: None)  # pytest's own children are none
+    yield tmp_path / "run"
+
+
+Ends = Sequence[tuple[int, int | None]]
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_asked: bool = False) -> tuple[int, int]:
+    """(exit code, attempts)."""
+    attempts = Attempts(run_dir, ends, is_asked=is_asked)
+    monkeypatch.setattr(retries, "_attempt", attempts)
+    return retries.run_with_retries(Path("recipe.yaml"), ["steps=9"], run_dir, retries=3), len(attempts.arguments)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([(0, 9)], (0, 1)),
+        ([(KILLED, 3), (1, 5), (-signal.SIGSEGV, 6), (0, 9)], (0, 4)),
+        ([(KILLED, None), (KILLED, 0), (0, 9)], (0, 3)),  # before there was a folder, and then before there was a step
+        ([(KILLED, 3), (retries.NOT_AGAIN, None)], (1, 2)),
+        ([(1, None)], (1, 1)),  # an error before there was a folder: in what the run was given
+        ([(1, 3), (1, None)], (1, 2)),  # no step more
+        ([(3, 4)], (3, 1)),
+        ([(143, 4)], (143, 1)),
+        ([(-signal.SIGTERM, 4)], (143, 1)),
+        ([(KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4)], (137, 4)),
+    ],
+    ids=["done", "progress", "early", "settings", "input", "no progress", "alarm", "SIGTERM", "SIGTERM, early", "used up"],
+)
+def test_what_is_tried_again(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, expected: tuple[int, int]) -> None:
+    assert tried(monkeypatch, run_dir, ends) == expected
+
+
+def test_an_end_that_was_asked_for_is_the_end(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+    """Whatever the child's exit code: a second Ctrl-C kills it."""
+    assert tried(monkeypatch, run_dir, [(KILLED, 3)], is_asked=True) == (137, 1)
+
+
+def test_each_retry_is_a_line_and_an_event(monkeypatch: pytest.MonkeyPatch, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attempts = Attempts(run_dir, [(KILLED, None), (KILLED, 2), (1, 4), (1, 4)])
+    monkeypatch.setattr(retries, "_attempt", attempts)
+    assert retries.run_with_retries(Path("recipe.yaml"), ["steps=9"], run_dir, retries=5) == 1
+    anew, resume = ["recipe.yaml", "steps=9", f"run_dir={run_dir}"], ["--resume", str(run_dir), "steps=9"]
+    assert attempts.arguments == [anew, anew, resume, resume]
+    said = [line for line in capsys.readouterr().err.splitlines() if line]
+    beginning = "it goes on from its beginning (it has no checkpoint) in 0 s"
+    assert said == [
+        f"evenkeel: the run's process was killed by SIGKILL after step 0; {beginning} (retry 1 of 5)",
+        f"evenkeel: the run's process was killed by SIGKILL after step 2; {beginning} (retry 2 of 5)",
+        f"evenkeel: the run's process ended with exit code 1 after step 4; {beginning} (retry 3 of 5)",
+        "evenkeel: the run's process ended with exit code 1 after step 4, as far as it had come before this retry: it makes no progress, "
+        "and is not tried again",
+    ]
+    events = (run_dir / "events.log").read_text().splitlines()
+    told = [line.removeprefix("evenkeel: ") for line in said]
+    assert [event.split(None, 2)[2] for event in events] == told[1:], "without a folder: no event"
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from actors import interrupts
+from actors.commands import retries
+retries._COMMAND = (sys.executable, "-c", sys.argv[1])
+retries._PAUSE_S = 0.0
+with interrupts.guarded(grace_s=0.5):
+    sys.exit(retries.run_with_retries(Path("recipe.yaml"), [], Path(sys.argv[2]), retries=1))
+"""
+COUNTS_SIGNALS = """
+import signal, sys, time
+got = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: got.append(number))
+print("ready", flush=True)
+while not got:
+    time.sleep(0.01)
+time.sleep(1.0)    # longer than the grace of the parent, and time for a second one
+print("got", [int(number) for number in got], flush=True)
+sys.exit(5)
+"""
+LEAVES_A_CHILD = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); print('left', os.getpid(), flush=True); time.sleep(300)"],
+                         stdout=subprocess.PIPE, text=True)
+print(child.stdout.readline(), end="", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def parent(script: str, run_dir: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PARENT, script, str(run_dir)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, **pipes, env=environment(), cwd=ROOT, start_new_session=True)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_the_child_gets_a_signal_once(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C goes to the terminal's whole foreground group, as here; the child must not take it for two, the second of which ends at once.
+    And it has the time that it needs: the parent's own grace is shorter."""
+    process = parent(COUNTS_SIGNALS, tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, number)
+    said, _ = process.communicate(timeout=60.0)
+    assert said == f"got [{int(number)}]\n"
+    assert process.returncode == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_CHILD_SUBREAPER is Linux's")
+def test_what_a_dead_child_leaves_is_ended_before_the_next(tmp_path: Path) -> None:
+    """Engines hold the memory that the next attempt needs, and sessions of their own hide them from a killpg."""
+    process = parent(LEAVES_A_CHILD, tmp_path)
+    assert process.stdout is not None
+    left = []
+    for line in process.stdout:
+        if line.startswith("left"):
+            left.append(int(line.split()[1]))
+            assert not any(psutil.pid_exists(pid) for pid in left[:-1])
+    assert process.wait(60.0) == 137
+    assert len(left) == 2 and not any(psutil.pid_exists(pid) for pid in left)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_child_ends_in_order_when_its_parent_is_killed(tmp_path: Path) -> None:
+    """By the signal after which a run ends with a checkpoint."""
+    script = f"from actors.commands import attempt, cli\ncli.main = lambda: exec({COUNTS_SIGNALS!r}, {{}})\nattempt.main()"
+    process = parent(script, tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.kill()
+    assert process.stdout.readline() == f"got [{int(signal.SIGTERM)}]\n"
+
+
+def test_wrong_settings_are_said_once(tmp_path: Path) -> None:
+    """Those that only the child sees: nothing of the folder is there yet, and the parent says nothing of its own."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text((ROOT / "tests" / "e2e" / "small.yaml").read_text().replace("set-by-the-test", str(tmp_path / "none")))
+    command = [sys.executable, "-m", "actors.commands.cli", "train", str(recipe), "--retries", "3", f"run_dir={tmp_path / 'run'}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=tmp_path, check=False)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"evenkeel: model = {tmp_path / 'none'}: is not there"), line

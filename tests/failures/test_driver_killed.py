@@ -1,0 +1,53 @@
+"""`evenkeel train --retries` goes on by itself after kill -9 of the run's process, before its first step and in the middle of training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.record.run_folder import RunFolder
+from actors.resume import TrainingState
+from tests.e2e.launch import RECIPE, Run
+from tests.failures.books import check_books
+
+pytestmark = pytest.mark.engine
+
+STEPS, GROUPS = 6, 4
+
+
+def child_of(run: Run) -> int:
+    """The process that trains; the parent is the one that was started."""
+    (child,) = (p.pid for p in psutil.Process(run.process.pid).children() if "actors.commands.attempt" in " ".join(p.cmdline()))
+    return child
+
+
+def test_two_crashes_in_one_run(small_model: Path, tmp_path: Path) -> None:
+    """The first before there is a checkpoint, so that the run begins anew in its folder; the second goes on from a checkpoint."""
+    run_dir = tmp_path / "run"
+    words = [f"model={small_model}", f"steps={STEPS}", f"groups_per_step={GROUPS}", "checkpoint.every_steps=2", "evaluation.problems=4"]
+    run = Run(run_dir, str(RECIPE), f"run_dir={run_dir}", *words, "--retries", "2")
+    try:
+        run.wait_until(lambda: "learner 0 is up" in run.events(), "a learner, and no step yet")
+        os.kill(first := child_of(run), signal.SIGKILL)
+        folder = RunFolder.view(run_dir)
+        run.wait_until(lambda: len(folder.checkpoints()) >= 1 and len(run.metrics()) >= 3, "a checkpoint, and a step after it")
+        os.kill(second := child_of(run), signal.SIGKILL)
+        assert first != second
+        assert run.wait() == 0, run.output()[-4000:]
+        assert run.steps() == list(range(1, STEPS + 1))
+        state = TrainingState.load(folder.latest_checkpoint().state)
+        assert state.step == STEPS
+        check_books(run, state, groups_per_step=GROUPS)
+        events = [event.text for event in folder.read_events()]
+        retried = [text for text in events if "retry" in text]
+        assert [text[text.index("(retry") :] for text in retried] == ["(retry 1 of 2)", "(retry 2 of 2)"]
+        assert retried[0].startswith("the run's process was killed by SIGKILL after step 0; it goes on from its beginning")
+        assert "it goes on from the checkpoint of step" in retried[1]
+        assert all(f"evenkeel: {text}" in run.output() for text in retried), "a line each"
+        assert run.orphans(30.0) == [], "what a killed child leaves is ended before the next one starts, Ray's agents too"
+    finally:
+        run.close()
