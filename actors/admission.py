@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,8 @@ from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
 from correction.errors import ActorLost
 from rollout.trajectory import Prompt
+
+_POLL_S = 30.0
 
 
 class PatientQueue:
@@ -61,3 +64,13 @@ class PatientQueue:
             tickets: list[Ticket] = await self.ask("admit", held[:places], self._admissions)
             held = held[len(tickets) :]
             yield tickets
+
+    async def sample_again(
+        self, tell: Callable[[list[Ticket]], None], add: Callable[[list[Ticket]], None], wake: Callable[[], None]
+    ) -> None:
+        """Tell of the groups whose tokens were lost, and add them to the work that waits, whenever the queue says so, for ever."""
+        for number in itertools.count(1):
+            if tickets := await self.ask("take_lost", number, _POLL_S, waits_s=_POLL_S):
+                tell(tickets)
+                add(tickets)
+                wake()

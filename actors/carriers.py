@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:  # torch: seconds that not every process needs
-    from correction.batch import CorrectedBatch
     from correction.config import CorrectionConfig
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
     from correction.monitor import Event, State
     from rollout.continuation import UnfinishedGroup
-    from rollout.trajectory import Group, Prompt
+    from rollout.trajectory import Group, GroupFacts, Prompt
 
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
@@ -85,6 +84,42 @@ class QueueSnapshot:
     discarded_by_reason: dict[str, int] = field(default_factory=dict)
     unreported: tuple[tuple[str, str], ...] = ()
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
+
+
+class Finished(Protocol):
+    """What the queue looks at in a finished group."""
+
+    @property
+    def group_id(self) -> int: ...
+
+    @property
+    def prompt_id(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A finished group on its way: what the queue's rules look at, and where its tokens are."""
+
+    facts: GroupFacts
+    payload: Any
+    """Reference to the Group in the object store of the node that sampled it; the Group itself if it comes from a checkpoint."""
+
+    @property
+    def group_id(self) -> int:
+        return self.facts.group_id
+
+    @property
+    def prompt_id(self) -> str:
+        return self.facts.prompt_id
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An answer for people to read."""
+
+    prompt: Prompt
+    text: str
+    """Of the first trajectory of its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +196,11 @@ class PreparedBatch:
     """The learner's version from which the update starts."""
     correction: CorrectionConfig
     """What it is corrected by, and has to be trained with."""
-    corrected: CorrectedBatch
-    """Packed: [N] tokens of S sequences."""
-    groups: tuple[Group, ...]
+    corrected: Any
+    """Reference to a CorrectedBatch: [N] tokens of S sequences, packed."""
+    tokens: int
+    """N."""
+    groups: tuple[GroupFacts, ...]
     """Of these tokens, in their order."""
     proximal_s: float
     """Seconds of the learner for proximal (and reference) logprobs."""
@@ -173,6 +210,8 @@ class PreparedBatch:
     """Exact parts of the gap of stale tokens (correction.quantities.SPLIT); empty for a batch that isn't split."""
     split_s: float = 0.0
     """Seconds of the learner for them."""
+    examples: tuple[Example, ...] = ()
+    """Of the first groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +228,8 @@ class Observation:
     """Time that all this took, seconds."""
     clipped: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """By "positive" and "negative" advantage: (token id, how often) of the tokens that the objective clipped most often in this batch."""
+    late_s: float = 0.0
+    """By how much the service's event loop was late with 99 % of what was due since the last observation, at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.going_back import Returns, kill, lost_among, raise_when_lost, what_is_done_again
 from actors.parts import StartingPoint, start_learner, start_queue, start_service
+from actors.payloads import whole_snapshot
 from actors.placement import reserve
 from actors.pool import RolloutPool
 from actors.record.checkpoint_writer import CheckpointWriter
@@ -181,12 +183,12 @@ class Controller:
             if (batch := await unless_set(self._is_asked_to_end, self._next_batch())) is None:
                 break  # without a step under way the last one can be saved at once: after SIGTERM there may be seconds
             result = await self._learn(batch)
-            check_batch(config, batch, result, step=self._step + 1, observer=self._observer)
+            compared = partial(self._ask, self._service.compared, batch.version, (result.values,))
+            await check_batch(config, compared, step=self._step + 1, observer=self._observer)
             await self._publish()  # engines take it while we go on
-            group_ids = [group.group_id for group in batch.groups]
-            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, group_ids)
+            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, [group.group_id for group in batch.groups])
             self._step += 1
-            trained = [group.prompt.prompt_id for group in batch.groups]
+            trained = [group.prompt_id for group in batch.groups]
             self._ledger.settle(self._step, trained=trained, discarded=discarded, outstanding=outstanding, counts=counts)
             self._steps.end_step(self._step, self._version, batch, result, self._watch.read(), counts, discarded)
             if self._checkpoints.is_due(self._step):
@@ -268,8 +270,7 @@ class Controller:
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
 
     async def _training_state(self) -> TrainingState:
-        deadline_s = self._config.deadlines.checkpoint_s
-        queue = await wait_for(self._queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
+        queue = await whole_snapshot(self._queue, deadline_s=self._config.deadlines.checkpoint_s)
         elapsed_s = time.monotonic() - self._began
         monitor = await self._ask(self._service.monitor_state)
         totals = self._observer.totals()

@@ -4,7 +4,8 @@ It draws groups from the queue as they finish. When the correction needs proxima
 (actors.forwards) as soon as the learner stands at the version from which the batch's update will start and has nothing else to do:
 while rollouts are the bottleneck that forward is free. It never asks earlier: those would be the logprobs of older weights.
 
-Diagnostics run in a thread of their own, one batch after the other, so that draws and forwards go on meanwhile.
+What takes long (packing, correcting, diagnosing) runs in threads, so that draws and forwards go on meanwhile. One batch is diagnosed after
+the other; where that takes longer than a step, one waits for its turn and the next ones are left out.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 from torch import Tensor
 
-from actors.carriers import INVALID, UNIFORM, ForwardRequest, Observation, PreparedBatch, ScatterSample
+from actors import payloads
+from actors.carriers import INVALID, UNIFORM, Example, ForwardRequest, Observation, PreparedBatch, ScatterSample, StoredGroup
 from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.forwards import ForwardRequests
 from actors.gap_split import GapSplit
+from actors.loop_clock import LoopClock
 from actors.scatter import ScatterReservoir
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
+from actors.true_on_policy import compare_batch
 from correction.advantages import group_advantages
-from correction.batch import FinalDecision, PackedBatch
+from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import clipped_tokens, diagnose
@@ -38,10 +43,12 @@ from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.config import RolloutConfig
 from rollout.packing import pack_groups
-from rollout.trajectory import Group
+from rollout.trajectory import Group, GroupFacts
 
 if TYPE_CHECKING:
+    from correction.engines.agreement import Agreement
     from learner.learner_rank import Proximal
+    from learner.step import StepValues
 
 log = logging.getLogger("evenkeel.correction")
 _POLL_S = 30.0
@@ -64,6 +71,8 @@ class ServiceConfig:
     learner: LearnerConfig
     deadlines: DeadlinesConfig
     monitor: EarlyWarningConfig
+    examples: int = 0
+    """Answers that a batch shows to people."""
 
     @property
     def forward_s(self) -> float:
@@ -82,6 +91,15 @@ def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
     return float(estimate(torch.where(inside, reference - target, 0), Estimator.K3).sum() / inside.sum().clamp(min=1))
 
 
+@dataclass(frozen=True, slots=True)
+class _Undiagnosed:
+    """What diagnostics need of a batch that the learner has or had."""
+
+    corrected: CorrectedBatch
+    split: Mapping[str, float]
+    correction: CorrectionConfig
+
+
 class CorrectionService:
     """Draws, packs and corrects; used as a Ray actor (async)."""
 
@@ -92,11 +110,13 @@ class CorrectionService:
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
             self._monitor.load_state_dict(monitor_state)
+        self._clock = LoopClock()
         self._observing = asyncio.Lock()
+        self._waiting_to_observe = 0
         self._forwards = ForwardRequests()
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
-        self._undiagnosed: dict[int, PreparedBatch] = {}
-        """By version: the batch that the learner has, and the one before, which is diagnosed while it has that."""
+        self._undiagnosed: dict[int, _Undiagnosed] = {}
+        """By version: the batch ahead, the one that the learner has, and the one before, which is diagnosed while it has that."""
         self._references: dict[int, Tensor] = {}
         """By version, of batches whose KL to the start model is told: its logprobs, which are no part of the batch that is trained."""
         self._scatter = ScatterReservoir()
@@ -113,6 +133,7 @@ class CorrectionService:
 
         If the batch needs something of the learner first, this returns what: answer by `forwarded`, and ask again.
         """
+        self._clock.start()
         if self._ahead is None or self._ahead[0] != version:
             self._ahead = (version, asyncio.create_task(self._prepare(version)))
         # The deadline counts from the learner's asking, not from the work ahead: that may rest while the learner trains.
@@ -124,7 +145,7 @@ class CorrectionService:
         )
         if isinstance(prepared, ForwardRequest):
             return prepared
-        self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v == version - 1} | {version: prepared}
+        self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v >= version - 1}
         self._ahead = (version + 1, asyncio.create_task(self._prepare(version + 1)))
         return prepared
 
@@ -145,62 +166,67 @@ class CorrectionService:
 
     async def stop(self) -> None:
         """No further batch is drawn."""
+        self._clock.stop()
         if self._ahead is not None:
             self._ahead[1].cancel()
             self._ahead = None
 
-    async def observe(
-        self,
-        step: int,
-        version: int,
-        target_logprobs: Tensor,
-        decided: FinalDecision,
-        learned: Mapping[str, float],
-        entropies: Tensor | None = None,
-    ) -> Observation | None:
-        """Diagnostics of the batch of `version` and what the monitor says about them; None if it isn't held (any more).
+    async def observe(self, step: int, version: int, values: tuple[Any], learned: Mapping[str, float]) -> Observation | None:
+        """Diagnostics of the batch of `version` and what the monitor says about them.
 
         Args:
             step: number of the batch's step.
-            target_logprobs: [N] float32, the learner's in the first forward pass of training that a token was in: with one optimizer step
-                per batch at the weights from which the update started, and then the proximal ones of a fused step.
-            decided: what the step trained with, and why; and for which tokens that pass came before the batch's first update.
+            values: reference to the step's StepValues; in a tuple, because Ray would bring a bare one on the event loop.
             learned: further numbers that the monitor may follow, by name: the learner's and the rewards'.
-            entropies: [N] float32, nats, of those same passes.
+        Returns: None if the batch isn't held (any more), or is left out because another one waits for its turn already.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
         reference = self._references.pop(version, None)
-        if trained is None:
+        if trained is None or self._waiting_to_observe:
             return None
-        async with self._observing:
-            observation = await asyncio.to_thread(self._observe, step, trained, target_logprobs, decided, learned, entropies)
-        if reference is not None:
-            observation.diagnostics["reference_kl"] = mean_kl(target_logprobs, reference, trained.corrected.batch.loss_mask)
-        return observation
+        self._waiting_to_observe += 1
+        try:
+            await self._observing.acquire()
+        finally:
+            self._waiting_to_observe -= 1
+        try:
+            found: StepValues = await payloads.value_of(values[0])
+            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, found, learned)
+            return replace(observation, late_s=self._clock.read())
+        finally:
+            self._observing.release()
 
     def _observe(
         self,
         step: int,
-        trained: PreparedBatch,
-        target_logprobs: Tensor,
-        decided: FinalDecision,
+        version: int,
+        trained: _Undiagnosed,
+        reference: Tensor | None,
+        values: StepValues,
         learned: Mapping[str, float],
-        entropies: Tensor | None,
     ) -> Observation:
         """Runs in a thread; what it touches (monitor, scatter) is touched under the lock alone."""
         began = time.monotonic()
-        corrected, version = trained.corrected, trained.version
-        batch = corrected.batch
+        corrected, batch = trained.corrected, trained.corrected.batch
+        target_logprobs, decided = values.target_logprobs, values.decided
         proximal, mask = batch.proximal_logprobs, batch.loss_mask
         if proximal is None:
             proximal, mask = target_logprobs, mask if decided.before_update is None else mask & decided.before_update
         self._scatter.add(version, batch.behavior_logprobs, proximal, version - batch.weight_versions, mask)
         detailed = self._config.monitor.detailed
-        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=entropies, detailed=detailed)
+        numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=values.entropies, detailed=detailed)
         numbers |= trained.split
         events = self._monitor.update(step, {**learned, **numbers})
         state, clipped = self._monitor.state, clipped_tokens(batch, decided)
+        if reference is not None:
+            numbers["reference_kl"] = mean_kl(target_logprobs, reference, batch.loss_mask)
         return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped)
+
+    async def compared(self, version: int, values: tuple[Any]) -> Agreement:
+        """True on-policy: sampled against trained logprobs of the batch of `version`. Args: values: as `observe`."""
+        batch = self._undiagnosed[version].corrected.batch
+        found: StepValues = await payloads.value_of(values[0])
+        return await asyncio.to_thread(compare_batch, self._config.learner, batch, found.target_logprobs)
 
     async def monitor_state(self) -> dict[str, Any]:
         """What the monitor knows after the batches observed so far, for a checkpoint."""
@@ -228,17 +254,19 @@ class CorrectionService:
         self._correction = self._next_correction
         keeping = asyncio.create_task(self._gap_split.keep(version)) if self._gap_split.keeps(version) else None
         groups: list[Group] = []
+        pending: list[Group] = []
         forwards: list[tuple[list[Group], asyncio.Task[tuple[dict[str, Tensor], float]]]] = []
         while len(groups) < self._config.groups_per_step:
             chunk = await self._draw(version, self._config.groups_per_step - len(groups))
             groups += chunk
+            pending += chunk
             # A few large forwards beat many small ones: start one when half a batch or the rest of it is there.
-            pending = [g for g in groups if not any(g in done for done, _ in forwards)]
             is_enough = len(pending) * 2 >= self._config.groups_per_step or len(groups) == self._config.groups_per_step
             if is_enough and self._wants_forwards(version):
                 forwards.append((pending, asyncio.create_task(self._forward(version, pending))))
+                pending = []
         groups.sort(key=lambda group: group.group_id)
-        batch = self._pack(groups, version)
+        batch = await asyncio.to_thread(self._pack, groups, version)
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await self._with_forwards(batch, groups, forwards)
@@ -249,9 +277,21 @@ class CorrectionService:
         split_s += await keeping if keeping is not None else 0.0
         began = time.monotonic()
         is_deferred = not self._needs_forward and self._config.learner.total_optimizer_steps_per_batch == 1
-        corrected = (defer if is_deferred else correct)(batch, self._correction)
+        corrected = await asyncio.to_thread(defer if is_deferred else correct, batch, self._correction)
         correct_s = time.monotonic() - began
-        return PreparedBatch(version, self._correction, corrected, tuple(groups), proximal_s, correct_s, split, split_s)
+        self._undiagnosed[version] = _Undiagnosed(corrected, split, self._correction)
+        return PreparedBatch(
+            version=version,
+            correction=self._correction,
+            corrected=await asyncio.to_thread(ray.put, corrected),
+            tokens=batch.num_tokens,
+            groups=tuple(group.facts for group in groups),
+            proximal_s=proximal_s,
+            correct_s=correct_s,
+            split=split,
+            split_s=split_s,
+            examples=tuple(Example(g.prompt, g.trajectories[0].text) for g in groups[: self._config.examples]),
+        )
 
     @property
     def _needs_forward(self) -> bool:
@@ -269,22 +309,36 @@ class CorrectionService:
         return self._config.has_reference or (every > 0 and version % every == 0)
 
     async def _draw(self, version: int, places: int) -> list[Group]:
-        """Groups worth training; the others are discarded here, which frees their places for new prompts."""
+        """Groups worth training, whole. The others are discarded here, which frees their places for new prompts; those whose tokens are
+        lost are sampled again."""
         while True:
             # Without a group for long the batch's deadline speaks; this one is for a queue that doesn't answer.
             call, limit_s = self._queue.draw.remote(version, places, _POLL_S), _POLL_S + ANSWER_S
             drawn = await wait_for(call, f"groups of version {version} <- trajectory queue", deadline_s=limit_s, notice_s=ANSWER_S)
             if not drawn:
                 continue
-            failed = [g.group_id for g in drawn if len(g.valid) < 2]
-            uniform = [g.group_id for g in drawn if g.group_id not in failed and g.is_uniform] if self._config.dynamic_sampling else []
-            for group_ids, reason in ((failed, INVALID), (uniform, UNIFORM)):
-                if group_ids:
-                    discarding = self._queue.discard.remote(group_ids, reason)
-                    await wait_for(discarding, f"discard of {len(group_ids)} groups <- trajectory queue", deadline_s=ANSWER_S)
-            kept = [g for g in drawn if g.group_id not in failed and g.group_id not in uniform]
-            if kept:
-                return kept
+            kept: list[StoredGroup] = []
+            given_up: dict[str, list[int]] = {}
+            for group in drawn:
+                if reason := self._worthless(group.facts):
+                    given_up.setdefault(reason, []).append(group.group_id)
+                else:
+                    kept.append(group)
+            for reason, group_ids in given_up.items():
+                discarding = self._queue.discard.remote(group_ids, reason)
+                await wait_for(discarding, f"discard of {len(group_ids)} groups <- trajectory queue", deadline_s=ANSWER_S)
+            groups, lost = await payloads.fetched(kept, deadline_s=self._config.deadlines.batch_s)
+            if lost:
+                losing = self._queue.lose.remote(lost)
+                await wait_for(losing, f"loss of {len(lost)} groups -> trajectory queue", deadline_s=ANSWER_S)
+            if groups:
+                return groups
+
+    def _worthless(self, group: GroupFacts) -> str:
+        """Why a group is not worth training; empty: it is."""
+        if len(group.valid) < 2:
+            return INVALID
+        return UNIFORM if self._config.dynamic_sampling and group.is_uniform else ""
 
     def _pack(self, groups: list[Group], version: int) -> PackedBatch:
         return pack_groups(
@@ -304,7 +358,7 @@ class CorrectionService:
     async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Tensor], float]:
         """What the learner says of the groups' tokens, by its field of PackedBatch, and how long that took."""
         return await self._forwards.ask(
-            self._pack(groups, version),
+            await asyncio.to_thread(self._pack, groups, version),
             version=version,
             wants_proximal=self._needs_forward,
             wants_reference=self._wants_reference(version),
@@ -318,12 +372,13 @@ class CorrectionService:
         # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
         whole: dict[str, Tensor] = {}
         seconds = 0.0
-        group_of_sequence = batch.group_ids.tolist()
+        sequences: dict[int, list[int]] = {}
+        for i, group_id in enumerate(batch.group_ids.tolist()):
+            sequences.setdefault(group_id, []).append(i)
         for chunk, task in forwards:
             found, chunk_s = await task
             seconds += chunk_s
-            order = [i for g in chunk for i, group_id in enumerate(group_of_sequence) if group_id == g.group_id]
-            index = batch.token_index(order)
+            index = batch.token_index([i for g in chunk for i in sequences.get(g.group_id, ())])
             for name, values in found.items():
                 whole.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[index] = values
         return replace(batch, **whole), seconds  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ A worker without work always has a share, so that nothing waits for one that is 
 from __future__ import annotations
 
 import asyncio
-import bisect
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -55,7 +55,9 @@ class WaitingWork:
     def __init__(self, slots: int, samples_per_group: int) -> None:
         """Args: slots: groups that a worker has under way at most."""
         self._slots, self._samples_per_group = slots, samples_per_group
-        self._tickets: list[Ticket] = []
+        self._tickets: list[tuple[int, int, Ticket]] = []
+        """A heap by group id, which says how old a group is, and by when it came."""
+        self._came = 0
         self._questions: list[Questions] = []
         self.is_fed = False
         """Training goes on: evaluations keep to their share of the slots."""
@@ -66,7 +68,8 @@ class WaitingWork:
     def add_groups(self, tickets: Sequence[Ticket]) -> None:
         """New ones, or those of a worker that failed, which are older than others that wait."""
         for ticket in tickets:
-            bisect.insort(self._tickets, ticket, key=_age)
+            self._came += 1
+            heapq.heappush(self._tickets, (ticket.group_id, self._came, ticket))
 
     def add_failed(self, ticket: Ticket, worker: Taker) -> None:
         """One that a worker could not sample: another takes it, if there is another."""
@@ -90,7 +93,7 @@ class WaitingWork:
         return bool(self._tickets or self._questions)
 
     def __str__(self) -> str:
-        groups = f"{len(self._tickets)} groups (the oldest is {self._tickets[0].group_id})" if self._tickets else ""
+        groups = f"{len(self._tickets)} groups (the oldest is {self._tickets[0][0]})" if self._tickets else ""
         questions = f"{sum(part.size for part in self._questions)} evaluation answers" if self._questions else ""
         return " and ".join(part for part in (groups, questions) if part) or "nothing"
 
@@ -132,19 +135,21 @@ class WaitingWork:
 
     def _take_tickets(self, worker: Taker, count: int, *, is_alone: bool) -> list[Ticket]:
         """The oldest ones that this worker may have."""
-        if not self._failed_at and not self._suspects:
-            taken, self._tickets = self._tickets[:count], self._tickets[count:]
-            return taken
-        taken = []
+        taken: list[Ticket] = []
+        passed = []
         has_suspect = not self._suspects.isdisjoint(worker.groups)
-        for ticket in self._tickets:
+        while self._tickets and len(taken) < count:
+            entry = heapq.heappop(self._tickets)
+            ticket = entry[-1]
             is_suspect = ticket.group_id in self._suspects
             failed_here = not is_alone and self._failed_at.get(ticket.group_id) is worker
-            if len(taken) < count and not failed_here and not (is_suspect and has_suspect):
-                taken.append(ticket)
-                has_suspect |= is_suspect
-        ids = {ticket.group_id for ticket in taken}
-        self._tickets = [ticket for ticket in self._tickets if ticket.group_id not in ids]
+            if failed_here or (is_suspect and has_suspect):
+                passed.append(entry)
+                continue
+            taken.append(ticket)
+            has_suspect |= is_suspect
+        for entry in passed:
+            heapq.heappush(self._tickets, entry)
         return taken
 
     def _room(self, worker: Taker) -> int:
@@ -160,7 +165,3 @@ class WaitingWork:
 def continuing(ticket: Ticket, begun: UnfinishedGroup) -> BegunTicket:
     """For the next worker to go on with."""
     return BegunTicket(ticket.group_id, ticket.prompt, ticket.admitted_version, begun)
-
-
-def _age(ticket: Ticket) -> int:
-    return ticket.group_id

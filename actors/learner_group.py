@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from learner.broadcast import WeightBroadcaster
     from learner.export import Staging
     from learner.learner_rank import Proximal
-    from learner.step import StepResult
+    from learner.step import StepResult, StepValues
 
 
 _SAVED_POLL_S = 0.2
@@ -82,15 +83,20 @@ class LearnerRankActor:
         detail = layers.describe(self._config, self._learner.placement.device)
         return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail)
 
-    def step(self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int) -> StepResult | None:
-        """Train on a batch; the weight version grows by one, also when the guard skipped the update."""
+    def step(
+        self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int
+    ) -> tuple[StepResult | None, StepValues | None]:
+        """Train on a batch; the weight version grows by one, also when the guard skipped the update.
+
+        Returns: the result without what it says of each token, and that, which stays where it is until somebody computes with it.
+        """
         self._in_order(number, f"step {step}")
         began = time.monotonic()
         result = self._learner.step(corrected, correction, step=step)
         self._version += 1
         self._endpoint.set("time/train_s", time.monotonic() - began)
         self._endpoint.set("weight_version", self._version)
-        return result if self._rank == 0 else None
+        return (replace(result, values=None), result.values) if self._rank == 0 else (None, None)
 
     def proximal(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Proximal | None]:
         """Proximal logprobs at the weights of `version`: nothing for who waits, and the answer for who has asked."""
@@ -272,13 +278,16 @@ class LearnerGroup:
         """Of the weights when all that has been called so far is done."""
         return self._version
 
-    async def step(self, corrected: CorrectedBatch, correction: CorrectionConfig, *, step: int) -> StepResult:
-        """Train on a batch; the version grows by one."""
-        batch = await asyncio.to_thread(ray.put, corrected)  # which copies it
-        calls = self._submit("step", batch, correction, step)
+    async def step(self, corrected: Any, correction: CorrectionConfig, *, step: int) -> StepResult:
+        """Train on a batch; the version grows by one.
+
+        Args: corrected: reference to a CorrectedBatch.
+        Returns: the result with a reference to its values.
+        """
+        pairs = self._submit("step", corrected, correction, step, results=2)
         self._version += 1
-        result: StepResult = (await self._all(calls, f"learner step {step}"))[0]
-        return result
+        result: StepResult = (await self._all([done for done, _ in pairs], f"learner step {step}"))[0]
+        return replace(result, values=pairs[0][1])
 
     async def proximal(self, batch: Any, *, version: int) -> Any:
         """log pi of the batch's tokens at the weights of `version`, and where they were sent if training is to follow.

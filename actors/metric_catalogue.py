@@ -10,24 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from actors.metric_kinds import Kind, Metric, Reduction, Unit
+from actors.metric_kinds import by_k as _by_k
+from actors.metric_kinds import by_worker as _by_worker
+from actors.metric_kinds import counter as _counter
+from actors.metric_kinds import gauge as _gauge
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, SEQUENCES, TRAINED, UNITS, Quantity
-
-
-def _gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "") -> Metric:
-    return Metric(name, Kind.GAUGE, unit, reduction, help, label, of=of)
-
-
-def _counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
-    return Metric(name, Kind.COUNTER, unit, Reduction.SUM, help, label)
-
-
-def _by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
-    return Metric(f"worker/{name}/", Kind.GAUGE, unit, reduction, help, label, part="worker")
-
-
-def _by_k(name: str, label: str, help: str) -> Metric:
-    return Metric(f"held_out/{name}/", Kind.GAUGE, Unit.SHARE, Reduction.LAST, help, label, part="k")
-
 
 _U, _R = Unit, Reduction
 _PROGRESS = [
@@ -84,6 +71,14 @@ _TIME = [
         "Writing a checkpoint and its Hugging Face folder, while training goes on; absent on other steps.",
     ),
     _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Computing the diagnostics of the batch; the learner does not wait for it."),
+    _gauge(
+        "time/driver_late_s", _U.SECONDS, _R.MAX, "driver late",
+        "How late the driver's event loop was with 99 % of what was due in the step, at most: what blocks it delays every call of the run.",
+    ),
+    _gauge(
+        "time/service_late_s", _U.SECONDS, _R.MAX, "service late",
+        "The same of the correction service, since the step whose diagnostics came before.",
+    ),
     _gauge(
         "wait/learner_s", _U.SECONDS, _R.MAX, "learner waits",
         "Time of the step in which the learner had no batch to train on; if it is long, rollouts are the bottleneck.",
@@ -246,6 +241,10 @@ _MONITOR = [
     ),
     _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch."),
     _counter("monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; somebody should look at the run."),
+    _counter(
+        "monitor/left_out_total", "steps not diagnosed",
+        "Steps without diagnostics, because these take longer than a step and another one was waiting for its turn.",
+    ),
 ]
 _TRUE_ON_POLICY = [
     _gauge(
@@ -334,6 +333,7 @@ _GROUPS = [
     _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),
     _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
     _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
+    _counter("groups/lost_total", "lost groups", "Finished groups whose tokens went with a node, and which were sampled again."),
     _counter("groups/failed_total", "failed groups", "Groups thrown away because no worker could sample them."),
     _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
 ]

@@ -101,6 +101,7 @@ class RolloutPool(Membership):
             on_admitted: told of tickets before workers get them.
         """
         self._work.is_fed = True
+        self.spawn(self._queue.sample_again(self._observer.lost, self._work.add_groups, self.wake))
         try:
             self._work.add_groups(unfinished)
             self.wake()

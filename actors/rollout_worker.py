@@ -28,7 +28,7 @@ from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
 from rollout.temporary_files import own_folder, remove
-from rollout.trajectory import FinishReason, Group, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
+from rollout.trajectory import FinishReason, Group, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
@@ -77,7 +77,10 @@ class RolloutWorker:
 
     def __init__(self, name: str, settings: WorkerSettings, queue: Any) -> None:
         self._name, self._settings, self._queue = name, settings, queue
-        self._finished: list[Group] = []
+        self._finished: list[GroupFacts] = []
+        """Not yet handed over; the next is beside it."""
+        self._payloads: dict[int, Group] = {}
+        """Groups themselves, by their id, until the queue asks for them."""
         self._asked_update = 0
         """Number of the newest one; an older one whose weights arrive late would take the engine back."""
         self._handing_over = asyncio.Lock()
@@ -90,6 +93,7 @@ class RolloutWorker:
         for task in self._under_way:
             task.cancel()
         self._finished.clear()
+        self._payloads.clear()
 
     async def start(self, version: int) -> ActorInfo:
         """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
@@ -136,12 +140,17 @@ class RolloutWorker:
         if isinstance(group, UnfinishedGroup):
             return group
         self._count(group.trajectories)
-        self._finished.append(group)
-        await self._hand_over(group)
+        await self._finish(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
         return _summary(group, self._name)
 
-    async def _hand_over(self, group: Group) -> None:
+    async def _finish(self, group: Group) -> None:
+        facts = group.facts
+        self._payloads[group.group_id] = group
+        self._finished.append(facts)
+        await self._hand_over(facts)
+
+    async def _hand_over(self, group: GroupFacts) -> None:
         """Put a finished group into the queue, and with it all others that are finished: short answers come by the dozen.
 
         A queue that is late is waited for. Groups whose call failed stay; the queue knows a repeated delivery.
@@ -153,10 +162,21 @@ class RolloutWorker:
             what = f"groups {[one.group_id for one in groups]} of rollout worker {self._name} -> trajectory queue"
             queue, generation = self._queue, self._generation
             try:
-                await patiently(lambda: queue.put.remote(groups, generation), what, deadline_s=ANSWER_S)
+                taken = await patiently(lambda: queue.put.remote(groups, self._handle(), generation), what, deadline_s=ANSWER_S)
             except ActorLost as error:
                 raise LateError(str(error)) from error
             del self._finished[: len(groups)]
+            for group_id in {one.group_id for one in groups}.difference(taken):
+                self._payloads.pop(group_id, None)
+
+    async def payloads(self, group_ids: Sequence[int]) -> Any:
+        """Groups that the queue has been told of, as many results: into the object store, and out of this process."""
+        groups = [self._payloads.pop(group_id) for group_id in group_ids]
+        return groups if len(groups) > 1 else groups[0]
+
+    @staticmethod
+    def _handle() -> Any:
+        return ray.get_runtime_context().current_actor
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation); not put into the queue."""

@@ -1,6 +1,6 @@
 """The trajectory queue: admission by staleness, so that nothing can become too old.
 
-`TrajectoryQueue` is a plain state machine (no Ray, no clock); `TrajectoryQueueActor` puts it into an actor and adds the waiting.
+`TrajectoryQueue` is a plain state machine (no Ray, no clock); queue_actor.py puts it into an actor and adds the waiting.
 
 States of a group, and who moves it:
 
@@ -17,20 +17,17 @@ and 3 then have to be in step 1: admitted at version 0, they would be two versio
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from actors.carriers import QueueSnapshot, Ticket
+from actors.carriers import Finished, QueueSnapshot, Ticket
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group, Prompt
 
-_JOIN_S = 0.05
-"""Seconds that a drawn group waits for others to come along."""
 ANSWER_S = 60.0
 """Within it the queue's actor answers a call, counted from the end of the wait that the call asks for."""
 
@@ -45,7 +42,7 @@ class GroupState(StrEnum):
 class _Entry:
     ticket: Ticket
     state: GroupState
-    group: Group | None = None
+    group: Any = None
 
 
 class TrajectoryQueue:
@@ -66,6 +63,8 @@ class TrajectoryQueue:
         """Groups that no batch has, by the version of their admission; at most max_staleness + 1 versions."""
         self._finished: list[int] = []
         """A heap of the finished groups' ids; some may have been discarded since."""
+        self.lost: list[int] = []
+        """Groups to be sampled again, which nobody has been told of."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -85,15 +84,18 @@ class TrajectoryQueue:
             tickets.append(ticket)
         return tickets
 
-    def put(self, group: Group) -> bool:
-        """Take a finished group. False, and nothing changes, when it is not expected: a repeated delivery of a retried call."""
-        entry = self._entries.get(group.group_id)
-        if entry is None or entry.state is not GroupState.ADMITTED:
+    def expects(self, group_id: int) -> bool:
+        """It is being sampled; not so, if this is a repeated delivery of a retried call."""
+        entry = self._entries.get(group_id)
+        return entry is not None and entry.state is GroupState.ADMITTED
+
+    def put(self, group: Finished) -> bool:
+        """Take a finished group. False, and nothing changes, when it is not expected."""
+        if not self.expects(group.group_id):
             return False
-        if group.prompt.prompt_id != entry.ticket.prompt.prompt_id:
-            raise LedgerError(
-                f"group {group.group_id} came back with prompt {group.prompt.prompt_id}, admitted was {entry.ticket.prompt.prompt_id}"
-            )
+        entry = self._entries[group.group_id]
+        if group.prompt_id != (asked := entry.ticket.prompt.prompt_id):
+            raise LedgerError(f"group {group.group_id} came back with prompt {group.prompt_id}, admitted was {asked}")
         entry.group = group
         self._move(entry, GroupState.FINISHED)
         heapq.heappush(self._finished, group.group_id)
@@ -109,6 +111,22 @@ class TrajectoryQueue:
             self.discarded += 1
             self.discarded_by_reason[reason] += 1
             self._unreported.append((entry.ticket.prompt.prompt_id, reason))
+
+    def lose(self, group_ids: Sequence[int]) -> None:
+        """The tokens of drawn groups went with their node: they keep their places, and are sampled again."""
+        for group_id in group_ids:
+            entry = self._entries.get(group_id)
+            if entry is None or entry.state is not GroupState.DRAWN:
+                raise LedgerError(f"group {group_id} was lost but the queue has it as {entry.state if entry else 'unknown'}")
+            self._move(entry, GroupState.ADMITTED)
+            entry.group = None
+            self._undrawn[entry.ticket.admitted_version] += 1
+            self.lost.append(group_id)
+
+    def take_lost(self) -> list[Ticket]:
+        """What was lost since the last call, to be sampled again."""
+        lost, self.lost = self.lost, []
+        return [self._entries[group_id].ticket for group_id in lost if self.expects(group_id)]
 
     def give_up(self, group_id: int, reason: str) -> bool:
         """Discard a group that nobody could sample. False, and nothing changes, if it has been finished or given up meanwhile."""
@@ -132,13 +150,13 @@ class TrajectoryQueue:
             i for i, e in self._entries.items() if e.state is not GroupState.DRAWN and e.ticket.admitted_version < oldest_allowed_next
         )
 
-    def draw(self, version: int, places: int) -> list[Group]:
+    def draw(self, version: int, places: int) -> list[Any]:
         """Move finished groups into the batch of `version`, oldest first.
 
         A place goes to a group only if all older ones, finished or not, still find theirs in time: those of admission a or before need
         their places by version a + max_staleness, and each step until then has groups_per_step. With a straggler places stay empty.
         """
-        groups: list[Group] = []
+        groups: list[Any] = []
         while (entry := self._oldest_finished()) is not None:
             if places - len(groups) <= self._reserved(version, older_than=entry.ticket.admitted_version):
                 break  # younger ones would take the same place
@@ -248,8 +266,8 @@ class TrajectoryQueue:
             unreported=tuple(self._unreported),
         )
 
-    def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
-        """Take over a snapshot; returns the tickets that have to be sampled again."""
+    def restore(self, snapshot: QueueSnapshot, *, held: Callable[[Group], Any] = lambda group: group) -> list[Ticket]:
+        """Take over a snapshot; returns the tickets that have to be sampled again. Args: held: what is to stand for a finished group."""
         if self._entries:
             raise DataError("TrajectoryQueue.restore needs an empty queue")
         self.version = snapshot.version
@@ -261,105 +279,6 @@ class TrajectoryQueue:
             self._hold(_Entry(ticket, GroupState.ADMITTED))
         for group in snapshot.finished:
             ticket = Ticket(group.group_id, group.prompt, group.admitted_version)
-            self._hold(_Entry(ticket, GroupState.FINISHED, group))
+            self._hold(_Entry(ticket, GroupState.FINISHED, held(group)))
             heapq.heappush(self._finished, group.group_id)
         return list(snapshot.in_flight)
-
-
-class TrajectoryQueueActor:
-    """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline."""
-
-    def __init__(self, *, groups_per_step: int, max_staleness: int, generation: int = 0) -> None:
-        """Args: generation: of the run, see actors/going_back.py."""
-        self._generation = generation
-        self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
-        self._changed = asyncio.Condition()
-        self._admission: tuple[int, list[Ticket]] = (0, [])
-        """Number of the last numbered one, and its answer."""
-        self._advance: tuple[int, Any] = (-1, None)
-        """Version of the last one, and its answer."""
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait_until(self, ready: Any, deadline: float) -> bool:
-        """Wait for a change that makes ready() true; False at the deadline (seconds of the event loop)."""
-        async with self._changed:
-            while not ready():
-                remaining = deadline - asyncio.get_running_loop().time()
-                if remaining <= 0:
-                    return False
-                try:
-                    await asyncio.wait_for(self._changed.wait(), remaining)
-                except TimeoutError:
-                    return bool(ready())
-        return True
-
-    async def wait_for_places(self, timeout_s: float) -> int:
-        """Free places, after waiting up to timeout_s for the first."""
-        await self._wait_until(lambda: self._queue.free_places > 0, asyncio.get_running_loop().time() + timeout_s)
-        return max(0, self._queue.free_places)
-
-    async def admit(self, prompts: list[Prompt], number: int = 0) -> list[Ticket]:
-        """Args: number: of the call, from 1; asked again under the same one, the answer is the same. 0: it is not asked again."""
-        if not number:
-            return self._queue.admit(prompts)
-        if number != self._admission[0]:
-            self._admission = (number, self._queue.admit(prompts))
-        return self._admission[1]
-
-    async def put(self, groups: list[Group], generation: int = 0) -> None:
-        """Take finished groups; those of another generation are no answers to this one's tickets, whose numbers they have."""
-        if generation != self._generation:
-            return
-        for group in groups:
-            self._queue.put(group)
-        await self._notify()
-
-    async def discard(self, group_ids: list[int], reason: str) -> None:
-        self._queue.discard(group_ids, reason)
-        await self._notify()
-
-    async def give_up(self, group_id: int, reason: str) -> bool:
-        is_new = self._queue.give_up(group_id, reason)
-        await self._notify()
-        return is_new
-
-    async def draw(self, version: int, places: int, timeout_s: float) -> list[Group]:
-        """Groups for the batch of `version`; none if none has come after timeout_s.
-
-        When the first has come, the next ones have a moment to join it: a call for each group would cost more than the moment.
-        """
-        drawn: list[Group] = []
-
-        def take() -> bool:
-            drawn.extend(self._queue.draw(version, places - len(drawn)))
-            return bool(drawn)
-
-        if await self._wait_until(take, asyncio.get_running_loop().time() + timeout_s):
-            await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
-        return drawn
-
-    async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
-        """The learner has new weights, by training on these groups; they leave.
-
-        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked
-            again for the same version, the answer is the same.
-        """
-        if version != self._advance[0]:
-            self._queue.publish(version)
-            self._queue.settle(trained)
-            self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
-            await self._notify()
-        answer: tuple[list[tuple[str, str]], dict[str, int], list[str]] = self._advance[1]
-        return answer
-
-    async def waiting_for(self, version: int) -> str:
-        return self._queue.waiting_for(version)
-
-    async def snapshot(self) -> QueueSnapshot:
-        return self._queue.snapshot()
-
-    async def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
-        return self._queue.restore(snapshot)

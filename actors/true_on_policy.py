@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from actors.carriers import PreparedBatch
 from actors.config import RunConfig
 from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare
@@ -88,25 +88,31 @@ class BatchObserver(Protocol):
     def note(self, numbers: dict[str, float]) -> None: ...
 
 
-def check_batch(config: RunConfig, prepared: PreparedBatch, result: Any, *, step: int, observer: BatchObserver) -> None:
-    """With true on-policy: before the new weights go anywhere. Raises: EngineError at the first difference, if that ends the run."""
+async def check_batch(config: RunConfig, compared: Callable[[], Awaitable[Agreement]], *, step: int, observer: BatchObserver) -> None:
+    """With true on-policy: before the new weights go anywhere. Args: compared: asks who has the batch to compare it.
+
+    Raises: EngineError at the first difference, if that ends the run.
+    """
     if config.true_on_policy:
-        agreement = compare_batch(config, prepared.corrected.batch, result.target_logprobs, step=step)
+        agreement = checked(config, await compared(), step=step)
         if agreement.first is not None:
             observer.event("warning", f"step {step}: {describe(agreement)}")
         observer.note(metrics_of(agreement))
 
 
-def compare_batch(config: RunConfig, batch: PackedBatch, target_logprobs: Tensor, *, step: int) -> Agreement:
+def compare_batch(learner: LearnerConfig, batch: PackedBatch, target_logprobs: Tensor) -> Agreement:
     """Sampled against trained logprobs of one batch, at the weights from which its update started.
 
     Args:
         target_logprobs: [N], of the first forward pass that each token was in.
-    Raises: EngineError naming the first token that differs, unless the run is to go on with correction.
     """
-    has_several_steps = config.learner.total_optimizer_steps_per_batch > 1
+    has_several_steps = learner.total_optimizer_steps_per_batch > 1
     trained = batch.proximal_logprobs if has_several_steps and batch.proximal_logprobs is not None else target_logprobs
-    agreement = compare(batch, trained)
+    return compare(batch, trained)
+
+
+def checked(config: RunConfig, agreement: Agreement, *, step: int) -> Agreement:
+    """Raises: EngineError naming the first token that differs, unless the run is to go on with correction."""
     if agreement.first is not None and config.true_on_policy_on_difference == "stop":
         raise EngineError(f"step {step}: {describe(agreement)}. To go on with correction: true_on_policy_on_difference: correct")
     return agreement

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from actors.carriers import ActorInfo, GroupSummary, WorkerLoad
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.rollout_worker import RolloutWorker, WorkerSettings
@@ -100,6 +100,8 @@ class PoolObserver(Protocol):
         """Groups that go on elsewhere, with so many tokens sampled."""
 
     def scaled(self, decision: ScalingDecision) -> None: ...
+
+    def lost(self, tickets: Sequence[Ticket]) -> None: ...
 
     def event(self, level: str, text: str) -> None: ...
 

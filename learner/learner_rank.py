@@ -34,7 +34,7 @@ from learner.megatron import DistributedDataParallel
 from learner.model_check import is_surplus_allowed
 from learner.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, uncorrected
-from learner.step import Pass, PhaseTimer, StepResult, attach_schedule, run_microbatches, train_step
+from learner.step import Pass, PhaseTimer, StepResult, StepValues, attach_schedule, run_microbatches, train_step
 
 
 @dataclass(slots=True)
@@ -210,10 +210,8 @@ class LearnerRank:
             step=step,
             loss=sum(loss for _, loss, _ in done) / len(done),
             metrics={name: value for name, value in metrics.items() if name != "loss"},
-            target_logprobs=logprobs,
-            decided=decided,
+            values=StepValues(logprobs, decided, entropies),
             entropy=float(trained.double().mean()) if len(trained) else None,
-            entropies=entropies,
             grad_norms=tuple(update.norm for update in updates if not update.is_overflow),
             group_norms=mean_norms(updates),
             learning_rate=state.optimizer.learning_rate,

@@ -29,6 +29,19 @@ Microbatch = tuple[CorrectedBatch, ModelInputs]
 
 
 @dataclass(frozen=True, slots=True)
+class StepValues:
+    """What a step says of its batch's N tokens."""
+
+    target_logprobs: Tensor
+    """[N] float32, CPU: log pi_theta of each trained token in the first forward pass that it was in, 0 elsewhere. With one optimizer
+    step per batch these are the weights from which the update starts: the proximal policy."""
+    decided: FinalDecision
+    """What the batch was trained with, in those same forward passes: [N] on the CPU, batch normalisation included."""
+    entropies: Tensor
+    """[N] float32, CPU: that of each trained token, 0 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one batch did to the weights. Equal on all ranks."""
 
@@ -38,15 +51,10 @@ class StepResult:
     """Mean over the optimizer steps of the batch's loss."""
     metrics: dict[str, float]
     """The objective's own numbers (correction.loss_metrics), from sums over all optimizer steps."""
-    target_logprobs: Tensor
-    """[N] float32, CPU: log pi_theta of each trained token in the first forward pass that it was in, 0 elsewhere. With one optimizer
-    step per batch these are the weights from which the update starts: the proximal policy."""
-    decided: FinalDecision
-    """What the batch was trained with, in those same forward passes: [N] on the CPU, batch normalisation included."""
+    values: Any
+    """StepValues; where the result is another process's, a reference to them."""
     entropy: float | None
     """Mean over trained tokens in nats, in those same forward passes; None if no token is trained."""
-    entropies: Tensor
-    """[N] float32, CPU: that of each trained token, 0 elsewhere."""
     grad_norms: tuple[float, ...]
     """Norm of the whole gradient before clipping, for each optimizer step whose gradient did not overflow."""
     group_norms: dict[str, float]
@@ -72,6 +80,18 @@ class StepResult:
     """Share of tokens and layers, in those same forward passes, in which the learner's routers chose the experts that were replayed."""
     seconds: dict[str, float]
     """By phase: prepare, forward_backward, gather, optimizer, total."""
+
+    @property
+    def target_logprobs(self) -> Tensor:
+        return self.values.target_logprobs  # type: ignore[no-any-return]
+
+    @property
+    def decided(self) -> FinalDecision:
+        return self.values.decided  # type: ignore[no-any-return]
+
+    @property
+    def entropies(self) -> Tensor:
+        return self.values.entropies  # type: ignore[no-any-return]
 
     @property
     def grad_norm(self) -> float | None:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -114,8 +114,47 @@ class ExpertShape:
     """Experts that a token is sent to."""
 
 
+class _Answer:
+    """What is read off an answer without its tokens."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+        version_spans: tuple[VersionSpan, ...]
+        reward: float | None
+        error: str | None
+
+        @property
+        def response_tokens(self) -> int: ...
+
+    @property
+    def is_valid(self) -> bool:
+        """Scored and complete: takes part in baseline and loss."""
+        return self.error is None and self.reward is not None and self.response_tokens > 0
+
+    @property
+    def oldest_version(self) -> int:
+        return min(span.version for span in self.version_spans)
+
+    @property
+    def is_mixed(self) -> bool:
+        """True when a weight update fell into the middle of it."""
+        return len({span.version for span in self.version_spans}) > 1
+
+
 @dataclass(frozen=True, slots=True)
-class Trajectory:
+class AnswerFacts(_Answer):
+    """A trajectory without its tokens: goes by value where these go by reference."""
+
+    response_tokens: int
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    reward: float | None
+    reward_components: dict[str, float]
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory(_Answer):
     """One sampled answer."""
 
     prompt_id: str
@@ -191,22 +230,49 @@ class Trajectory:
         )
 
     @property
-    def is_valid(self) -> bool:
-        """Scored and complete: takes part in baseline and loss."""
-        return self.error is None and self.reward is not None and len(self.response_ids) > 0
+    def response_tokens(self) -> int:
+        return len(self.response_ids)
 
     @property
-    def oldest_version(self) -> int:
-        return min(span.version for span in self.version_spans)
+    def facts(self) -> AnswerFacts:
+        return AnswerFacts(
+            self.response_tokens, self.version_spans, self.finish_reason, self.reward, self.reward_components, self.error
+        )
+
+
+A = TypeVar("A", bound=_Answer)
+
+
+class _Answers(Generic[A]):
+    """What is read off a group without its tokens."""
+
+    __slots__ = ()
+    trajectories: tuple[A, ...]
 
     @property
-    def is_mixed(self) -> bool:
-        """True when a weight update fell into the middle of it."""
-        return len({span.version for span in self.version_spans}) > 1
+    def valid(self) -> tuple[A, ...]:
+        return tuple(t for t in self.trajectories if t.is_valid)
+
+    @property
+    def is_uniform(self) -> bool:
+        """All valid rewards alike: no gradient."""
+        return len({t.reward for t in self.valid}) <= 1
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupFacts(_Answers[AnswerFacts]):
+    """A group without its tokens, as AnswerFacts."""
+
+    group_id: int
+    prompt_id: str
+    trajectories: tuple[AnswerFacts, ...]
+    admitted_version: int
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group(_Answers[Trajectory]):
     """The G trajectories of one prompt: the unit of admission, advantage estimation and submission."""
 
     group_id: int
@@ -220,13 +286,13 @@ class Group:
     reward_s: float = 0.0
 
     @property
-    def valid(self) -> tuple[Trajectory, ...]:
-        return tuple(t for t in self.trajectories if t.is_valid)
+    def prompt_id(self) -> str:
+        return self.prompt.prompt_id
 
     @property
-    def is_uniform(self) -> bool:
-        """All valid rewards alike: no gradient."""
-        return len({t.reward for t in self.valid}) <= 1
+    def facts(self) -> GroupFacts:
+        answers = tuple(one.facts for one in self.trajectories)
+        return GroupFacts(self.group_id, self.prompt_id, answers, self.admitted_version, self.generate_s, self.reward_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ from actors.carriers import ActorInfo, GroupSummary, Observation, PreparedBatch,
 from actors.config import RunConfig
 from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
+from actors.loop_clock import LoopClock
 from actors.metrics import DISCARD_COUNTERS, StepMetrics
 from actors.record.metric_views import MetricViews
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeLimits, ProbeWatch
 from actors.record.run_folder import RunFolder
-from actors.record.skipped_batches import KEPT, SkippedBatch
+from actors.record.skipped_batches import keep_and_tell
 from actors.record.slowest import SlowestPrompts
 from actors.record.step_report import (
     batch_metrics,
@@ -103,6 +104,7 @@ class Observer:
         self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._repeated = Repeated()
+        self._clock = LoopClock()
         self._writing: asyncio.Task[None] | None = None
         self._disk = PatientWriter(lambda text: self.event("warning", text))
 
@@ -130,6 +132,7 @@ class Observer:
 
     def serve(self) -> None:
         """Open the controller's own endpoint and the service discovery; needs a running Ray."""
+        self._clock.start()
         address = listen_address(self._config.metrics.bind)
         self._discovery = DiscoveryServer(address, self._config.metrics.discovery_port)
         self._endpoint = MetricsEndpoint("controller", "0", bind=address)
@@ -193,6 +196,12 @@ class Observer:
     def scaled(self, decision: ScalingDecision) -> None:
         self._count(f"pool/scaled_total/{decision.cause}", 1)
         self.event("info", f"the pool goes to {counted(decision.target, 'rollout worker')} ({decision.cause}): {decision.reason}")
+
+    def lost(self, tickets: Sequence[Ticket]) -> None:
+        """The tokens of finished groups went with a node, or with a worker that had them still."""
+        self._count("groups/lost_total", len(tickets))
+        told = f"{counted(len(tickets), 'finished group')} went with the node of their worker and are sampled again"
+        self.event("warning", f"{told}: {', '.join(ticket.prompt.prompt_id for ticket in tickets[:4])}{' ...' * (len(tickets) > 4)}")
 
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
@@ -271,7 +280,7 @@ class Observer:
         self._count("steps/skipped_total", result.skipped_steps - result.overflowed_steps)
         if result.loss_scale is not None:
             self._count("steps/overflowed_total", result.overflowed_steps)
-        noted = self._extra | self._queue_numbers(counts) | self._totals
+        noted = self._extra | {"time/driver_late_s": self._clock.read()} | self._queue_numbers(counts) | self._totals
         elapsed_s, groups, receipts = now - self._began, self._finished, self._receipts
         self._finished, self._receipts, self._extra = [], [], {}
         return FinishedStep(
@@ -282,7 +291,7 @@ class Observer:
         """Make a step's numbers known, beside the loop: loads, diagnostics and warnings come later; steps are written in order."""
         batch, result = step.batch, step.result
         if not math.isfinite(result.loss + (result.grad_norm or 0.0)):
-            self._keep_skipped(step.number, batch, result)
+            self._writing = asyncio.create_task(self._keep_skipped(step.number, batch, result, self._writing))
         if result.overflowed_steps:
             self.event(
                 "info",
@@ -298,25 +307,15 @@ class Observer:
         metrics.update(self._learner_share(step.phases, batch, step.seconds))
         metrics.update(step.noted)
         if self._config.metrics.trajectories_per_step:
-            text = trajectories_text(batch.groups, step=step.number, limit=self._config.metrics.trajectories_per_step)
+            text = trajectories_text(batch.groups, batch.examples, step=step.number)
             self._disk.file(self._folder.write_trajectories, step.number, text)
         self._writing = asyncio.create_task(self._write_when_known(metrics, step.groups, step.loads, observed, self._writing))
 
-    def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any) -> None:
-        """Say what the guard did, and keep the batch for study. The weights were those of the version before the step."""
-        kept_batch = SkippedBatch(step, batch.version, batch.corrected, batch.correction, result.grad_norms, result.group_norms)
-        try:
-            path = self._folder.keep_skipped_batch(kept_batch)
-            kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT} already"
-        except OSError as error:
-            kept = f"not kept: {error}"
-        norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
-        updates = result.skipped_steps + result.optimizer_steps
-        self.event(
-            "warning",
-            f"step {step}: {result.skipped_steps} of {updates} updates left out; loss or gradient was not finite "
-            f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch is {kept}",
-        )
+    async def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any, previous: asyncio.Task[None] | None = None) -> None:
+        """Say what the guard did, and keep the batch for study."""
+        if previous is not None:
+            await previous
+        self.event("warning", await keep_and_tell(self._folder.keep_skipped_batch, step, batch, result))
 
     async def _write_when_known(
         self,
@@ -335,7 +334,9 @@ class Observer:
         limit_s = self._config.deadlines.step_s
         try:
             found = await wait_for(observed, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)
-            if found is not None:
+            if found is None:
+                self._count("monitor/left_out_total", 1)
+            else:
                 self._take_observation(metrics, found)
         except (EvenkeelError, RayError) as error:  # the step's other numbers must not be lost with them
             self.event("warning", f"no diagnostics of step {metrics.step}: {error}")
@@ -351,7 +352,7 @@ class Observer:
 
     def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
         metrics.update(diagnostic_metrics(found.diagnostics))
-        metrics.update({"time/diagnose_s": found.seconds, "monitor/level": found.state.rank})
+        metrics.update({"time/diagnose_s": found.seconds, "time/service_late_s": found.late_s, "monitor/level": found.state.rank})
         self._disk.line(self._folder.append_clipped_tokens, metrics.step, found.clipped)
         for event in found.events:
             self.warned(event)
@@ -374,6 +375,7 @@ class Observer:
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
         self._views.close()
+        self._clock.stop()
         for part in ("_endpoint", "_discovery"):
             if hasattr(self, part):
                 getattr(self, part).close()
@@ -387,13 +389,11 @@ class Observer:
             "time/train_s": train_s,
             "wait/learner_s": wait_s,
             "wait/learner_share": min(1.0, wait_s / seconds) if seconds > 0 else None,
-            "throughput/learner_tokens_per_s": batch.corrected.batch.num_tokens / train_s if train_s > 0 else None,
+            "throughput/learner_tokens_per_s": batch.tokens / train_s if train_s > 0 else None,
         }
 
     def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:
         for name in ("admitted", "trained", "discarded"):
             self._totals[f"groups/{name}_total"] = counts[name]
-        return {
-            "queue/groups": counts["finished"],
-            "queue/outstanding": counts["in_flight"] + counts["finished"] + counts["drawn"],
-        }
+        outstanding = counts["in_flight"] + counts["finished"] + counts["drawn"]
+        return {"queue/groups": counts["finished"], "queue/outstanding": outstanding}

@@ -5,15 +5,22 @@ Reading one runs nothing, whoever has written it.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray.exceptions import RayError
+
+from actors.payloads import value_of
+
 if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
+    from actors.carriers import PreparedBatch
     from correction.batch import CorrectedBatch
     from correction.config import CorrectionConfig
+    from learner.step import StepResult
 
 KEPT = 8
 """Of a run: the first ones say most."""
@@ -83,3 +90,23 @@ class SkippedBatch:
         correction = CorrectionConfig.model_validate(plain["correction"])
         norms: Sequence[float] = plain["grad_norms"]
         return cls(plain["step"], plain["weight_version"], corrected, correction, tuple(norms), plain["group_norms"])
+
+
+async def keep_and_tell(keep: Callable[[SkippedBatch], Path | None], step: int, batch: PreparedBatch, result: StepResult) -> str:
+    """What the guard did at a step, in a sentence; the batch is kept. The weights were those of the version before the step.
+
+    Args: keep: RunFolder.keep_skipped_batch.
+    """
+    try:
+        corrected = await value_of(batch.corrected)
+        kept_batch = SkippedBatch(step, batch.version, corrected, batch.correction, result.grad_norms, result.group_norms)
+        path = await asyncio.to_thread(keep, kept_batch)
+        kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT} already"
+    except (OSError, RayError) as error:
+        kept = f"not kept: {error}"
+    norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
+    updates = result.skipped_steps + result.optimizer_steps
+    return (
+        f"step {step}: {result.skipped_steps} of {updates} updates left out; loss or gradient was not finite "
+        f"(loss {result.loss:.3g}; gradient norms: {norms}); the batch is {kept}"
+    )

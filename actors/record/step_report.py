@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from actors.carriers import GroupSummary, PreparedBatch, WorkerLoad
+from actors.carriers import Example, GroupSummary, PreparedBatch, WorkerLoad
 from actors.metric_catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
-from rollout.trajectory import FinishReason, Group, SyncReceipt, Trajectory
+from rollout.trajectory import AnswerFacts, FinishReason, GroupFacts, SyncReceipt
 
 if TYPE_CHECKING:
     from learner.step import StepResult
@@ -29,8 +29,8 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
         "time/generate_s": statistics.fmean(g.generate_s for g in groups),
         "time/reward_s": statistics.fmean(g.reward_s for g in groups),
         "time/correct_s": prepared.correct_s,
-        "length/trained_tokens": statistics.fmean(len(t.response_ids) for t in valid),
-        "length/max_tokens": max(len(t.response_ids) for t in valid),
+        "length/trained_tokens": statistics.fmean(t.response_tokens for t in valid),
+        "length/max_tokens": max(t.response_tokens for t in valid),
         "length/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in valid) / len(valid),
         "groups/all_right": sum(g.is_uniform and _first_reward(g) >= correct_at for g in groups),
         "groups/all_wrong": sum(g.is_uniform and _first_reward(g) < correct_at for g in groups),
@@ -49,11 +49,11 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
     return numbers
 
 
-def _first_reward(group: Group) -> float:
+def _first_reward(group: GroupFacts) -> float:
     return group.valid[0].reward or 0.0
 
 
-def _token_ages(trajectories: Sequence[Trajectory], version: int) -> Counter[int]:
+def _token_ages(trajectories: Sequence[AnswerFacts], version: int) -> Counter[int]:
     """Response tokens by staleness at `version`."""
     ages: Counter[int] = Counter()
     for trajectory in trajectories:
@@ -154,18 +154,18 @@ def _wait_share(parts: Collection[WorkerLoad]) -> float:
     return max(0.0, 1.0 - sum(part.busy_s for part in parts) / sum(part.up_s for part in parts))
 
 
-def trajectories_text(groups: Sequence[Group], *, step: int, limit: int) -> str:
-    """One trajectory of each of the first groups, as a person reads it."""
+def trajectories_text(groups: Sequence[GroupFacts], examples: Sequence[Example], *, step: int) -> str:
+    """One trajectory of each of the first groups, as a person reads it. Args: examples: those of these groups."""
     lines = [f"step {step}"]
-    for group in groups[:limit]:
+    for group, example in zip(groups, examples, strict=False):
         trajectory = group.trajectories[0]
         spans = ", ".join(f"v{s.version}: {s.start}-{s.end}" for s in trajectory.version_spans)
         lines += [
             "",
-            f"prompt {group.prompt.prompt_id}, group {group.group_id}, rewards {[t.reward for t in group.trajectories]}",
-            f"  question: {group.prompt.text}",
-            f"  answer:   {group.prompt.answer}",
-            f"  sampled:  {trajectory.text!r}  ({trajectory.finish_reason}, {len(trajectory.response_ids)} tokens, {spans})",
+            f"prompt {group.prompt_id}, group {group.group_id}, rewards {[t.reward for t in group.trajectories]}",
+            f"  question: {example.prompt.text}",
+            f"  answer:   {example.prompt.answer}",
+            f"  sampled:  {example.text!r}  ({trajectory.finish_reason}, {trajectory.response_tokens} tokens, {spans})",
             f"  reward:   {trajectory.error or trajectory.reward}",
         ]
     return "\n".join(lines) + "\n"

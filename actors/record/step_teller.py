@@ -69,8 +69,7 @@ class StepTeller:
         """Diagnostics of a step's batch, in the making: the service is asked now, which holds the batch for one step more."""
         batch, result = step.batch, step.result
         learned = learned_numbers(batch, result)
-        tensors = result.target_logprobs, result.decided, learned, result.entropies
-        reference = self._service.observe.remote(step.number, batch.version, *tensors)
+        reference = self._service.observe.remote(step.number, batch.version, (result.values,), learned)
 
         async def with_events() -> Observation | None:
             observation: Observation | None = await reference

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+import ray
 
 from actors.carriers import Ticket
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
@@ -38,6 +40,37 @@ def group(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Gr
     """The answer of a worker to a ticket."""
     answers = tuple(trajectory(ticket.prompt, reward=reward, version=ticket.admitted_version) for reward in rewards)
     return Group(ticket.group_id, ticket.prompt, answers, ticket.admitted_version)
+
+
+class FakeWorker:
+    """Stands where the handle of a rollout worker stands that holds finished groups; those in `lost` went with its node."""
+
+    def __init__(self, *groups: Group, lost: Collection[int] = ()) -> None:
+        self._groups = {group.group_id: group for group in groups}
+        self._lost = lost
+        self.asked: list[int] = []
+        self.payloads = self
+
+    def options(self, *, num_returns: int) -> FakeWorker:
+        self._returns = num_returns
+        return self
+
+    def remote(self, group_ids: Sequence[int]) -> Any:
+        assert len(group_ids) == self._returns
+        self.asked += group_ids
+        references = [asyncio.get_running_loop().create_future() for _ in group_ids]
+        for reference, group_id in zip(references, group_ids, strict=True):
+            if group_id in self._lost:
+                reference.set_exception(ray.exceptions.ObjectLostError("", "", ""))
+            else:
+                reference.set_result(self._groups[group_id])
+        return references if self._returns > 1 else references[0]
+
+
+async def put(queue: Any, *groups: Group, generation: int = 0) -> list[int]:
+    """As a worker hands over what it has finished. Args: queue: a TrajectoryQueueActor."""
+    found: list[int] = await queue.put([group.facts for group in groups], FakeWorker(*groups), generation)
+    return found
 
 
 class FakeActor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import pickle
 import random
 import threading
 import weakref
@@ -29,16 +30,17 @@ from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.correction_service import CorrectionService, ServiceConfig
 from actors.forwards import next_batch
 from actors.gap_split import GapSplit
-from actors.trajectory_queue import TrajectoryQueueActor
+from actors.queue_actor import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
 from correction.errors import DeadlineExceeded
 from correction.monitor import MonitorConfig, State
 from learner.config import LearnerConfig
+from learner.step import StepValues
 from rollout.config import RolloutConfig
 from rollout.trajectory import Group
-from tests.actors.cases import FakeActor, group, prompts, trajectory
+from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put, trajectory
 
 GROUPS = 4
 ROLLOUT = RolloutConfig.model_validate(
@@ -145,7 +147,14 @@ class Scene:
         return prepared
 
     async def observe(
-        self, prepared: PreparedBatch, *, gap: float = 0.1, decided: FinalDecision | None = None, step: int | None = None, **learned: float
+        self,
+        prepared: PreparedBatch,
+        *,
+        gap: float = 0.1,
+        decided: FinalDecision | None = None,
+        step: int | None = None,
+        entropies: Tensor | None = None,
+        **learned: float,
     ) -> Observation:
         """After a step whose target logprobs are the behaviour's, which are -1, plus `gap`, and which dropped what `decided` says."""
         target = torch.full((prepared.corrected.batch.num_tokens,), -1.0 + gap)
@@ -153,13 +162,14 @@ class Scene:
         if decided is None:
             decided = FinalDecision(corrected.keep_mask, corrected.importance_weights, no_counts(prepared.correction))
         number = prepared.version + 1 if step is None else step
-        observation = await self.service.observe(number, prepared.version, target, decided, learned)
+        values = StepValues(target, decided, torch.full_like(target, torch.nan) if entropies is None else entropies)
+        observation = await self.service.observe(number, prepared.version, (values,), learned)
         assert observation is not None
         return observation
 
     async def put(self, *groups: Group) -> None:
         for finished in groups:
-            await self.queue.put([finished])
+            await put(self.queue, finished)
             await asyncio.sleep(0.01)
 
 
@@ -221,7 +231,7 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
         torch.testing.assert_close(batch.reference_logprobs, 2 * code(batch.token_ids), rtol=0, atol=0)
         assert batch.routed_experts is not None and torch.equal(batch.routed_experts, routes(batch.token_ids))
         trained = batch.token_ids[batch.loss_mask].tolist()
-        assert trained == [token for g in prepared.groups for t in g.trajectories for token in t.response_ids]
+        assert trained == [token for ticket in tickets for t in answered(ticket).trajectories for token in t.response_ids]
 
     play(scenario)
 
@@ -274,7 +284,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
             under_way += await scene.admit(admitted, admitted + places)
             if under_way:
                 ticket = under_way.pop(order.randrange(len(under_way)))
-                await scene.queue.put([answered(ticket, rewards=(1.0, 1.0) if ticket.group_id in uniform else (0.0, 1.0))])
+                await put(scene.queue, answered(ticket, rewards=(1.0, 1.0) if ticket.group_id in uniform else (0.0, 1.0)))
             await asyncio.sleep(0.02 * order.random())
 
     async def scenario() -> None:
@@ -363,7 +373,8 @@ def test_diagnostics_are_of_the_batch_that_was_trained_last() -> None:
         scene = Scene(steps=1)
         prepared = await scene.batch(0)
         nothing = FinalDecision(torch.zeros(1).bool(), torch.ones(1), no_counts(prepared.correction))
-        assert await scene.service.observe(8, 7, torch.zeros(1), nothing, {}) is None, "version 7 is none that was trained"
+        values = StepValues(torch.zeros(1), nothing, torch.zeros(1))
+        assert await scene.service.observe(8, 7, (values,), {}) is None, "version 7 is none that was trained"
         prepared = await scene.batch(1)
         numbers = (await scene.observe(prepared, gap=0.1)).diagnostics
         assert numbers["mismatch_k1_kl"] == pytest.approx(-0.1, rel=1e-5)
@@ -549,8 +560,7 @@ def test_what_the_step_clipped_and_how_sure_it_was_of_it_is_told() -> None:
         entropies = torch.arange(batch.num_tokens) / 10
         ones = torch.ones(batch.num_tokens)
         decided = FinalDecision(keep, ones, no_counts(prepared.correction), ones, clipped)
-        observation = await scene.service.observe(1, 0, torch.full_like(ones, -1.0), decided, {}, entropies)
-        assert observation is not None
+        observation = await scene.observe(prepared, gap=0.0, decided=decided, entropies=entropies)
         assert observation.clipped == {"positive": [(int(batch.token_ids[first]), 1)], "negative": []}
         assert observation.diagnostics["clipped_positive_entropy_mean"] == pytest.approx(first / 10)
         assert observation.diagnostics["clipped_positive_probability_mean"] == pytest.approx(math.exp(-1))
@@ -579,7 +589,7 @@ def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
         assert kept == [set(), {1}, {1, 2}, set()]
         observation = await scene.observe(prepared)
         numbers = observation.diagnostics
-        tokens = sum(len(t.response_ids) for g in prepared.groups for t in g.trajectories)
+        tokens = sum(t.response_tokens for g in prepared.groups for t in g.trajectories)
         assert numbers["split_tokens"] == tokens
         assert numbers["split_mismatch_k3_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-5)
         assert numbers["split_staleness_k3_kl"] == pytest.approx(math.expm1(0.4) - 0.4, rel=1e-5)
@@ -594,3 +604,103 @@ def test_without_the_setting_or_without_staleness_nothing_is_kept() -> None:
         assert not any(split.keeps(version) or split.splits(version) for version in range(12))
     often = GapSplit(None, every=2, max_staleness=3, deadline_s=1.0)  # type: ignore[arg-type]
     assert all(often.keeps(version) for version in range(12))  # every version may be in a later batch that is split
+
+
+def test_groups_whose_tokens_are_lost_are_sampled_again() -> None:
+    """The batch waits for them: it has the same groups as without the loss, and the queue's counts balance all along."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1, max_staleness=0)
+        tickets = await scene.admit(0, GROUPS)
+        waiting = asyncio.create_task(scene.next_batch(0))
+        finished = [answered(ticket) for ticket in tickets]
+        await scene.queue.put([one.facts for one in finished], FakeWorker(*finished, lost=(1, 3)))
+        again = await scene.queue.take_lost(1, 5.0)
+        assert [ticket.group_id for ticket in again] == [1, 3] and not waiting.done()
+        counts = scene.queue._queue.counts()
+        assert (counts["admitted"], counts["in_flight"], counts["drawn"], counts["discarded"]) == (GROUPS, 2, 2, 0)
+        await scene.put(*[answered(ticket) for ticket in again])
+        prepared = await waiting
+        assert [g.group_id for g in prepared.groups] == [0, 1, 2, 3]
+        trained = prepared.corrected.batch.token_ids[prepared.corrected.batch.loss_mask].tolist()
+        assert trained == [token for one in finished for t in one.trajectories for token in t.response_ids]
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_one_batch_waits_for_its_diagnostics_and_the_next_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps while the first is diagnosed: of the second the numbers come later, of the third none, and its batch is let go."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        go_on = threading.Event()
+        diagnosed: list[int] = []
+
+        def slow(batch: PackedBatch, *_: Any, **__: Any) -> dict[str, float]:
+            assert go_on.wait(10.0)
+            diagnosed.append(batch.learner_version)
+            return {}
+
+        monkeypatch.setattr(correction_service, "diagnose", slow)
+        observing = []
+        for version in range(3):
+            prepared = await scene.batch(version)
+            values = StepValues(prepared.corrected.batch.behavior_logprobs, no_decision(prepared), prepared.corrected.batch.advantages)
+            observing.append(asyncio.create_task(scene.service.observe(version + 1, version, (values,), {})))
+            await asyncio.sleep(0.05)
+        assert [task.done() for task in observing] == [False, False, True] and observing[2].result() is None
+        assert scene.service._undiagnosed.keys() <= {3}, "nothing holds the batches of steps past but the two that are at it"
+        go_on.set()
+        assert None not in await asyncio.gather(*observing[:2]) and diagnosed == [0, 1]
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def no_decision(prepared: PreparedBatch) -> FinalDecision:
+    return FinalDecision(prepared.corrected.keep_mask, prepared.corrected.importance_weights, no_counts(prepared.correction))
+
+
+def test_packing_and_correcting_leave_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch whose packing and correction wait for the event loop to do something else."""
+    loop_thread = threading.get_ident()
+    threads: dict[str, int] = {}
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **named: Any) -> Any:
+            threads[name] = threading.get_ident()
+            return function(*arguments, **named)
+
+        return noted
+
+    async def scenario() -> None:
+        for name in ("pack_groups", "correct", "defer"):
+            monkeypatch.setattr(correction_service, name, noting(name, getattr(correction_service, name)))
+        for steps in (1, 2):
+            scene = Scene(steps=steps)
+            await scene.batch(0)
+            await scene.service.stop()
+        assert threads.keys() == {"pack_groups", "correct", "defer"} and loop_thread not in threads.values()
+
+    play(scenario)
+
+
+def test_what_the_driver_gets_does_not_grow_with_the_answers() -> None:
+    """Ids, rewards, lengths and spans: a batch of answers a hundred times as long is as large, but for the digits of its numbers."""
+
+    async def size(length: int) -> int:
+        scene = Scene(steps=1, examples=0)
+        tickets = await scene.admit(0, GROUPS)
+        waiting = asyncio.create_task(scene.next_batch(0))
+        answers = {r: [trajectory(prompt(i), range(length), reward=float(r)) for i in range(GROUPS)] for r in range(2)}
+        await scene.put(*[replace(group(ticket), trajectories=(answers[0][i], answers[1][i])) for i, ticket in enumerate(tickets)])
+        prepared = await waiting
+        await scene.service.stop()
+        assert prepared.tokens == 2 * GROUPS * (3 + length)
+        return len(pickle.dumps(replace(prepared, corrected=None)))
+
+    async def scenario() -> None:
+        assert abs(await size(1000) - await size(10)) < 100
+
+    play(scenario)

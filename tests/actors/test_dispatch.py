@@ -18,10 +18,10 @@ from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.config import DeadlinesConfig
 from actors.dispatch import Questions, WaitingWork
 from actors.pool import RolloutPool
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
-from actors.trajectory_queue import TrajectoryQueueActor
 from rollout.config import AnswerSampling, RolloutConfig
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, group, prompt, put
 from tests.actors.simulated_time import simulate
 
 RECEIPTS_APART_S = 0.02
@@ -45,7 +45,7 @@ class Engine:
 
     async def _sample(self, ticket: Ticket) -> GroupSummary:
         await asyncio.sleep(self.group_s * self.random.uniform(0.5, 1.5))
-        await self.queue.put([group(ticket)])
+        await put(self.queue, group(ticket))
         self.under_way -= 1
         self.sampled += 1
         return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)

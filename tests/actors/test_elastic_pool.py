@@ -19,9 +19,9 @@ from actors.config import DeadlinesConfig
 from actors.departures import first_to_leave
 from actors.pool import RolloutPool
 from actors.preemption import watch_nodes
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
 from actors.scaling import Cause, ScalingDecision
-from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup, unsampled

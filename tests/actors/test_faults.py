@@ -20,11 +20,11 @@ from actors.carriers import FAILED, LOST, ActorInfo, GroupFailure, GroupSummary,
 from actors.config import DeadlinesConfig
 from actors.faults import GroupBook, LossBook
 from actors.pool import RolloutPool
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
-from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import DeadlineExceeded, EngineError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, group, prompt, put
 from tests.actors.simulated_time import simulate
 from tests.actors.test_supervision import errors_of_ray
 
@@ -66,7 +66,7 @@ class Mortal:
         if outcome is not None:
             return outcome
         await asyncio.sleep(GROUP_S)
-        await self.world.queue.put([group(ticket)])
+        await put(self.world.queue, group(ticket))
         self.finished.append(ticket.group_id)
         return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
 

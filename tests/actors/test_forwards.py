@@ -55,7 +55,7 @@ def test_a_request_that_was_given_up_is_not_handed_out() -> None:
 def test_the_controller_brings_what_is_needed_and_asks_again(fails: bool) -> None:
     """At the version of the request, in its order, nothing twice; an error of the learner ends the wait for the batch."""
     told: list[Any] = []
-    batch = PreparedBatch(3, None, None, (), 0.0, 0.0)  # type: ignore[arg-type]
+    batch = PreparedBatch(3, None, None, 0, (), 0.0, 0.0)  # type: ignore[arg-type]
     answers = [ForwardRequest(1, 3, "a", True, True), ForwardRequest(2, 3, "b", False, True), batch]
 
     class Service:

@@ -10,11 +10,11 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from actors.going_back import MOST_RETURNS, Returns, lost_among, raise_when_lost
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import RolloutWorker
-from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, LateError
 from rollout.trajectory import Group
-from tests.actors.cases import FakeActor, group, prompts
+from tests.actors.cases import FakeActor, group, prompts, put
 
 
 class Part:
@@ -86,9 +86,9 @@ def test_a_queue_takes_groups_of_its_own_generation_only() -> None:
     async def scenario() -> None:
         queue = TrajectoryQueueActor(groups_per_step=2, max_staleness=0, generation=1)
         (ticket, _) = await queue.admit(prompts(0, 2))
-        await queue.put([group(ticket)], 0)
+        await put(queue, group(ticket), generation=0)
         assert (await queue.draw(0, 2, 0.0)) == []
-        await queue.put([group(ticket)], 1)
+        await put(queue, group(ticket), generation=1)
         assert [one.group_id for one in await queue.draw(0, 2, 0.0)] == [ticket.group_id]
 
     asyncio.run(scenario())

@@ -117,7 +117,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
     """Step 1 is told when step 2 has been noted, received and counted already."""
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
-    batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
+    batch = SimpleNamespace(groups=[], tokens=10, examples=())
     result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
     async def scenario() -> None:
@@ -186,7 +186,7 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
     seen.observer.follow(SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict), None)  # type: ignore[arg-type]
-    batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
+    batch = SimpleNamespace(groups=[], tokens=10, examples=())
     result = SimpleNamespace(loss=1.0, grad_norm=None, skipped_steps=3, overflowed_steps=2, loss_scale=32768.0)
     counts = {"admitted": 0, "trained": 0, "discarded": 0, "finished": 0, "in_flight": 0, "drawn": 0}
 
@@ -225,7 +225,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     """Two of three held the newest by then; right after it none does. Prometheus forgets who left, now and when the step is told."""
     for part in ("batch_metrics", "learner_metrics"):
         monkeypatch.setattr(f"actors.record.observer.{part}", lambda *_, **__: {})
-    batch = SimpleNamespace(groups=[], corrected=SimpleNamespace(batch=SimpleNamespace(num_tokens=10)))
+    batch = SimpleNamespace(groups=[], tokens=10, examples=())
     result = SimpleNamespace(loss=1.0, grad_norm=1.0, skipped_steps=0, overflowed_steps=0, loss_scale=None)
     held = {"0": 4, "1": 4, "2": 3}
 
@@ -341,7 +341,7 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
     norms = {"attention": math.nan, "mlp": 0.25}
     result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.5), group_norms=norms)
     for step in range(7, 7 + KEPT + 1):
-        seen.observer._keep_skipped(step, prepared, result)  # type: ignore[arg-type]
+        asyncio.run(seen.observer._keep_skipped(step, prepared, result))  # type: ignore[arg-type]
     kept = sorted((seen.folder.path / "skipped_batches").glob("*.safetensors"))
     assert [path.name for path in kept] == [f"step_{step:06d}.safetensors" for step in range(7, 7 + KEPT)]
     told = [event.text for event in seen.folder.read_events()]

@@ -16,11 +16,11 @@ import actors.workers
 from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.pool import RolloutPool
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
-from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, group, prompt, put
 
 DEAD = ray.exceptions.ActorDiedError()
 Fault = Exception | Callable[[], Awaitable[object]]
@@ -51,7 +51,7 @@ class Worker:
     async def _generate_group(self, ticket: Ticket) -> GroupSummary:
         await self._play()
         self.sampled.append(ticket.group_id)
-        await self.scene.queue.put([group(ticket)])
+        await put(self.scene.queue, group(ticket))
         return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
@@ -259,8 +259,8 @@ def test_a_group_that_was_delivered_before_the_worker_died_counts_once(monkeypat
         scene = Scene(monkeypatch, places=1)
 
         async def deliver_and_die() -> None:
-            snapshot = await scene.queue.snapshot()
-            await scene.queue.put([group(snapshot.in_flight[0])])
+            snapshot, _, _ = await scene.queue.snapshot()
+            await put(scene.queue, group(snapshot.in_flight[0]))
             raise DEAD
 
         scene.faults["0"] = deliver_and_die

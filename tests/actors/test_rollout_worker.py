@@ -14,8 +14,8 @@ from actors.carriers import GroupFailure, Ticket
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from correction.errors import DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.trajectory import Group
-from tests.actors.cases import group, prompt
+from rollout.trajectory import Group, GroupFacts
+from tests.actors.cases import FakeActor, group, prompt
 from tests.actors.simulated_time import simulate
 
 
@@ -28,17 +28,24 @@ class SlowQueue:
         self._failing = failing
         self.put = SimpleNamespace(remote=self._put)
 
-    async def _put(self, groups: list[Group], generation: int) -> None:
+    async def _put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
+        assert worker == "handle"
         self.calls.append([one.group_id for one in groups])
         number = len(self.calls) - 1
         await self.gate.wait()
         if number in self._failing:
             raise EngineError("the queue's actor is gone")
+        return [one.group_id for one in groups]
+
+
+CONFIG = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
+SETTINGS = WorkerSettings(CONFIG, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
 
 
 def idle_worker(queue: Any) -> RolloutWorker:
-    config = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
-    return RolloutWorker("0", WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout"), queue)
+    worker = RolloutWorker("0", SETTINGS, queue)
+    worker._handle = lambda: "handle"  # type: ignore[method-assign]  # which an actor has
+    return worker
 
 
 async def hand_over_three(queue: SlowQueue) -> list[Any]:
@@ -46,8 +53,7 @@ async def hand_over_three(queue: SlowQueue) -> list[Any]:
     worker = idle_worker(queue)
     tasks = []
     for finished in [group(Ticket(i, prompt(i), 0)) for i in range(3)]:
-        worker._finished.append(finished)
-        tasks.append(asyncio.create_task(worker._hand_over(finished)))
+        tasks.append(asyncio.create_task(worker._finish(finished)))
         await asyncio.sleep(0)
     queue.gate.set()
     return list(await asyncio.gather(*tasks, return_exceptions=True))
@@ -76,6 +82,27 @@ def test_no_group_is_taken_for_delivered_by_a_call_that_failed() -> None:
     asyncio.run(scenario())
 
 
+def test_a_finished_group_stays_with_its_worker_until_the_queue_asks_for_it() -> None:
+    """What the queue is told are facts. A group that it doesn't ask for, because it has come before, is let go."""
+
+    class Queue:
+        async def put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
+            assert not any(hasattr(one, "response_ids") for of_one in groups for one in of_one.trajectories)
+            return [one.group_id for one in groups if one.group_id != 1]
+
+    async def scenario() -> None:
+        worker = idle_worker(FakeActor(Queue()))
+        groups = [group(Ticket(i, prompt(i), 0)) for i in range(4)]
+        for one in groups:
+            await worker._finish(one)
+        assert worker._payloads.keys() == {0, 2, 3}
+        assert await worker.payloads([0]) is groups[0], "one result"
+        assert await worker.payloads([3, 2]) == [groups[3], groups[2]], "two results"
+        assert not worker._payloads
+
+    asyncio.run(scenario())
+
+
 def test_a_queue_that_is_silent_for_ninety_seconds_is_waited_for() -> None:
     """It is asked again after a minute, which it may be any number of times."""
 
@@ -83,8 +110,7 @@ def test_a_queue_that_is_silent_for_ninety_seconds_is_waited_for() -> None:
         queue = SlowQueue()
         asyncio.get_running_loop().call_later(90.0, queue.gate.set)
         worker = idle_worker(queue)
-        worker._finished.append(finished := group(Ticket(0, prompt(0), 0)))
-        await worker._hand_over(finished)
+        await worker._finish(group(Ticket(0, prompt(0), 0)))
         assert queue.calls == [[0], [0]] and asyncio.get_running_loop().time() == pytest.approx(90.0)
         assert worker._finished == []
 
@@ -130,13 +156,13 @@ def test_a_lost_engine_is_no_failed_request() -> None:
 
 def test_a_lost_queue_is_not_the_engines_fault() -> None:
     async def scenario() -> None:
-        async def lost(groups: list[Group], generation: int) -> None:
+        async def lost(groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
             raise ray.exceptions.ActorDiedError()
 
         worker = idle_worker(SimpleNamespace(put=SimpleNamespace(remote=lost)))
-        worker._finished.append(finished := group(Ticket(0, prompt(0), 0)))
+        finished = group(Ticket(0, prompt(0), 0))
         with pytest.raises(LateError) as caught:
-            await worker._hand_over(finished)
-        assert not isinstance(caught.value, EngineError) and worker._finished == [finished], "it goes along with the next one"
+            await worker._finish(finished)
+        assert not isinstance(caught.value, EngineError) and worker._finished == [finished.facts], "it goes along with the next one"
 
     asyncio.run(scenario())

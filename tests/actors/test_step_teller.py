@@ -34,7 +34,7 @@ class Scene:
 
     def end_step(self, number: int, *_: Any) -> Any:
         self.log.append(f"end {number}")
-        batch, result = SimpleNamespace(version=number - 1), SimpleNamespace(target_logprobs=None, decided=None, entropies=None)
+        batch, result = SimpleNamespace(version=number - 1), SimpleNamespace(values=None)
         return SimpleNamespace(number=number, batch=batch, result=result)
 
     def tell(self, step: Any, observed: Any) -> None:

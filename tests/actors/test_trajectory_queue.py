@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +21,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.carriers import Ticket
-from actors.trajectory_queue import TrajectoryQueue, TrajectoryQueueActor
+from actors.dispatch import WaitingWork
+from actors.payloads import fetched, whole_snapshot
+from actors.queue_actor import TrajectoryQueueActor
+from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group
-from tests.actors.cases import group, prompt, prompts
+from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put
 
 
 class QueueLife(RuleBasedStateMachine):
@@ -260,7 +266,7 @@ def test_the_actor_waits_for_places_and_groups() -> None:
         placing = asyncio.create_task(actor.wait_for_places(60.0))
         await asyncio.sleep(0.05)
         assert not drawing.done()
-        await actor.put([group(ticket)])
+        await put(actor, group(ticket))
         assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
         assert not placing.done()
         discarded, counts, _ = await actor.advance(1, [0])
@@ -293,6 +299,101 @@ def test_no_operation_of_a_step_walks_through_all_groups() -> None:
     assert queue.counts()["finished"] == 49 and queue.free_places == 51
 
 
+def test_a_lost_group_keeps_its_place_and_is_due_when_it_was() -> None:
+    """Its staleness is that of its admission; what is put for it again is drawn before younger ones. Only drawn groups can be lost."""
+    queue = TrajectoryQueue(groups_per_step=2, max_staleness=1)
+    tickets = queue.admit(prompts(0, 4))
+    for ticket in tickets:
+        queue.put(group(ticket))
+    queue.draw(0, 2)
+    queue.lose([1])
+    assert queue.counts() == {"admitted": 4, "trained": 0, "discarded": 0, "in_flight": 1, "finished": 2, "drawn": 1}
+    assert queue.free_places == 0 and queue.take_lost() == [tickets[1]] and queue.take_lost() == []
+    assert [ticket.group_id for ticket in queue.snapshot().in_flight] == [1]
+    assert queue.put(group(tickets[1])) and not queue.put(group(tickets[1]))
+    assert [g.group_id for g in queue.draw(0, 1)] == [1]
+    with pytest.raises(LedgerError, match="group 2 was lost but the queue has it as finished"):
+        queue.lose([2])
+
+
+def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again() -> None:
+    async def scenario() -> None:
+        actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
+        finished = [group(ticket) for ticket in await actor.admit(prompts(0, 4))]
+        await actor.put([one.facts for one in finished[:3]], FakeWorker(*finished, lost=(1,)))
+        snapshot = await whole_snapshot(FakeActor(actor), deadline_s=5.0)
+        assert snapshot.finished == (finished[0], finished[2])
+        assert [ticket.group_id for ticket in snapshot.in_flight] == [1, 3]
+        again = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
+        assert [ticket.group_id for ticket in await again.restore(snapshot)] == [1, 3]
+        drawn = await again.draw(0, 2, 5.0)
+        assert await fetched(drawn, deadline_s=5.0) == ([finished[0], finished[2]], [])
+
+    asyncio.run(scenario())
+
+
+def test_a_repeated_delivery_asks_the_worker_for_nothing() -> None:
+    async def scenario() -> None:
+        actor = TrajectoryQueueActor(groups_per_step=2, max_staleness=0)
+        finished = [group(ticket) for ticket in await actor.admit(prompts(0, 2))]
+        worker = FakeWorker(*finished)
+        assert await actor.put([finished[0].facts], worker) == [0]
+        assert await actor.put([finished[0].facts, finished[1].facts, finished[1].facts], worker) == [1]
+        assert worker.asked == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def operations(held: int) -> int:
+    """Lines of the queue and of the dispatch, and comparisons, that it takes to admit, hand out, put, draw, lose and discard 64 groups
+    while so many others wait, finished and not: a loop through them would run a line, or compare, for each."""
+    count = 0
+
+    class Number(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal count
+            count += 1
+            return int(self) < int(other)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.endswith(("trajectory_queue.py", "dispatch.py")):
+            return None
+        count += event == "line"
+        return trace
+
+    queue, work = TrajectoryQueue(groups_per_step=2 * held, max_staleness=1), WaitingWork(10, 1)
+    queue._next_group_id = Number(0)
+    others = [replace(ticket, group_id=Number(ticket.group_id)) for ticket in queue.admit(prompts(0, held))]
+    for ticket in others[::2]:
+        queue.put(group(ticket))
+    work.add_groups(others[1::2])
+    taker = SimpleNamespace(groups=set(), questions=0)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        tickets = [replace(ticket, group_id=Number(ticket.group_id)) for ticket in queue.admit(prompts(held, held + 64))]
+        work.add_groups(tickets)
+        for _ in range(64):
+            taker.groups.clear()
+            assert len([ticket for _, part in work.take([taker], [taker]) for ticket in part]) == 10
+        for ticket in tickets:
+            queue.put(group(ticket))
+            (drawn,) = queue.draw(0, 1)
+            queue.lose([drawn.group_id])
+            queue.take_lost()
+            queue.discard([drawn.group_id], "test")
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_what_a_group_takes_does_not_grow_with_the_groups_held() -> None:
+    """From 2,048 to 8,192: two levels of a heap more, of the dozen that there are; what walks through them takes four times as much."""
+    few, many = operations(2048), operations(8192)
+    assert many < 1.5 * few
+
+
 def test_what_may_be_asked_twice_happens_once() -> None:
     """An admission under the same number; giving up a group that is gone, or that has been finished meanwhile; a new version."""
 
@@ -302,7 +403,7 @@ def test_what_may_be_asked_twice_happens_once() -> None:
         assert await actor.admit(prompts(0, 2), 1) == first and actor._queue.counts()["admitted"] == 2
         second = await actor.admit(prompts(2, 6), 2)
         assert [ticket.group_id for ticket in second] == [2, 3]
-        await actor.put([group(first[0])])
+        await put(actor, group(first[0]))
         assert [await actor.give_up(group_id, "why") for group_id in (0, 1, 1)] == [False, True, False]
         counts = actor._queue.counts()
         assert (counts["finished"], counts["in_flight"], counts["discarded"]) == (1, 2, 1)

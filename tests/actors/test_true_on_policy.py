@@ -11,7 +11,7 @@ import torch
 
 from actors.config import RunConfig
 from actors.metrics import StepMetrics
-from actors.true_on_policy import compare_batch, metrics_of, resolved
+from actors.true_on_policy import checked, compare_batch, metrics_of, resolved
 from correction.batch import PackedBatch
 from correction.errors import ConfigError, EngineError
 
@@ -75,8 +75,9 @@ def batch(proximal: float | None = None) -> PackedBatch:
 def test_a_difference_stops_the_run_with_its_name_or_is_counted(tmp_path: Path) -> None:
     config, other = run_config(tmp_path), torch.tensor([0.0, -1.5])
     with pytest.raises(EngineError, match=r"step 3: .*1 of 1 tokens.*by up to 0\.5 nats.*token 2 at position 1.*on_difference: correct"):
-        compare_batch(config, batch(), other, step=3)
-    agreement = compare_batch(run_config(tmp_path, true_on_policy_on_difference="correct"), batch(), other, step=3)
+        checked(config, compare_batch(config.learner, batch(), other), step=3)
+    agreement = compare_batch(config.learner, batch(), other)
+    checked(run_config(tmp_path, true_on_policy_on_difference="correct"), agreement, step=3)  # which raises nothing
     assert StepMetrics(3, metrics_of(agreement))["true_on_policy/equal_share"] == 0.0
     assert metrics_of(agreement)["true_on_policy/max_abs_difference"] == 0.5
 
@@ -84,4 +85,4 @@ def test_a_difference_stops_the_run_with_its_name_or_is_counted(tmp_path: Path) 
 def test_with_several_optimizer_steps_the_proximal_logprobs_are_compared(tmp_path: Path) -> None:
     config = run_config(tmp_path, learner={"optimizer_steps_per_batch": 2})
     drifted = torch.tensor([0.0, -1.5])
-    assert compare_batch(config, batch(proximal=-1.0), drifted, step=1).first is None
+    assert compare_batch(config.learner, batch(proximal=-1.0), drifted).first is None

@@ -1,0 +1,66 @@
+"""Payload by reference: groups travel as facts, and their tokens stay in the object store until somebody computes with them.
+
+A worker tells the queue the facts of a finished group (rewards, lengths, version spans), and the queue asks the worker for the group
+itself: a call whose result is nobody's concern but its reference. So the queue owns the object and not the worker, whose engine may fail or
+be replaced at any moment: an object goes with its owner, and what a lost worker had finished would have to be sampled again. The object
+lies in the store of the worker's node (a small one with its reference); with that node it is lost, and the group is sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from actors.carriers import QueueSnapshot, StoredGroup
+from actors.supervision import wait_for
+from rollout.trajectory import Group, GroupFacts
+
+
+def stored(groups: Sequence[GroupFacts], worker: Any) -> list[StoredGroup]:
+    """The groups with references to them, owned by the process that calls this.
+
+    Args: worker: handle of the RolloutWorker that holds them; it lets go of them.
+    """
+    if not groups:
+        return []
+    found = worker.payloads.options(num_returns=len(groups)).remote([one.group_id for one in groups])
+    references = found if len(groups) > 1 else [found]
+    return [StoredGroup(facts, reference) for facts, reference in zip(groups, references, strict=True)]
+
+
+async def value_of(reference: Any) -> Any:
+    """What a reference refers to, or the thing itself. It is read beside the event loop, as Ray does it for what is awaited."""
+    return await reference if isinstance(reference, Awaitable) else reference
+
+
+async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], list[int]]:
+    """The groups themselves, in their order; and the ids of those that went with their node, or with a worker that still held them.
+
+    Raises: DeadlineExceeded.
+    """
+    values = asyncio.gather(*(value_of(one.payload) for one in groups), return_exceptions=True)
+    found = await wait_for(values, f"tokens of {len(groups)} groups <- object store", deadline_s=deadline_s)
+    lost = []
+    for one, value in zip(groups, found, strict=True):
+        if isinstance(value, ray.exceptions.RayError):
+            lost.append(one.group_id)
+        elif isinstance(value, BaseException):
+            raise value
+    return [value for value in found if not isinstance(value, BaseException)], lost
+
+
+async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
+    """The queue as a checkpoint has it: finished groups with their tokens; those that are lost will be sampled again.
+
+    Raises: DeadlineExceeded.
+    """
+    snapshot: QueueSnapshot
+    snapshot, held, tickets = await wait_for(queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
+    groups, lost = await fetched(held, deadline_s=deadline_s)
+    again = [ticket for ticket in tickets if ticket.group_id in set(lost)]
+    in_flight = sorted([*snapshot.in_flight, *again], key=lambda ticket: ticket.group_id)
+    return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))

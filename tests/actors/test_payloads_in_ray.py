@@ -1,0 +1,81 @@
+"""Where tokens are while queue and driver handle facts, in a real Ray of two nodes: what outlives a worker, and what goes with its node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.payloads import fetched
+from actors.queue_actor import TrajectoryQueueActor
+from rollout.trajectory import Group, ids_of, logprobs_of
+from tests.actors.cases import group, prompts
+
+pytestmark = pytest.mark.engine
+LARGE = 100_000
+"""Tokens whose group is too large to travel with its reference."""
+
+
+class Sampling:
+    """A worker that has finished the groups it is given."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    async def finish(self, groups: list[Group]) -> int:
+        self._groups = {one.group_id: one for one in groups}
+        await self._queue.put.remote([one.facts for one in groups], ray.get_runtime_context().current_actor)
+        while self._groups:
+            await asyncio.sleep(0.01)
+        return os.getpid()
+
+    async def payloads(self, group_ids: list[int]) -> Any:
+        groups = [self._groups.pop(group_id) for group_id in group_ids]
+        return groups if len(groups) > 1 else groups[0]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    ray.init(address=found.address, logging_level="ERROR", log_to_driver=False)
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+def large(one: Group) -> Group:
+    tokens = ids_of(range(LARGE)), logprobs_of([-0.5] * LARGE)
+    return replace(one, trajectories=tuple(replace(t, response_ids=tokens[0], behavior_logprobs=tokens[1]) for t in one.trajectories))
+
+
+def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cluster) -> None:
+    """A worker that is killed right after its groups were taken costs none of them, small or large. Of a node that goes, the large ones
+    are lost: said by their ids, and no others; the small ones came with their references."""
+    node = cluster.add_node(num_cpus=2, resources={"rollout": 2})
+    queue = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=100).remote(groups_per_step=4, max_staleness=0)
+    here = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    sampling = ray.remote(Sampling).options(num_cpus=0, max_concurrency=10, scheduling_strategy=here)
+    finished = [group(ticket) for ticket in ray.get(queue.admit.remote(prompts(0, 4)), timeout=60)]
+    finished = [large(one) if one.group_id % 2 else one for one in finished]
+
+    pids = [ray.get(sampling.remote(queue).finish.remote(part), timeout=60) for part in (finished[:2], finished[2:])]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    stored = ray.get(queue.draw.remote(0, 4, 10.0), timeout=60)
+    assert [one.facts for one in stored] == [one.facts for one in finished]
+    groups, lost = asyncio.run(fetched(stored[:2], deadline_s=60.0))
+    assert (groups, lost) == (finished[:2], [])
+
+    cluster.remove_node(node)
+    groups, lost = asyncio.run(fetched(stored[2:], deadline_s=60.0))
+    assert (groups, lost) == ([finished[2]], [3])
+    ray.get(queue.lose.remote(lost), timeout=60)
+    assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(1, 5.0), timeout=60)] == [3]
