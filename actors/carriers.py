@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.engines.processor import Processor
     from correction.engines.weight_spec import WeightSpec
     from correction.monitor import Event, State
+    from rollout.continuation import UnfinishedGroup
     from rollout.trajectory import Group, GroupFacts, Prompt
 
 INVALID = "fewer than two valid trajectories"
@@ -56,6 +57,13 @@ class Ticket:
     prompt: Prompt
     admitted_version: int
     """Published when it was admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTicket(Ticket):
+    """Of a group that another worker has handed back: its sampling goes on from there. In the pool only; the queue knows the Ticket."""
+
+    begun: UnfinishedGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
 from actors.descendants import adopted_orphans, descendants, end, end_new
-from actors.devices import visible_gpus
+from actors.devices import check_rollout_resource, visible_gpus
 from actors.security import loopback_only, protect_token, require_authentication
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
@@ -76,13 +76,14 @@ class Cluster:
                 self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
             try:
                 require_authentication(settings)
+                self._check_rollout_resource()
             except BaseException:
                 ray.shutdown()
                 raise
             return self
         os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: the others lower theirs themselves, see lower_priority
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
-        workers = self._config.rollout.workers
+        workers = self._config.rollout.most_workers
         arguments: dict[str, Any] = {
             "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
             "resources": {settings.rollout_resource: workers},
@@ -133,6 +134,18 @@ class Cluster:
         with contextlib.suppress(Exception):  # it may not be up far enough to be shut down
             ray.shutdown()
         return f" Ray's own logs: {session}/logs" if session else ""
+
+    def _check_rollout_resource(self) -> None:
+        """Raises: ConfigError if no node, nor any that an autoscaler may start, can take a rollout worker."""
+        resource = self._config.ray.rollout_resource
+        offered = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
+        try:
+            possible = ray._private.state.state.get_max_resources_from_cluster_config()
+        except Exception as error:  # not told in this form: then it is not known
+            log.debug("node types of the cluster: %s", error)
+            possible = None
+        if note := check_rollout_resource(self._config, offered, None if possible is None else possible.get(resource, 0)):
+            log.warning(note)
 
     @property
     def log_folder(self) -> Path:

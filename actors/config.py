@@ -106,6 +106,9 @@ class DeadlinesConfig(DerivedSettings):
     """Longest optimizer step, or forward pass of the learner, seconds."""
     sync_s: PositiveFloat = 120.0
     """Longest wait for an engine to confirm new weights, seconds; it has three attempts."""
+    drain_s: float = Field(default=20.0, ge=0)
+    """Longest time in which a rollout worker that leaves finishes what it has under way, seconds; then it hands the rest back, with the
+    tokens sampled so far. Keep it 10 s below what a preemption notice leaves (30 s on Kubernetes)."""
     checkpoint_s: PositiveFloat = 600.0
     """Longest time to write a checkpoint, seconds."""
     evaluation_s: PositiveFloat = 900.0
@@ -248,6 +251,11 @@ class RunConfig(Settings):
         return self
 
     @property
+    def places(self) -> int:
+        """Groups that may be admitted and not yet trained."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
     def needs_reference(self) -> bool:
         """The learner keeps the weights of the model that the run began with: for a KL penalty, or to tell the KL."""
         return self.correction.kl.coefficient > 0 or self.learner.report_kl_every > 0
@@ -270,6 +278,6 @@ class RunConfig(Settings):
         return (
             f"Each of {self.steps} steps trains on {self.groups_per_step} prompts x {samples} samples = "
             f"{self.groups_per_step * samples} trajectories of up to {self.rollout.sampling.max_tokens} tokens in {updates}; "
-            f"at most {(self.max_staleness + 1) * self.groups_per_step} prompts are under way, "
+            f"at most {self.places} prompts are under way, "
             f"so no token is more than {self.max_staleness} version{'s' * (self.max_staleness != 1)} old."
         )

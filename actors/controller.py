@@ -34,7 +34,7 @@ from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
-from actors.supervision import Stopwatch, abandon, counted, unless_failed, unless_set, wait_for
+from actors.supervision import Stopwatch, abandon, counted, persistently, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
 from actors.weight_sync import WeightSync
 from correction.errors import EngineError, EvenkeelError
@@ -204,13 +204,13 @@ class Controller:
             await self._sync.publish()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
-        """A short call to the queue or the service."""
+        """A short call to the queue or the service, which may run twice."""
         what = f"{method._method_name} at v{self._version} <- queue or service"
-        return await wait_for(method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
+        return await persistently(lambda: method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
 
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
-        with self._watch.phase("wait_learner"):
+        with self._watch.phase("wait_learner"), self._pool.learner_waits():
             sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
             batch = next_batch(self._ask_for_batch, self._service, self._learner, deadline_s=sync_s, is_moving=is_moving)
             return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
@@ -275,7 +275,8 @@ class Controller:
         monitor = await self._ask(self._service.monitor_state)
         totals = self._observer.totals()
         mark, replacement = await asyncio.to_thread(self._ledger.flush, queue), self._alarms.replacement
-        return TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, replacement, mark, self._task.fingerprint)
+        of_run = self._task.fingerprint, self._config.model_dump(mode="json")
+        return TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, replacement, mark, *of_run)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -283,7 +284,7 @@ class Controller:
         config, observer = self._config, self._observer
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         self._folder.keep_model_files(self._point.weights)
-        workers, ranks = config.rollout.workers, config.learner.world_size
+        workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._start_queue()
         self._places = await reserve(config)  # before engines take the GPUs
@@ -322,7 +323,7 @@ class Controller:
     def _start_pool(self) -> None:
         config = self._config
         settings = WorkerSettings.of(config, self._folder.model_path.resolve(), self._held_out[0])
-        self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer)
+        self._pool = RolloutPool(settings, config.deadlines, self._queue, self._observer, config.places)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._evaluations.counts_from = self._pool.attended_since
         self._pool.start()

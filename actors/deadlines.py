@@ -57,7 +57,7 @@ class Scale:
             scored_in_turn=-(-rollout.slots_per_worker * group // rollout.reward.processes),
             reward_s=rollout.reward.deadline_s,
             batch_tokens=config.groups_per_step * group * rollout.sampling.max_tokens * config.learner.epochs_per_batch,
-            evaluation_waves=1 + -(-asked // (running * rollout.workers)),
+            evaluation_waves=1 + -(-asked // (running * rollout.fewest_workers)),
         )
 
 

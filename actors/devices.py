@@ -105,6 +105,30 @@ def check_received(role: str, share: float, ids: Sequence[Any]) -> None:
         )
 
 
+def check_rollout_resource(config: RunConfig, offered: float, possible: float | None) -> str | None:
+    """Whether a joined cluster can ever place the rollout workers.
+
+    Args:
+        offered: units of the rollout resource on the nodes that are there.
+        possible: on all nodes that its autoscaler may start; None: there is no autoscaler, or it has not told yet.
+    Returns: what to say if there will never be enough for all.
+    Raises: ConfigError if an autoscaler is there, and no node, nor any type of node that it may start, offers it.
+    """
+    wanted, resource = config.rollout.most_workers, config.ray.rollout_resource
+    if possible is None or max(offered, possible) >= wanted:
+        return None
+    setting = f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {wanted}"
+    if max(offered, possible) < 1:
+        raise ConfigError(
+            f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers that resource, nor "
+            f"does any type of node that its autoscaler may start. Give a node type resources: {{{resource}: 1}} (deploy/ray-cluster.yaml)"
+        )
+    return (
+        f"{setting}: the cluster at {config.ray.address} offers the resource {resource!r} {max(offered, possible):g} times at most, with "
+        f"all nodes that its autoscaler may start; the other workers wait"
+    )
+
+
 def whole_gpus(shares: Sequence[float]) -> int:
     """GPUs that hold these shares, each of which lies on one: filled one after the other, the largest shares first."""
     left: list[float] = []
@@ -125,7 +149,8 @@ def gpus_asked(config: RunConfig) -> int:
 def _wanted(config: RunConfig) -> tuple[list[float], str]:
     """Share of a GPU that each rank and each worker asks for, and which settings do."""
     engine, rollout, learner = config.rollout.engine, config.rollout, config.learner
-    workers, ranks = rollout.workers, learner.world_size
+    workers = rollout.most_workers if config.ray.address is None else rollout.first_workers  # a private Ray has to have all from the start
+    ranks = learner.world_size
     shares: list[float] = []
     asking = []
     if engine.resolved_device == "cuda":

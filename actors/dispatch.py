@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from actors.carriers import Ticket
+from actors.carriers import BegunTicket, Ticket
 from rollout.config import AnswerSampling
+from rollout.continuation import UnfinishedGroup
 from rollout.trajectory import Prompt, Trajectory
 
 _HANDFUL = 4
@@ -159,3 +160,8 @@ class WaitingWork:
     def _forget_cancelled(self) -> None:
         """The evaluation that asked has ended without these."""
         self._questions = [part for part in self._questions if not part.answers.done()]
+
+
+def continuing(ticket: Ticket, begun: UnfinishedGroup) -> BegunTicket:
+    """For the next worker to go on with."""
+    return BegunTicket(ticket.group_id, ticket.prompt, ticket.admitted_version, begun)

@@ -10,24 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from actors.metric_kinds import Kind, Metric, Reduction, Unit
+from actors.metric_kinds import by_k as _by_k
+from actors.metric_kinds import by_worker as _by_worker
+from actors.metric_kinds import counter as _counter
+from actors.metric_kinds import gauge as _gauge
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, SEQUENCES, TRAINED, UNITS, Quantity
-
-
-def _gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "") -> Metric:
-    return Metric(name, Kind.GAUGE, unit, reduction, help, label, of=of)
-
-
-def _counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
-    return Metric(name, Kind.COUNTER, unit, Reduction.SUM, help, label)
-
-
-def _by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
-    return Metric(f"worker/{name}/", Kind.GAUGE, unit, reduction, help, label, part="worker")
-
-
-def _by_k(name: str, label: str, help: str) -> Metric:
-    return Metric(f"held_out/{name}/", Kind.GAUGE, Unit.SHARE, Reduction.LAST, help, label, part="k")
-
 
 _U, _R = Unit, Reduction
 _PROGRESS = [
@@ -361,6 +348,16 @@ _ROLLOUT = [
         "pool/current_workers", _U.ONE, _R.LAST, "current workers",
         "Those of them that held the newest weights by then, before the step's own went out: all, unless one is slower than a step.",
     ),
+    _gauge(
+        "pool/target_workers", _U.ONE, _R.LAST, "wanted workers",
+        "Rollout workers that the run wants: the configured number, or what the load has led to (rollout.max_workers).",
+    ),
+    Metric(
+        "pool/scaled_total/", Kind.COUNTER, _U.ONE, _R.SUM,
+        "Times that the load changed the wanted number of rollout workers, by cause.", "changes of size", part="cause",
+    ),
+    _counter("pool/handed_back_total", "groups handed back", "Groups that a worker which left handed back; another one went on with them."),
+    _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),
     _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
     _gauge(

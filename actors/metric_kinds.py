@@ -94,3 +94,19 @@ class Metric:
         suffix = _PROMETHEUS_SUFFIX[self.unit]
         stem = re.sub(r"[^a-zA-Z0-9]+", "_", stem)
         return f"evenkeel_{stem}" if stem.endswith(suffix) else f"evenkeel_{stem}{suffix}"
+
+
+def gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "") -> Metric:
+    return Metric(name, Kind.GAUGE, unit, reduction, help, label, of=of)
+
+
+def counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
+    return Metric(name, Kind.COUNTER, unit, Reduction.SUM, help, label)
+
+
+def by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
+    return Metric(f"worker/{name}/", Kind.GAUGE, unit, reduction, help, label, part="worker")
+
+
+def by_k(name: str, label: str, help: str) -> Metric:
+    return Metric(f"held_out/{name}/", Kind.GAUGE, Unit.SHARE, Reduction.LAST, help, label, part="k")

@@ -16,10 +16,10 @@ from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
 from actors.learner_group import LearnerGroup
 from actors.placement import RankPlaces
+from actors.queue_actor import TrajectoryQueueActor
 from actors.record.run_folder import Checkpoint
 from actors.resume import TrainingState
 from actors.supervision import wait_for
-from actors.trajectory_queue import TrajectoryQueueActor
 from correction.config import CorrectionConfig
 
 

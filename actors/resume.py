@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class TrainingState:
     """How far the ledger had come; None: it had not begun."""
     data: str = ""
     """Fingerprint of the training questions (Task.fingerprint); empty: not known."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The run's, by which the queue's groups were sampled; those in its folder may be of a resume that has saved nothing yet."""
 
     @property
     def prompt_position(self) -> int:
@@ -72,7 +74,7 @@ class TrainingState:
             "configured": self.replacement.configured.model_dump(mode="json"),
             "correction": self.replacement.correction.model_dump(mode="json"),
         }
-        plain = {name: getattr(self, name) for name in ("step", "weight_version", "elapsed_s", "totals", "monitor", "data")}
+        plain = {name: getattr(self, name) for name in ("step", "weight_version", "elapsed_s", "totals", "monitor", "data", "settings")}
         plain |= {"queue": as_plain(queue, columns), "ledger": as_plain(self.ledger, columns), "replacement": correction}
         (folder / STATE).write_text(json.dumps(plain, default=float))  # float: numpy's numbers
         save_file(columns.arrays(), folder / COLUMNS)

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 import ray
 
-from actors.carriers import ActorInfo, GroupFailure, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, BegunTicket, GroupFailure, GroupSummary, Ticket, WorkerLoad
 from actors.config import RunConfig
 from actors.devices import check_received
 from actors.environment import worker_environment
 from actors.exporter import MetricsEndpoint, listen_address
+from actors.preemption import EndNotice
 from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
@@ -24,12 +25,14 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import ActorLost, DataError, DeadlineExceeded, LateError, RequestError, SyncError
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
+from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
 from rollout.temporary_files import own_folder, remove
 from rollout.trajectory import FinishReason, Group, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
+GroupOutcome = GroupSummary | GroupFailure | UnfinishedGroup
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """What one request may fail with while its engine goes on."""
 
@@ -109,26 +112,33 @@ class RolloutWorker:
                 topk=settings.topk,
                 has_weights=False,
             )
+        self._end_notice = EndNotice()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
-    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary | GroupFailure]:
-        """Sample several groups at once; each goes to the queue as soon as it is finished.
+    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupOutcome]:
+        """Sample several groups at once; each goes to the queue as soon as it is finished. After `hand_back`: what there is of the rest.
 
         Raises: EngineError kinds, if the engine is dirty or lost; LateError, if the queue is gone: the groups are not sampled then.
         """
         return await self._until_withdrawn([self._generate_group(ticket) for ticket in tickets])
 
-    async def _generate_group(self, ticket: Ticket) -> GroupSummary | GroupFailure:
-        """Sample the G trajectories of a prompt, score them, put the group into the queue."""
+    async def _generate_group(self, ticket: Ticket) -> GroupOutcome:
+        """Sample the G trajectories of a prompt, or go on with them, score them, put the group into the queue."""
         generation = self._generation
         try:
             group = await self._sampler.group(
-                ticket.prompt, group_id=ticket.group_id, admitted_version=ticket.admitted_version, topk=self._settings.topk
+                ticket.prompt,
+                group_id=ticket.group_id,
+                admitted_version=ticket.admitted_version,
+                topk=self._settings.topk,
+                begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
             )
         except UNANSWERED as error:
             return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError))
         if generation != self._generation:
             raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn while it was sampled")
+        if isinstance(group, UnfinishedGroup):
+            return group
         self._count(group.trajectories)
         await self._finish(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
@@ -256,6 +266,14 @@ class RolloutWorker:
         """Raises: EngineError if the engine is lost."""
         self._sampler.engine.raise_if_lost()
         return WorkerLoad(self._sampler.busy_s, self._sampler.up_s, self._sampler.generated_tokens, self._sampler.engine.requests_in_flight)
+
+    async def hand_back(self) -> None:
+        """Sample nothing more; `generate_groups` returns what there is. Returns when the engine has nothing under way."""
+        await self._sampler.engine.hand_back()
+
+    async def end_notice(self) -> None:
+        """Returns when the process has been told to end (SIGTERM)."""
+        await self._end_notice.told.wait()
 
     async def stop(self) -> None:
         await self._sampler.close()

@@ -2,8 +2,9 @@
 
 States, and what moves a worker:
 
-    STARTING   created; Ray may still be looking for a node that offers the rollout resource
+    STARTING   created; Ray may still be looking for a node that offers the rollout resource, and then its engine starts
     JOINED     its engine is up; the weight sync owns its version from here
+    LEAVING    the pool shrinks, or its node is taken away: it gets no work, ends what it can, hands back the rest, and is ended
     GONE       its process or its engine died, or it took no weights; a replacement is started, its groups go to other workers
 """
 
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -24,13 +26,17 @@ from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.scaling import ScalingDecision
 from actors.supervision import USUAL_START, unwrapped, wait_for
 from actors.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
+from rollout.continuation import UnfinishedGroup
 from rollout.heartbeat import MISSES
 
 log = logging.getLogger("evenkeel.pool")
 _LOAD_S = 5.0
+STOP_S = 20.0
+"""For the end of an engine."""
 _NODE_ID = "ray.io/node-id"
 _PROBES = 6
 """In the time after which a worker without an answer is lost."""
@@ -39,6 +45,7 @@ _PROBES = 6
 class WorkerState(StrEnum):
     STARTING = "starting"
     JOINED = "joined"
+    LEAVING = "leaving"
     GONE = "gone"
 
 
@@ -57,6 +64,20 @@ class WorkerHandle:
     resyncs: int = 0
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
+    asked_at: float = field(default_factory=time.monotonic)
+    placed_at: float | None = None
+    """When its process was there; None: it waits for a node. Like the others of time.monotonic."""
+    up_at: float = 0.0
+    """When its engine was."""
+    has_worked: bool = False
+    """It has finished a group."""
+    leaves: bool = False
+    """It is or was LEAVING: that its calls fail says nothing about their groups."""
+    handed_back: list[UnfinishedGroup] = field(default_factory=list)
+
+    @property
+    def has_node(self) -> bool:
+        return self.placed_at is not None
 
     def follow(self, queue: Any, generation: int) -> None:
         """Its groups go to this queue from now on, and it holds weights of no version; see actors/going_back.py."""
@@ -75,9 +96,35 @@ class PoolObserver(Protocol):
 
     def group_finished(self, summary: GroupSummary) -> None: ...
 
+    def handed_back(self, groups: int, tokens: int) -> None:
+        """Groups that go on elsewhere, with so many tokens sampled."""
+
+    def scaled(self, decision: ScalingDecision) -> None: ...
+
     def lost(self, tickets: Sequence[Ticket]) -> None: ...
 
     def event(self, level: str, text: str) -> None: ...
+
+
+class LostGroups:
+    """Groups whose worker was lost, until others sample them; says how long that took when the last ones are under way again."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._waiting: dict[int, str] = {}
+        """Worker that had it, by group."""
+        self._since: dict[str, float] = {}
+
+    def add(self, worker: WorkerHandle) -> None:
+        if worker.groups:
+            self._waiting |= dict.fromkeys(worker.groups, worker.name)
+            self._since[worker.name] = time.monotonic()
+
+    def taken(self, group_ids: Iterable[int]) -> None:
+        """Other workers have them."""
+        back = {self._waiting.pop(i) for i in group_ids if i in self._waiting}
+        for name in back.difference(self._waiting.values()):
+            self._tell(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
 
 
 def create(name: str, settings: WorkerSettings, queue: Any, avoided: Sequence[str] = ()) -> WorkerHandle:
@@ -112,13 +159,24 @@ async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: Dea
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
     )
-    return await wait_for(
+    worker.placed_at = time.monotonic()
+    info: ActorInfo = await wait_for(
         worker.actor.start.remote(0),
         f"start of rollout worker {worker.name}",
         deadline_s=deadlines.start_s,
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
     )
+    worker.up_at = time.monotonic()
+    return info
+
+
+def first_work(worker: WorkerHandle) -> str:
+    """What to say when a worker has finished its first group: where the time went since it was asked for."""
+    now, placed_at = time.monotonic(), worker.placed_at or worker.asked_at
+    parts = {"node": placed_at - worker.asked_at, "engine": worker.up_at - placed_at, "weights and group": now - worker.up_at}
+    spent = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
+    return f"rollout worker {worker.name} sampled its first group {now - worker.asked_at:.1f} s after it was asked for: {spent}"
 
 
 async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
@@ -156,9 +214,9 @@ async def loads(joined: Sequence[WorkerHandle]) -> dict[str, WorkerLoad]:
 
 async def end(workers: Sequence[WorkerHandle]) -> None:
     """End them all, engines first."""
-    stopping = [w.actor.stop.remote() for w in workers if w.state is WorkerState.JOINED]
+    stopping = [w.actor.stop.remote() for w in workers if w.info is not None]
     if stopping:
-        await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=20.0)
+        await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=STOP_S)
     for worker in workers:
         kill(worker.actor)
 

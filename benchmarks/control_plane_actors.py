@@ -38,9 +38,9 @@ from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
 from actors.loop_clock import LoopClock
 from actors.pool import RolloutPool
+from actors.queue_actor import TrajectoryQueueActor
 from actors.record.step_report import batch_metrics, learned_numbers
 from actors.rollout_worker import RolloutWorker, WorkerSettings
-from actors.trajectory_queue import TrajectoryQueueActor
 from actors.weight_sync import SyncTarget, WeightSync
 from actors.workers import WorkerHandle
 from benchmarks.sides import options

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from correction.errors import ConfigError
 from correction.settings import Settings
 from rollout.engine_config import EngineConfig
+from rollout.pool_size import PoolSizeConfig
 
 # --- task -----------------------------------------------------------------------------------------------------------
 
@@ -312,11 +313,9 @@ class PenaliseOverlong(Settings):
 OverlongConfig = Annotated[TrainOverlong | MaskOverlong | PenaliseOverlong, Field(discriminator="kind")]
 
 
-class RolloutConfig(Settings):
+class RolloutConfig(PoolSizeConfig):
     """What happens to a prompt."""
 
-    workers: PositiveInt = Field(default=1, le=10**4)
-    """Rollout workers, each with an engine of its own."""
     gpus_per_worker: PositiveFloat = Field(default=1.0, le=1)
     """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits beside it. On a CPU it has no meaning."""
     slots: PositiveInt | None = None

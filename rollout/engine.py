@@ -5,6 +5,7 @@ What it is not: it knows no prompts, rewards or groups (rollout.sampler does), a
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
 from collections.abc import Sequence
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
+from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities, EngineProcess
 from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine
+
+_HAND_BACK_S = 0.2
 
 
 class RolloutEngine(UpdatableEngine):
@@ -34,6 +38,8 @@ class RolloutEngine(UpdatableEngine):
         """Longest prompt and response together, tokens: SGLang keeps two of the model's context, or of the KV cache, for itself."""
         self._experts = experts
         self._requests = 0
+        self.is_leaving = False
+        """What is in flight has been handed back, and nothing is sampled any more."""
 
     @classmethod
     async def start(
@@ -103,6 +109,7 @@ class RolloutEngine(UpdatableEngine):
         seeds: Sequence[int] | None = None,
         topk: int = 0,
         ignore_stop: bool = False,
+        begun: Sequence[Trajectory] = (),
         deadline_s: float | None = None,
     ) -> list[Trajectory]:
         """Sample from the whole distribution: no top-k or penalty can be asked for, since they would bias every ratio.
@@ -119,23 +126,41 @@ class RolloutEngine(UpdatableEngine):
                 logits do (with batch_invariant to the last bit). Unset: random ones.
             topk: most likely tokens to report at each position, with their logprobs, beside the sampled one; see check_topk.
             ignore_stop: go on to max_tokens whatever is sampled (for tests and benchmarks).
-        Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error.
+            begun: what another engine has of each sample (rollout.continuation): whole ones stay as they are, others are continued.
+        Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error, and
+            after `hand_back` the tokens that are kept of it.
         Raises: DataError for ids or lengths that the engine can't take; RequestError for an answer that can't be used, DeadlineExceeded,
             and the engine goes on; EngineDirty, EngineError if it is lost.
         """
         self._check_request(prompt_ids, max_tokens, temperature)
-        if samples > 1 and self.config.prefix_cache:
-            await self._request(prompt_ids, [{"max_new_tokens": 0, "temperature": 1.0}], deadline_s, "prefill a shared prompt")
-        sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "ignore_eos": ignore_stop}
+        found = list(begun) or [unsampled(prompt_ids, prompt_id)] * samples
+        todo = [i for i, answer in enumerate(found) if is_begun(answer)]
+        if len(todo) > 1 and self.config.prefix_cache and not self.is_leaving:
+            await self._request([prompt_ids], [{"max_new_tokens": 0, "temperature": 1.0}], deadline_s, "prefill a shared prompt")
+        if not todo or self.is_leaving:
+            return found
+        sampling = {"temperature": temperature, "top_p": top_p, "ignore_eos": ignore_stop}
         options: dict[str, Any] = {"top_logprobs_num": topk} if topk else {}
         if self._experts is not None:
             options["return_routed_experts"] = True
-        samplings = [sampling | ({"sampling_seed": seeds[i]} if seeds else {}) for i in range(samples)]
-        answers = await self._request(prompt_ids, samplings, deadline_s, "generate", **options)
-        return [
-            Trajectory.from_sglang(answer, prompt_ids, self.name, prompt_id=prompt_id, topk=topk, experts=self._experts)
-            for answer in answers
+        inputs = [[*prompt_ids, *found[i].response_ids] for i in todo]
+        samplings = [
+            sampling | {"max_new_tokens": max_tokens - len(found[i].response_ids)} | ({"sampling_seed": seeds[i]} if seeds else {})
+            for i in todo
         ]
+        answers = await self._request(inputs, samplings, deadline_s, "generate", **options)
+        for i, read, answer in zip(todo, inputs, answers, strict=True):
+            rest = Trajectory.from_sglang(answer, read, self.name, prompt_id=prompt_id, topk=topk, experts=self._experts)
+            whole = continued(found[i], rest) if found[i].response_ids else rest
+            found[i] = kept(whole, self.longest_prompt) if self.is_leaving and is_begun(whole) else whole
+        return found
+
+    async def hand_back(self) -> None:
+        """Sample nothing more: `generate` returns what there is of each sample, now and from now on. Returns when nothing is in flight."""
+        self.is_leaving = True
+        while self._requests:
+            self._manager.abort_request(abort_all=True)
+            await asyncio.sleep(_HAND_BACK_S)  # what was on its way to the scheduler meanwhile is aborted next time
 
     def check_topk(self, topk: int) -> None:
         """Raises: ConfigError if the model has fewer tokens than are to be reported at each position."""
@@ -156,23 +181,22 @@ class RolloutEngine(UpdatableEngine):
         self._check_request(token_ids, 1, 1.0)
         sampling = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
         deadline_s = deadline_s or self.config.deadlines.control_s
-        (answer,) = await self._request(token_ids, [sampling], deadline_s, "score", logprob_start_len=0)
+        (answer,) = await self._request([token_ids], [sampling], deadline_s, "score", logprob_start_len=0)
         return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
     async def _request(
-        self, token_ids: Sequence[int], samplings: Sequence[dict[str, Any]], deadline_s: float | None, phase: str, **options: Any
+        self, inputs: Sequence[Sequence[int]], samplings: Sequence[dict[str, Any]], deadline_s: float | None, phase: str, **options: Any
     ) -> list[dict[str, Any]]:
-        """The answers, in SGLang's form, to the same tokens under each of some sampling parameters.
+        """The answers, in SGLang's form, to each of the inputs under its sampling parameters.
 
         They are one batch to SGLang: to handle a call costs it about as much as to sample a short answer of a small model. All are aborted
         in the engine as soon as nobody waits for them, or one of them fails.
         """
         failed_updates = self._failed_updates
         request_ids = [uuid.uuid4().hex for _ in samplings]
-        answers = self._process.engine.async_generate(
-            input_ids=[list(token_ids)] * len(samplings), sampling_params=list(samplings), return_logprob=True, rid=request_ids, **options
-        )
-        phase = f"{phase}: {len(token_ids)} tokens, sent at weights v{self._version}"
+        options |= {"input_ids": [list(token_ids) for token_ids in inputs], "sampling_params": list(samplings)}
+        answers = self._process.engine.async_generate(return_logprob=True, rid=request_ids, **options)
+        phase = f"{phase}: {max(map(len, inputs))} tokens, sent at weights v{self._version}"
         self._requests += len(samplings)
         try:
             result: list[dict[str, Any]] = await self._process.wait(answers, deadline_s or self.config.deadlines.generate_s, phase)

@@ -298,7 +298,7 @@ def _see_to_its_end(guardian: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(guardian.pid).children(recursive=True):
                 process.kill()
-            guardian.kill()
+        guardian.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # in the middle of a read from a disk that is gone, nothing ends it
             guardian.wait(_END_S)
 

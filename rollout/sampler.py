@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from correction.errors import EngineError
 from rollout.chat import load_tokenizer
 from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
+from rollout.continuation import UnfinishedGroup, is_begun
 from rollout.engine import RolloutEngine
 from rollout.rewards import RewardPool
 from rollout.trajectory import Group, Prompt, Trajectory
@@ -82,34 +85,59 @@ class Sampler:
         await self.engine.shutdown()
         await self._rewards.close()
 
-    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0) -> Group:
+    async def group(
+        self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: UnfinishedGroup | None = None
+    ) -> Group | UnfinishedGroup:
         """Sample the G trajectories of a prompt, and score them.
 
         Args:
             topk: most likely tokens to keep with each sampled one, for corrections that look at them.
-        Returns: trajectories in the order of their seeds; one that was aborted, or that could not be scored, carries an error.
+            begun: what another worker has handed back of this group.
+        Returns: trajectories in the order of their seeds; one that was aborted, or that could not be scored, carries an error. After
+            `hand_back` what there is of the group, unless all of its answers are whole.
         Raises: as RolloutEngine.generate.
         """
         began = time.monotonic()
         settings = self._settings
-        sampled = await self._sample(prompt, samples=settings.samples_per_group, temperature=settings.temperature, topk=topk)
+        sampled = await self._sample(
+            prompt,
+            samples=settings.samples_per_group,
+            temperature=settings.temperature,
+            topk=topk,
+            begun=begun.answers if begun is not None else (),
+        )
         sampled_at = time.monotonic()
+        generate_s = sampled_at - began + (begun.generate_s if begun is not None else 0.0)
+        if self.engine.is_leaving and any(map(is_begun, sampled)):
+            return UnfinishedGroup(group_id, sampled, generate_s)
         return Group(
             group_id=group_id,
             prompt=prompt,
             trajectories=await self._rewards.score(sampled, prompt),
             admitted_version=admitted_version,
-            generate_s=sampled_at - began,
+            generate_s=generate_s,
             reward_s=time.monotonic() - sampled_at,
         )
 
     async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
-        """Scored answers that nothing is trained on, in the order of their seeds. Raises: as RolloutEngine.generate."""
+        """Scored answers that nothing is trained on, in the order of their seeds.
+
+        Raises: as RolloutEngine.generate; EngineError after `hand_back`, unless all answers are whole.
+        """
         sampled = await self._sample(prompt, samples=how.samples, temperature=how.temperature, top_p=how.top_p)
+        if self.engine.is_leaving and any(map(is_begun, sampled)):
+            raise EngineError(f"{self.engine.name} leaves: ask another one")
         return await self._rewards.score(sampled, prompt)
 
     async def _sample(
-        self, prompt: Prompt, *, samples: int, temperature: float, top_p: float = 1.0, topk: int = 0
+        self,
+        prompt: Prompt,
+        *,
+        samples: int,
+        temperature: float,
+        top_p: float = 1.0,
+        topk: int = 0,
+        begun: Sequence[Trajectory] = (),
     ) -> tuple[Trajectory, ...]:
         """With their texts, which are for the scorer and for people: tokens and logprobs stay as they were sampled."""
         with self._busy:
@@ -122,8 +150,9 @@ class Sampler:
                 samples=samples,
                 seeds=[sample_seed(self._seed, prompt.prompt_id, index) for index in range(samples)],
                 topk=topk,
+                begun=begun,
             )
-        self.generated_tokens += sum(len(one.response_ids) for one in trajectories)
+        self.generated_tokens += sum(len(one.response_ids) for one in trajectories) - sum(len(one.response_ids) for one in begun)
         return tuple(replace(one, text=self._tokenizer.decode(list(one.response_ids), skip_special_tokens=True)) for one in trajectories)
 
     @property

@@ -21,19 +21,20 @@ def own_folder() -> Iterator[Path]:
     SGLang leaves sockets and files there at each start, and whoever is killed leaves all of its own. What torch compiles stays where the
     next engine finds it.
     """
-    root = Path(tempfile.gettempdir())
+    root = _without_own(Path(tempfile.gettempdir()))
     _remove_those_of_the_dead(root)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
     os.environ.setdefault(_INDUCTOR, str(root / f"torchinductor_{getpass.getuser()}"))
-    before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), str(folder)
-    tempfile.tempdir = str(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
         yield folder
     finally:
-        tempfile.tempdir = str(root)
-        del os.environ["TMPDIR"]
-        if before is not None:
-            os.environ["TMPDIR"] = before
+        os.environ["TMPDIR"] = tempfile.tempdir = str(root)
+
+
+def _without_own(folder: Path) -> Path:
+    """Where temporary files belong without this, even if another engine of this process is starting."""
+    return _without_own(folder.parent) if folder.name.startswith(_PREFIX) else folder
 
 
 def remove(folder: Path) -> None:

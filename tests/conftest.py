@@ -20,6 +20,7 @@ _ENGINES = (
     "tests/e2e/test_diff_engines.py",
     "tests/e2e/test_true_on_policy.py",
     "tests/e2e/test_weight_updates.py",
+    "tests/rollout/test_continuation.py",
     "tests/rollout/test_engine.py",
     "tests/rollout/test_engine_failures.py",
     "tests/rollout/test_sampler.py",

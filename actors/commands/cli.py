@@ -365,7 +365,9 @@ app.command(
 )(simulate)
 
 
-app.command(epilog=_examples("evenkeel doctor recipes/nano_spell_backward.yaml", "evenkeel doctor RECIPE --gpus H100x8"))(doctor)
+app.command(
+    epilog=_examples("evenkeel doctor recipes/nano_spell_backward.yaml", "evenkeel doctor RECIPE --gpus H100x8", "evenkeel doctor RUN_DIR")
+)(doctor)
 
 app.command(epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
 

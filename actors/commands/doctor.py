@@ -21,21 +21,26 @@ UNFIT = 1
 
 
 def doctor(
-    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) of the run that is meant.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="Recipe (YAML) of the run that is meant, or a run's folder.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")] = None,
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT", help="Judge the recipe for these GPUs, such as H100x8 or H100x8x4, not for those here.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Say what would fail or go slowly, in seconds, before anything starts.
+    """Say what would fail or go slowly, in seconds, before anything starts; or, of a run's folder, what happened to the run.
 
     First what follows from the recipe and the model's config.json: memory of each GPU, layouts, types, disk. Then what the nodes have:
     this machine, or each node of the cluster at ray.address, by a small task on it: GPUs, versions, folders, shared memory. With --gpus the
     first part alone, for machines that aren't there. `evenkeel train` asks the same, and stops at what can't work.
 
+    Of a run's folder: how the run ended, what it waited for, which part was slow or gone, whether its books balance, and what to do.
+
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
+    if recipe.is_dir():
+        typer.echo(_of_run(recipe, [*(overrides or []), *(["--gpus"] if gpus else []), *(["--json"] if as_json else [])]))
+        return
     from rich.console import Console
 
     from actors.commands.recipe import load_config
@@ -50,6 +55,15 @@ def doctor(
         show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
     if any(one.severity == "fail" for one in complaints):
         raise typer.Exit(UNFIT)
+
+
+def _of_run(folder: Path, beside: list[str]) -> str:
+    from actors.record.run_doctor import diagnose, page
+    from actors.record.run_folder import RunFolder
+
+    if beside:
+        raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(beside)}")
+    return page(diagnose(RunFolder.view(folder)))
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:

@@ -25,7 +25,8 @@ _OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
 _OF_ENGINES = ("rollout.engine.",)
 """Those of them that say how an engine works, not what it is asked: the groups are sampled again without a question."""
 _NOT_OF_SAMPLES = (
-    *("rollout.workers", "rollout.gpus_per_worker", "rollout.slots"),
+    *("rollout.workers", "rollout.min_workers", "rollout.max_workers"),
+    *("rollout.gpus_per_worker", "rollout.slots"),
     *("rollout.engine.max_running_requests", "rollout.engine.memory_fraction", "rollout.engine.deadlines"),
     *_MOVABLE_TASK_SETTINGS,
 )
@@ -62,7 +63,18 @@ def find_resume_point(
     if changed:
         told = "; ".join(f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
         point = replace(point, notes=(*point.notes, ("info", f"settings other than the run's own so far: {told}")))
-    return config, _with_groups_of_these_settings(point, before, config, changed, discard_queue=discard_queue)
+    then = _settings_then(point, before)
+    return config, _with_groups_of_these_settings(point, then, config, changed_settings(then, config), discard_queue=discard_queue)
+
+
+def _settings_then(point: ResumePoint, before: RunConfig) -> RunConfig:
+    """Those that the checkpoint's groups were sampled with. The folder has them too, unless a resume with others ended without saving."""
+    if not point.state.settings:
+        return before
+    try:
+        return with_absolute_paths(RunConfig.model_validate(point.state.settings))
+    except ValueError:  # another version's
+        return before
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -43,6 +43,8 @@ class Request:
 
 def gpus_for_everybody(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     """More may come on a cluster that grows by itself, so that only what no GPU of this machine can hold fails."""
+    if not _uses_gpus(config):
+        return
     row = requests(nodes, config)[0]
     if row.asked > row.there:
         yield Complaint(
@@ -77,10 +79,11 @@ def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
     if config.ray.address is None:
         return
     there = sum(node.rollout_units for node in nodes)
-    if there < config.rollout.workers:
+    if there < config.rollout.first_workers:
         yield Complaint(
             "warn",
-            f"{config.rollout.workers} rollout workers each ask for one unit of the Ray resource {config.ray.rollout_resource!r}, and the "
+            f"{config.rollout.first_workers} rollout workers each ask for one unit of the Ray resource {config.ray.rollout_resource!r}, "
+            "and the "
             f"nodes offer {there:g} by now: the others wait for nodes that have it",
             f"Start nodes with --resources='{{\"{config.ray.rollout_resource}\": N}}'",
         )
@@ -91,7 +94,7 @@ def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
         if node.driver_gpus and not node.has_cuda:
             yield Complaint(
                 "fail" if _uses_gpus(config) else "warn",
-                f"{node.name} has {_gpus(node.driver_gpus)}, but its torch is a build without CUDA",
+                f"{node.name} has {_counted(node.driver_gpus, 'GPU')}, but its torch is a build without CUDA",
                 "To use them, install what constraints-gpu.txt has (docs/gpu.md); for the CPU alone nothing is wrong",
             )
         elif _uses_gpus(config) and node.offered_gpus > len(node.gpus) > 0:
@@ -162,7 +165,7 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
 
 def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     for node in nodes:
-        engines = min(config.rollout.workers, max(1, int(node.rollout_units)))
+        engines = min(config.rollout.first_workers, max(1, int(node.rollout_units)))
         bucket, free = config.weight_sync.bucket_bytes, gib(node.shared_memory)
         needed = TRANSFERS * bucket * engines
         if node.shared_memory < bucket:
@@ -213,26 +216,17 @@ NODE_RULES: tuple[NodeRule, ...] = (
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     """What the run asks of Ray, what the nodes have, what of it nobody holds."""
     rollout, learner = config.rollout, config.learner
-    rows = [
-        Request(
-            "GPU",
-            gpus_asked(config),
-            sum(node.offered_gpus for node in nodes),
-            sum(node.free_gpus for node in nodes),
-            f"{learner.world_size if learner.resolved_device == 'cuda' else 0} ranks x {learner.gpus_per_rank:g}, "
-            f"{rollout.workers if rollout.engine.resolved_device == 'cuda' else 0} workers x {rollout.gpus_per_worker:g}",
-        ),
-        Request(
-            "CPU",
-            learner.world_size + rollout.workers,
-            sum(node.cpus for node in nodes),
-            sum(node.free_cpus for node in nodes),
-            f"{learner.world_size} ranks, {rollout.workers} workers",
-        ),
-    ]
+    ranks, workers = _counted(learner.world_size, "rank"), _counted(rollout.first_workers, "worker")
+    of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
+    of_workers = [f"{workers} x {rollout.gpus_per_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
+    cpus, free = sum(node.cpus for node in nodes), sum(node.free_cpus for node in nodes)
+    rows = [Request("CPU", learner.world_size + rollout.first_workers, cpus, free, f"{ranks}, {workers}")]
+    gpus, free = sum(node.offered_gpus for node in nodes), sum(node.free_gpus for node in nodes)
+    if of_ranks or of_workers or gpus:
+        rows.insert(0, Request("GPU", gpus_asked(config), gpus, free, ", ".join(of_ranks + of_workers) or "nobody"))
     if config.ray.address is not None:
         units = sum(node.rollout_units for node in nodes)
-        rows.append(Request(config.ray.rollout_resource, rollout.workers, units, units, f"{rollout.workers} workers"))
+        rows.append(Request(config.ray.rollout_resource, rollout.first_workers, units, units, workers))
     return rows
 
 
@@ -240,8 +234,8 @@ def _uses_gpus(config: RunConfig) -> bool:
     return gpus_asked(config) > 0
 
 
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' * (count > 1)}"
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' * (count > 1)}"
 
 
 def _runs(kind: str, built: Sequence[str]) -> bool:

@@ -35,6 +35,7 @@ from actors.record.step_report import (
 )
 from actors.record.terminal import TerminalView
 from actors.repeated import Repeated
+from actors.scaling import ScalingDecision
 from actors.supervision import counted, wait_for
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
@@ -85,13 +86,7 @@ class FinishedStep:
 class Observer:
     """Collects between two steps, writes at each. It decides nothing about the run."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        view: TerminalView,
-        totals: dict[str, float] | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
         self._views = MetricViews(folder, config.metrics)
@@ -194,6 +189,14 @@ class Observer:
             if told := self._repeated.add(_kind_of_failure(error), f"group {summary.group_id}: a trajectory failed: {error}"):
                 self.event("warning", told)
 
+    def handed_back(self, groups: int, tokens: int) -> None:
+        self._count("pool/handed_back_total", groups)
+        self._count("pool/handed_back_tokens_total", tokens)
+
+    def scaled(self, decision: ScalingDecision) -> None:
+        self._count(f"pool/scaled_total/{decision.cause}", 1)
+        self.event("info", f"the pool goes to {counted(decision.target, 'rollout worker')} ({decision.cause}): {decision.reason}")
+
     def lost(self, tickets: Sequence[Ticket]) -> None:
         """The tokens of finished groups went with a node, or with a worker that had them still."""
         self._count("groups/lost_total", len(tickets))
@@ -220,7 +223,7 @@ class Observer:
         """The step's training has ended and its weights go out now: what the workers hold is what they have worked with."""
         self._versions = self._pool.versions()
         joined, current = self._pool.counts()
-        self.note({"pool/workers": joined, "pool/current_workers": current})
+        self.note({"pool/workers": joined, "pool/current_workers": current, "pool/target_workers": self._pool.target})
 
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
@@ -392,7 +395,5 @@ class Observer:
     def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:
         for name in ("admitted", "trained", "discarded"):
             self._totals[f"groups/{name}_total"] = counts[name]
-        return {
-            "queue/groups": counts["finished"],
-            "queue/outstanding": counts["in_flight"] + counts["finished"] + counts["drawn"],
-        }
+        outstanding = counts["in_flight"] + counts["finished"] + counts["drawn"]
+        return {"queue/groups": counts["finished"], "queue/outstanding": outstanding}

@@ -80,13 +80,21 @@ class FakeActor:
     """
 
     __ray_call__ = SimpleNamespace(remote=lambda function: None)
-    __ray_ready__ = SimpleNamespace(remote=lambda: asyncio.sleep(0, True))
 
     def __init__(self, instance: object) -> None:
         self.instance = instance
 
-    def __getattr__(self, name: str) -> _FakeMethod:
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(self.instance, name) and name in _USUAL:
+            return _USUAL[name]
         return _FakeMethod(getattr(self.instance, name), name)
+
+
+_USUAL = {
+    "__ray_ready__": SimpleNamespace(remote=lambda: asyncio.sleep(0, True)),
+    "end_notice": SimpleNamespace(remote=lambda: asyncio.get_running_loop().create_future()),
+}
+"""Of an actor that doesn't have it: its process is there at once, and is never told to end."""
 
 
 class _FakeMethod:

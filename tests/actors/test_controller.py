@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,9 @@ class SilentPool:
 
     async def answer(self, *_: Any) -> Any:
         await asyncio.sleep(60.0)
+
+    def learner_waits(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def is_moving(self) -> bool:
         return False

@@ -30,7 +30,7 @@ from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.correction_service import CorrectionService, ServiceConfig
 from actors.forwards import next_batch
 from actors.gap_split import GapSplit
-from actors.trajectory_queue import TrajectoryQueueActor
+from actors.queue_actor import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from actors.commands.recipe import load_config
+from actors.commands.train import decide_devices
 from actors.config import RunConfig
 from actors.derived import derived
 from actors.devices import check_types
@@ -92,6 +94,22 @@ def test_a_float32_learner_on_a_cpu_feeds_no_engine_on_a_gpu() -> None:
     mixed = derived(config("learner.device=cpu learner.dtype=bfloat16 rollout.engine.device=cuda"), has_gpu=True)
     check_types(mixed)
     assert mixed.rollout.engine.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("offered", "device"), [({"CPU": 16.0, "GPU": 8.0}, "cuda"), ({"CPU": 16.0}, "cpu")])
+def test_auto_is_what_the_cluster_has_not_what_the_driver_sees(
+    monkeypatch: pytest.MonkeyPatch, offered: dict[str, float], device: str
+) -> None:
+    """The head of a cluster has no GPU; ranks that asked for none would all take the first one of their node."""
+    joined: list[str | None] = []
+    monkeypatch.setattr("actors.cluster.Cluster", lambda config: joined.append(config.ray.address) or nullcontext())
+    monkeypatch.setattr("ray.cluster_resources", lambda: offered)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found, notes = decide_devices(config("ray.address=10.0.0.1:6379"))
+    assert (found.learner.device, found.rollout.engine.device, joined) == (device, device, ["10.0.0.1:6379"])
+    assert [("no node of the cluster" in note) for note in notes] == [True] * (device == "cpu")
+    decide_devices(config("ray.address=10.0.0.1:6379 learner.device=cuda rollout.engine.device=cuda"))
+    assert len(joined) == 1, "what is said need not be asked"
 
 
 def test_without_a_run_each_side_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:

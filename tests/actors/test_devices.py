@@ -9,7 +9,7 @@ import torch
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.devices import check_devices, check_engine_device, check_received, check_types, whole_gpus
+from actors.devices import check_devices, check_engine_device, check_received, check_rollout_resource, check_types, whole_gpus
 from actors.environment import learner_environment, worker_environment
 from actors.placement import in_order
 from correction.errors import ConfigError
@@ -33,6 +33,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (0, "learner.device=cuda learner.data_parallel=2", "learner.device = cuda with 2 ranks: 2 GPUs are needed"),
         (1, "rollout.engine.device=cuda learner.device=cuda", "and learner.device = cuda with 1 rank: 2 GPUs are needed.*sees 1"),
         (1, "", "rollout.engine.device = auto with 1 worker and learner.device = auto with 1 rank: 2 GPUs"),
+        (3, "rollout.min_workers=1 rollout.max_workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
         (3, "rollout.workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
     ],
 )
@@ -155,3 +156,23 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:
     nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
     assert in_order(nodes, {"a": "10.0.0.2", "b": "10.0.0.1"}, {0: 4, 1: 2, 2: 0, 3: 0}) == (2, 0, 3, 1)
+
+
+JOINED = ("ray.address=10.0.0.1:6379", "rollout.min_workers=1", "rollout.max_workers=4")
+
+
+def test_a_resource_that_no_node_can_offer_is_refused() -> None:
+    said = r"rollout.max_workers = 4 with ray.rollout_resource = .rollout.: no node .* Give a node type"
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_rollout_resource(config(*JOINED), 0, 0)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"rollout\.workers = 1 with"):
+        check_rollout_resource(config("ray.address=10.0.0.1:6379"), 0, 0)
+
+
+def test_fewer_nodes_than_the_pool_may_want_are_told_of() -> None:
+    note = check_rollout_resource(config(*JOINED), 1, 3)
+    assert note is not None and "rollout.max_workers = 4" in note and "3 times at most" in note
+    assert check_rollout_resource(config(*JOINED), 1, 4) is None
+    assert check_rollout_resource(config(*JOINED), 4, 0) is None, "nodes that somebody started by hand"
+    assert check_rollout_resource(config(*JOINED), 0, None) is None, "nodes may come that nobody knows of yet"

@@ -18,8 +18,8 @@ from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.config import DeadlinesConfig
 from actors.dispatch import Questions, WaitingWork
 from actors.pool import RolloutPool
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
-from actors.trajectory_queue import TrajectoryQueueActor
 from rollout.config import AnswerSampling, RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt, put
 from tests.actors.simulated_time import simulate

@@ -163,7 +163,7 @@ def test_a_machine_with_gpus_that_its_torch_can_t_use_may_compute_on_the_cpu() -
 
 def test_shares_of_one_gpu_are_one_gpu() -> None:
     rows = {row.kind: row for row in requests([node()], recipe("qwen3_0.6b_1gpu"))}
-    assert (rows["GPU"].asked, rows["GPU"].parts) == (1, "1 ranks x 0.65, 1 workers x 0.35")
+    assert (rows["GPU"].asked, rows["GPU"].parts) == (1, "1 rank x 0.65, 1 worker x 0.35")
     assert (rows["CPU"].asked, rows["CPU"].there) == (2, 64)
 
 
@@ -202,7 +202,7 @@ def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: py
     good = CliRunner().invoke(app, ["doctor", *nano, "--json"])
     found = json.loads(good.stdout)
     assert good.exit_code == 0 and found["verdict"].startswith("ready")
-    assert {row["kind"] for row in found["resources"]} == {"GPU", "CPU"}
+    assert [(row["kind"], row["parts"]) for row in found["resources"]] == [("CPU", "1 rank, 1 worker")]
     monkeypatch.setattr(gather, "gpus_of_driver", list)
     bad = CliRunner().invoke(app, ["doctor", *nano, "learner.tensor_parallel=3"])
     assert bad.exit_code == 1 and "doesn't divide the model's 16 heads" in bad.stdout and "can't work so" in bad.stdout

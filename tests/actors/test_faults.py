@@ -20,8 +20,8 @@ from actors.carriers import FAILED, LOST, ActorInfo, GroupFailure, GroupSummary,
 from actors.config import DeadlinesConfig
 from actors.faults import GroupBook, LossBook
 from actors.pool import RolloutPool
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
-from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import DeadlineExceeded, EngineError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt, put
@@ -378,7 +378,7 @@ def test_an_engine_ten_times_as_slow_is_left_alone(monkeypatch: pytest.MonkeyPat
         await world.begin()
         await world.all_done(400)
         assert world.lost == [] and sorted(world.finished) == list(range(400))
-        assert world.events == []
+        assert [event for event in world.events if "sampled its first group" not in event] == []
         assert len(world.mortals["0"].finished) < 0.5 * len(world.mortals["1"].finished)
 
     play(scenario)

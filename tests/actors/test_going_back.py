@@ -10,8 +10,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from actors.going_back import MOST_RETURNS, Returns, lost_among, raise_when_lost
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import RolloutWorker
-from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, LateError
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompts, put

@@ -26,6 +26,7 @@ from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.record.terminal import TerminalView
+from actors.scaling import Cause, ScalingDecision
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
@@ -202,6 +203,24 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
     assert not (seen.folder.path / "skipped_batches").exists()
 
 
+def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> None:
+    observer = seen.observer
+    observer.scaled(ScalingDecision(3, Cause.LEARNER_WAITS, "the learner waited for 62%"))
+    observer.scaled(ScalingDecision(1, Cause.WORKERS_WAIT, "3 workers waited for 80%"))
+    observer.scaled(ScalingDecision(2, Cause.LEARNER_WAITS, "the learner waited for 30%"))
+    observer.handed_back(4, 120)
+    observer.handed_back(1, 5)
+    totals = observer.totals()
+    assert totals == {
+        "pool/scaled_total/learner_waits": 2, "pool/scaled_total/workers_wait": 1,
+        "pool/handed_back_total": 5, "pool/handed_back_tokens_total": 125,
+    }  # fmt: skip
+    assert dict(StepMetrics(1, totals)) == totals | {"step": 1}, "the catalogue knows them"
+    told = [event.text for event in seen.folder.read_events()]
+    assert told[0] == "the pool goes to 3 rollout workers (learner_waits): the learner waited for 62%"
+    assert told[1].startswith("the pool goes to 1 rollout worker (workers_wait)")
+
+
 def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three held the newest by then; right after it none does. Prometheus forgets who left, now and when the step is told."""
     for part in ("batch_metrics", "learner_metrics"):
@@ -216,7 +235,7 @@ def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypat
     async def scenario() -> None:
         observer, registry = seen.observer, SimpleNamespace(register=lambda *_: None, deregister=lambda _: None, close=lambda: None)
         observer._discovery = registry  # type: ignore[assignment]
-        pool = SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), versions=lambda: dict(held), counts=current)
+        pool = SimpleNamespace(loads=lambda: asyncio.sleep(0, {}), versions=lambda: dict(held), counts=current, target=3)
         observer.follow(pool, None)  # type: ignore[arg-type]
         for name in held:
             observer.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.payloads import fetched
-from actors.trajectory_queue import TrajectoryQueueActor
+from actors.queue_actor import TrajectoryQueueActor
 from rollout.trajectory import Group, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
 

@@ -16,8 +16,8 @@ import actors.workers
 from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.pool import RolloutPool
+from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
-from actors.trajectory_queue import TrajectoryQueueActor
 from correction.errors import ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt, put
@@ -278,6 +278,10 @@ def test_other_workers_take_over_without_waiting_for_the_replacement(monkeypatch
         await scene.begin()
         await scene.until_finished(8)
         assert sorted(scene.workers["1"].sampled) == list(range(8))
+        (told,) = [event for event in scene.events if "under way again" in event]
+        assert told.startswith("all groups of rollout worker 0 are under way again, ")
+        (first,) = [event for event in scene.events if event.startswith("rollout worker 1 sampled its first group")]
+        assert [part.split()[0] for part in first.split(": ")[1].split(", ")] == ["node", "engine", "weights"]
 
     play(scenario)
 

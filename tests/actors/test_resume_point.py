@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 
 from actors.commands.recipe import load_config
-from actors.commands.resume_point import find_resume_point, with_absolute_paths
+from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
 from actors.config import RunConfig
 from actors.ledger import Ledger, outstanding_ids
 from actors.metrics import StepMetrics
 from actors.record.checkpoint_reader import ResumePoint, take_back
-from actors.record.run_folder import RunFolder
+from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
 from actors.resume import OtherVersionError, TrainingState, open_ledger
 from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import ConfigError, DataError
@@ -273,6 +274,22 @@ def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFold
     assert {ticket.prompt.prompt_id for ticket in queue.in_flight} == {"train/0/2", "train/0/3"}
     assert replace(queue, in_flight=before.in_flight, finished=before.finished) == before
     assert said[1] == ("info", "1 finished groups of the checkpoint are sampled again, because of rollout.sampling.temperature")
+
+
+def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: RunFolder) -> None:
+    """It has written its settings into the folder; the next one has the same words, or none, and the groups are the old ones."""
+    before = run_config(folder, ())
+    (state_file,) = folder.latest_checkpoint().state.glob("controller.json")
+    plain = json.loads(state_file.read_text()) | {"settings": before.model_dump(mode="json")}
+    state_file.write_text(json.dumps(plain))
+    manifest = folder.latest_checkpoint().path / "manifest.json"
+    manifest.unlink()
+    seal(folder.latest_checkpoint().path, {"format": CHECKPOINT_FORMAT, "step": 2})
+    folder.write_config(run_config(folder, ["rollout.sampling.temperature=0.7"]))
+    with pytest.raises(ConfigError, match=r"rollout.sampling.temperature \(1.0 -> 0.7\): 1 finished group of"):
+        find_resume_point(folder, ())
+    _, point = find_resume_point(folder, (), discard_queue=True)
+    assert point is not None and point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
 
 
 @pytest.mark.parametrize("override", ["rollout.workers=2", "rollout.slots=5", "rollout.engine.deadlines.generate_s=99"])

@@ -23,7 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors.carriers import Ticket
 from actors.dispatch import WaitingWork
 from actors.payloads import fetched, whole_snapshot
-from actors.trajectory_queue import TrajectoryQueue, TrajectoryQueueActor
+from actors.queue_actor import TrajectoryQueueActor
+from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LedgerError
 from rollout.trajectory import Group
 from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put
@@ -394,7 +395,7 @@ def test_what_a_group_takes_does_not_grow_with_the_groups_held() -> None:
 
 
 def test_what_may_be_asked_twice_happens_once() -> None:
-    """An admission under the same number; giving up a group that is gone, or that has been finished meanwhile."""
+    """An admission under the same number; giving up a group that is gone, or that has been finished meanwhile; a new version."""
 
     async def scenario() -> None:
         actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
@@ -406,6 +407,9 @@ def test_what_may_be_asked_twice_happens_once() -> None:
         assert [await actor.give_up(group_id, "why") for group_id in (0, 1, 1)] == [False, True, False]
         counts = actor._queue.counts()
         assert (counts["finished"], counts["in_flight"], counts["discarded"]) == (1, 2, 1)
-        assert actor._queue.take_discarded() == [("train/0/1", "why")]
+        (drawn,) = await actor.draw(0, 1, 1.0)
+        told = await actor.advance(1, [drawn.group_id])
+        assert told[0] == [("train/0/1", "why")] and told[1]["trained"] == 1
+        assert await actor.advance(1, [drawn.group_id]) == told and actor._queue.counts()["trained"] == 1
 
     asyncio.run(scenario())

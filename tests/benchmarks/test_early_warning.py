@@ -1,6 +1,7 @@
 """The scoring of warnings, on series made by hand whose scores can be counted; and our monitor on the recorded runs."""
 
 import math
+import statistics
 
 import pytest
 
@@ -19,7 +20,7 @@ from benchmarks.early_warning import (
     shares,
 )
 from correction.monitor import MonitorConfig
-from lab.recorded_runs import Run, collapse_step, load_runs, write_run
+from lab.recorded_runs import SERIES, Run, collapse_step, load_runs, write_run
 
 GOOD, BAD = 0.6, 0.0
 
@@ -232,3 +233,74 @@ def test_the_thresholds_are_the_best_of_the_other_half(recorded):
     runs, said = recorded
     fitted, _, _ = shares(runs)
     assert score(of(runs, fitted), of(said, fitted)).merit == (1, 17)
+
+
+@pytest.fixture(scope="module")
+def mismatched():
+    """The committed runs of other engines at staleness 0, and what our monitor says of each."""
+    runs = load_runs(SERIES / "mismatch")
+    return runs, [monitor_warnings(one) for one in runs]
+
+
+MISMATCHED = ("bfloat16", "float8", "float8_blocks", "moe_bfloat16")
+
+
+def test_runs_with_a_mismatch_in_every_step(mismatched):
+    """Ten seeds of each engine; the undisturbed stay well, the others collapse. Nothing but mismatch is between mu and pi_prox."""
+    runs, _ = mismatched
+    collapsed = {(one.condition, one.seed): one.collapse is not None for one in runs}
+    expected = [
+        (f"{engine}-{end}", seed, end != "healthy") for engine in MISMATCHED for end in ("healthy", "steep_rate") for seed in range(10)
+    ]
+    assert collapsed == {(condition, seed): is_lost for condition, seed, is_lost in expected}
+    assert all(one.collapse > one.onset for one in runs if one.collapse is not None)
+    for one in runs:
+        assert all(value > 0 for value in one.series["mismatch_k3_kl"][: one.onset])  # lost policies reach 0
+        assert one.series["mismatch_k3_kl"] == one.series["k3_kl"] and set(one.series["staleness_mean"]) == {0.0}
+
+
+def test_drift_and_bad_updates_warn_and_mismatch_does_not(mismatched):
+    """The figures of docs/correction.md, over all engines: watches before the collapse, and in runs that stay well."""
+    runs, _ = mismatched
+    warned = {"mismatch k3": 6, "drift k3": 32, "bad updates": 35, "gradient norm": 6, "entropy falls": 4}
+    false = {"mismatch k3": 11, "drift k3": 0, "bad updates": 0, "gradient norm": 4, "entropy falls": 35}
+    for signal in warned:
+        first = [(one, first_watch(one, signal)) for one in runs]
+        lost = [one.collapse - step for one, step in first if one.collapse is not None and step is not None and step < one.collapse]
+        assert len(lost) == warned[signal], signal
+        assert sum(step is not None for one, step in first if one.collapse is None) == false[signal], signal
+
+
+def test_mismatch_falls_when_the_policy_is_lost(mismatched):
+    """Where one token has all the probability both sides say 1: 35 of 40 runs end with less than a tenth of what was usual."""
+    runs, _ = mismatched
+    ends = []
+    for one in runs:
+        if one.collapse is not None:
+            mismatch = one.series["mismatch_k3_kl"]
+            ends.append(statistics.median(mismatch[-10:]) / statistics.median(mismatch[2 : one.onset]))
+    assert len(ends) == 40 and sum(end < 0.1 for end in ends) == 35 and statistics.median(ends) < 1e-6
+
+
+def test_the_monitor_on_runs_with_mismatch(mismatched):
+    """The figures of docs/correction.md for the odd seeds."""
+    runs, said = mismatched
+    _, held_out, _ = shares(runs)
+    result = score(of(runs, held_out), of(said, held_out))
+    assert (len(result.leads), result.collapsed, result.runs, result.lead) == (19, 20, 40, (2, 4, 7.25))
+    assert (result.false_alarms, result.disturbed) == (9, 6)
+    severe = score(of(runs, held_out), of(said, held_out), only_severe=True)
+    assert (len(severe.leads), severe.lead, severe.false_alarms, severe.disturbed) == (12, (0, 1, 5.25), 2, 2)
+
+
+def test_float16_recorded_last_says_the_same():
+    """Seven seeds, of which nothing was decided; k3 of the mismatch is usually 8e-7."""
+    runs = load_runs(SERIES / "mismatch_float16")
+    assert {(one.condition, one.collapse is not None) for one in runs} == {("float16-healthy", False), ("float16-steep_rate", True)}
+    assert len(runs) == 14
+    for signal, warned, false in (("mismatch k3", 2, 3), ("drift k3", 6, 0), ("bad updates", 6, 0)):
+        first = [(one.collapse, first_watch(one, signal)) for one in runs]
+        assert sum(step is not None and step < lost for lost, step in first if lost is not None) == warned, signal
+        assert sum(step is not None for lost, step in first if lost is None) == false, signal
+    result = score(runs, [monitor_warnings(one) for one in runs])
+    assert (len(result.leads), result.collapsed, result.lead) == (7, 7, (4, 6, 7.5))

@@ -47,6 +47,11 @@ def test_neutral_sampling_and_any_temperature_pass() -> None:
         ({"sampling": {"max_tokens": 64}, "engine": {"context_length": 64}}, "leaves no room for a prompt"),
         ({"sampling": {"max_tokens": 8}, "overlong": {"kind": "penalise", "ramp_tokens": 9}}, "even an empty answer"),
         ({"overlong": {"kind": "drop"}}, "'train', 'mask', 'penalise'"),
+        ({"min_workers": 4, "max_workers": 2}, "min_workers = 4 is more than max_workers = 2: lower the one or raise the other"),
+        ({"max_workers": 2}, "max_workers = 2 without min_workers: a pool that follows the load needs both"),
+        ({"min_workers": 2}, "min_workers = 2 without max_workers"),
+        ({"workers": 8, "min_workers": 1, "max_workers": 4}, "workers = 8, which the run would begin with, is not between min_workers = 1"),
+        ({"slots": 0}, "greater than 0"),
     ],
 )
 def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -79,3 +84,18 @@ def test_every_field_says_what_it_means() -> None:
         if "description" not in described
     ]
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "fewest", "most"),
+    [
+        ({}, 1, 1, 1),
+        ({"workers": 3}, 3, 3, 3),
+        ({"min_workers": 2, "max_workers": 5}, 2, 2, 5),
+        ({"workers": 3, "min_workers": 2, "max_workers": 5}, 3, 2, 5),
+    ],
+)
+def test_sizes_of_the_pool(changes: dict[str, int], first: int, fewest: int, most: int) -> None:
+    config = RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": {"kind": "reasoning_gym"}} | changes)
+    assert (config.first_workers, config.fewest_workers, config.most_workers) == (first, fewest, most)
+    assert config.is_elastic == ("max_workers" in changes)

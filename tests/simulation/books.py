@@ -30,6 +30,9 @@ class Books:
         """By worker of the present driver: version of the last receipt that has come; -1: it has said that it is dirty."""
         self.exports: Counter[object] = Counter()
         """By version, and for checksums ("hash", version), of the present driver."""
+        self._learners = 0
+        self._known: set[Weights] = set()
+        """All that the learner has ever had."""
         self._counts: dict[str, int] = {}
         """Of the queue, when they were looked at last."""
         self.saved: dict[str, int] = {}
@@ -98,6 +101,20 @@ class Books:
 
     def trained(self, weights: Weights) -> None:
         self.weights = weights
+        self._known.add(weights)
+
+    def new_learner(self, weights: Weights) -> int:
+        """One begins. Returns: its number."""
+        self._learners += 1
+        self.weights = weights
+        self._known.add(weights)
+        return self._learners
+
+    def restored(self, weights: Weights) -> None:
+        """A learner goes on from a checkpoint."""
+        if weights not in self._known:
+            self.refuse(f"a resume goes on from weights that never were, by their name and history, at version {weights.version}")
+        self.weights = weights
 
     # -- the ledger --------------------------------------------------------------------------------------------------
 
@@ -121,10 +138,11 @@ class Books:
             self.refuse(f"step {number}: {_told(twice)} have left by the ledger, and the queue holds them")
 
     def resumed(self, step: int, damaged: Iterable[str]) -> None:
-        """A resume goes on at this step. What was called complete, and was not damaged since, is not lost."""
+        """The run goes on at this step. What was called complete, and was not damaged since, is not lost."""
         whole = [saved for name, saved in self.saved.items() if name not in set(damaged)]
         if whole and step < max(whole):
-            self.refuse(f"the resume goes on at step {step}, though a whole checkpoint of step {max(whole)} was told")
+            self.refuse(f"the run goes on at step {step}, though a whole checkpoint of step {max(whole)} was told")
+        self.saved = {name: saved for name, saved in self.saved.items() if saved <= step}
 
 
 def read_ledger(path: Path) -> tuple[set[int], set[int]]:

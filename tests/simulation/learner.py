@@ -41,8 +41,9 @@ class Weights:
     ancestors: tuple[int, ...] = ()
     """Names of the weights before, oldest first."""
 
-    def after(self, groups: Sequence[int]) -> Weights:
-        name = zlib.crc32(f"{self.name}/{sorted(groups)}".encode()) >> 1  # a token id has 31 bits
+    def after(self, groups: Sequence[int], learner: int) -> Weights:
+        """Args: learner: number of the one that trains; another one would make other weights of the same groups."""
+        name = zlib.crc32(f"{self.name}/{sorted(groups)}/{learner}".encode()) >> 1  # a token id has 31 bits
         return Weights(name, self.version + 1, (*self.trained, *groups), (*self.ancestors, self.name))
 
     def save(self, folder: Path) -> None:
@@ -57,13 +58,14 @@ class Weights:
 class SimulatedLearner:
     def __init__(self, world: Any, weights: Weights) -> None:
         self._world, self.weights = world, weights
+        self._number = world.books.new_learner(weights)
         self._saving: tuple[float, Path, Path, Weights] | None = None
         self._failure = ""
 
     def step(self, corrected: Any, correction: Any, *, step: int) -> Any:
         batch = corrected.batch
         self._world.books.trains(self.weights, batch)
-        self.weights = self.weights.after(batch.group_ids.unique().tolist())
+        self.weights = self.weights.after(batch.group_ids.unique().tolist(), self._number)
         self._world.books.trained(self.weights)
         decided = SimpleNamespace(before_update=None)
         return SimpleNamespace(
@@ -125,6 +127,7 @@ class SimulatedRank(LearnerRankActor):
     def restore(self, number: int, folder: Path, version: int) -> None:
         self._in_order(number, "restoring a checkpoint")
         self._learner.weights = Weights.load(folder)
+        self.world.books.restored(self._learner.weights)
         self._version = version
 
     async def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:  # type: ignore[override]

@@ -13,7 +13,7 @@ from actors.config import RunConfig
 
 _START_S, _STEP_S = 10.0, 7.0
 """An undisturbed run's: faults begin while that would be under way."""
-ENDS_A_RUN = {"kill_learner", "kill_queue", "kill_service", "crash_driver", "stop_driver", "full_disk"}
+ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
 
 

@@ -59,15 +59,18 @@ def test_a_seed_is_one_run_in_any_process() -> None:
     assert json.loads(there.stdout) == here
 
 
+def run_of_one_worker(*, steps: int, groups_per_step: int, faults: tuple[Fault, ...]) -> Schedule:
+    """With a checkpoint after each step."""
+    shape = {"workers": 1, "max_staleness": 1, "checkpoint_every": 1, "evaluate_every": 0, "unscored": 0.0}
+    options = {"dynamic_sampling": False, "broadcasts": False, "forwards": False}
+    return Schedule(seed=3, steps=steps, groups_per_step=groups_per_step, faults=faults, **shape, **options)  # type: ignore[arg-type]
+
+
 def test_a_crash_goes_on_at_the_checkpoint_and_a_damaged_one_is_passed_over() -> None:
     """Three drivers: killed, resumed, killed with its newest checkpoint damaged, resumed from the older one."""
     faults = (Fault(60.0, "crash_driver"), Fault(110.0, "crash_driver", what="truncated"))
-    schedule = Schedule(
-        seed=3, workers=1, groups_per_step=2, max_staleness=1, steps=20, checkpoint_every=1, evaluate_every=0, dynamic_sampling=False,
-        broadcasts=False, forwards=False, unscored=0.0, faults=faults,
-    )  # fmt: skip
-    outcome = play(schedule)
-    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 3, 20)
+    outcome = play(run_of_one_worker(steps=40, groups_per_step=2, faults=faults))
+    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 3, 40)
     told = "\n".join(outcome.trace)
     resumes = [line for line in outcome.trace if "LearnerRankActor 0.restore" in line]
     assert len(resumes) == 2 and "truncated" in told
@@ -82,9 +85,11 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
 def test_a_failure_is_told_so_that_it_can_be_played_again() -> None:
     """With a bug that needs one fault, all other faults are left out, and the printed schedule fails in the same way."""
     lost_groups = next(bug for bug in BUGS if "lost_worker" in bug.__name__)  # type: ignore[attr-defined]
-    noise = [Fault(20.0 + 5 * i, "slow_learner", lasts=1.0) for i in range(6)]
-    schedule = schedule_of(0).with_faults([*noise[:3], Fault(30.0, "kill_worker"), *noise[3:]])
+    noise = tuple(Fault(12.0 + 2 * i, "slow_learner", lasts=1.0) for i in range(6))
     with lost_groups():
+        kills = (Fault(at, "kill_worker") for at in (11.0, 13.0, 19.0, 22.0, 23.0))  # some find the worker without a group
+        schedules = (run_of_one_worker(steps=5, groups_per_step=4, faults=(*noise[:3], kill, *noise[3:])) for kill in kills)
+        schedule = next(schedule for schedule in schedules if play(schedule).violation)
         smallest = shrunk(schedule.faults, lambda part: bool(play(schedule.with_faults(part)).violation))
         assert [fault.kind for fault in smallest] == ["kill_worker"]
         again = Schedule.of_text(schedule.with_faults(smallest).text())

@@ -230,9 +230,6 @@ class World:
             folder.rewind(-1)
             return None
         point, _ = checkpoint_reader.take_back(folder, point, parts.SimulatedTask())  # type: ignore[arg-type]
-        for name, step in list(self.books.saved.items()):
-            if step > point.checkpoint.step:
-                del self.books.saved[name]
         return point
 
     def _one_driver(self, point: Any) -> str:
@@ -359,6 +356,8 @@ class World:
             for place, name, double in (
                 (worker.Sampler, "start", self._start_sampler),
                 (worker, "MetricsEndpoint", endpoint),
+                (worker, "own_folder", contextlib.nullcontext),
+                (worker, "remove", nothing),
                 (service, "correct", parts.corrected),
                 (service, "defer", parts.corrected),
                 (service, "diagnose", parts.diagnosed),
@@ -367,6 +366,8 @@ class World:
                 (learner.checkpoint_files, "check_readable", nothing),
                 (learner.model_check, "check_trainable", nothing),
                 (checkpoint_reader, "load_tokenizer", nothing),
+                (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
+                (worker, "remove", nothing),
             ):
                 stack.enter_context(mock.patch.object(place, name, double))
             yield

@@ -1,0 +1,63 @@
+"""Notices that a rollout worker will be taken away: of its node, which Ray drains, or of its process, which gets a SIGTERM.
+
+Ray drains a node when its machine is reclaimed (the cloud's notice, passed on by the autoscaler), when `ray start --block` gets a SIGTERM,
+as it does in a pod that is ended, or when somebody asks for it (`ray drain-node`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+log = logging.getLogger("evenkeel.pool")
+_POLL_S = 1.0
+_RPC_S = 5.0
+
+
+async def watch_nodes(on_drain: Callable[[str, float | None], None]) -> None:
+    """Tell of each node that Ray drains, once; never returns.
+
+    Args:
+        on_drain: takes the node's id and the seconds until it goes; None: nobody says when.
+    """
+    told: set[str] = set()
+    while True:
+        try:
+            draining = await asyncio.to_thread(_draining_nodes)
+        except Exception as error:  # the head may be busy, or restarting: the next answer is as good
+            log.debug("nodes that Ray drains: %s", error)
+            draining = {}
+        for node in draining.keys() - told:
+            told.add(node)
+            deadline_ms = draining[node]
+            on_drain(node, max(0.0, deadline_ms / 1000 - time.time()) if deadline_ms else None)
+        await asyncio.sleep(_POLL_S)
+
+
+def _draining_nodes() -> dict[str, int]:
+    """Node id -> when it goes, milliseconds since 1970; 0: nobody says."""
+    worker: Any = ray._private.worker.global_worker
+    found: dict[str, int] = worker.gcs_client.get_draining_nodes(timeout=_RPC_S)
+    return found
+
+
+class EndNotice:
+    """In an actor's process: a SIGTERM, which would end it at once, only sets `told`; whoever sent it may kill the process later.
+
+    Signal handlers are the main thread's, where an async actor runs nothing. Ray's own handler stands there, and looks up what it calls in
+    Ray's module when the signal comes: this takes that place.
+    """
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        module: Any = ray._private.worker
+        module.raise_sys_exit_with_custom_error_message = self._note
+
+    def _note(self, *_: Any, **__: Any) -> None:
+        self._loop.call_soon_threadsafe(self.told.set)

@@ -1,0 +1,132 @@
+"""The trajectory queue as a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from actors import payloads
+from actors.carriers import QueueSnapshot, StoredGroup, Ticket
+from actors.trajectory_queue import TrajectoryQueue
+from rollout.trajectory import GroupFacts, Prompt
+
+_JOIN_S = 0.05
+"""Seconds that a drawn group waits for others to come along."""
+
+
+class TrajectoryQueueActor:
+    """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline."""
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int, generation: int = 0) -> None:
+        """Args: generation: of the run, see actors/going_back.py."""
+        self._generation = generation
+        self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self._changed = asyncio.Condition()
+        self._admission: tuple[int, list[Ticket]] = (0, [])
+        self._losses: tuple[int, list[Ticket]] = (0, [])
+        """Number of the last numbered one, and its answer."""
+        self._advance: tuple[int, Any] = (-1, None)
+        """Version of the last one, and its answer."""
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_until(self, ready: Any, deadline: float) -> bool:
+        """Wait for a change that makes ready() true; False at the deadline (seconds of the event loop)."""
+        async with self._changed:
+            while not ready():
+                remaining = deadline - asyncio.get_running_loop().time()
+                if remaining <= 0:
+                    return False
+                try:
+                    await asyncio.wait_for(self._changed.wait(), remaining)
+                except TimeoutError:
+                    return bool(ready())
+        return True
+
+    async def wait_for_places(self, timeout_s: float) -> int:
+        """Free places, after waiting up to timeout_s for the first."""
+        await self._wait_until(lambda: self._queue.free_places > 0, asyncio.get_running_loop().time() + timeout_s)
+        return max(0, self._queue.free_places)
+
+    async def admit(self, prompts: list[Prompt], number: int = 0) -> list[Ticket]:
+        """Args: number: of the call, from 1; asked again under the same one, the answer is the same. 0: it is not asked again."""
+        if not number:
+            return self._queue.admit(prompts)
+        if number != self._admission[0]:
+            self._admission = (number, self._queue.admit(prompts))
+        return self._admission[1]
+
+    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0) -> list[int]:
+        """Finished groups; those of another generation are no answers to this one's tickets. Returns: ids of those asked of the worker."""
+        if generation != self._generation:
+            return []
+        expected = list({one.group_id: one for one in groups if self._queue.expects(one.group_id)}.values())
+        for group in payloads.stored(expected, worker):
+            self._queue.put(group)
+        await self._notify()
+        return [one.group_id for one in expected]
+
+    async def lose(self, group_ids: list[int]) -> None:
+        self._queue.lose(group_ids)
+        await self._notify()
+
+    async def take_lost(self, number: int, timeout_s: float) -> list[Ticket]:
+        """Groups to be sampled again, after waiting up to timeout_s for the first. Args: number: of the call, as for `admit`."""
+        until = asyncio.get_running_loop().time() + timeout_s
+        await self._wait_until(lambda: number == self._losses[0] or bool(self._queue.lost), until)
+        if number != self._losses[0]:
+            self._losses = (number, self._queue.take_lost())
+        return self._losses[1]
+
+    async def discard(self, group_ids: list[int], reason: str) -> None:
+        self._queue.discard(group_ids, reason)
+        await self._notify()
+
+    async def give_up(self, group_id: int, reason: str) -> bool:
+        is_new = self._queue.give_up(group_id, reason)
+        await self._notify()
+        return is_new
+
+    async def draw(self, version: int, places: int, timeout_s: float) -> list[StoredGroup]:
+        """Groups for the batch of `version`; none if none has come after timeout_s.
+
+        When the first has come, the next ones have a moment to join it: a call for each group would cost more than the moment.
+        """
+        drawn: list[StoredGroup] = []
+
+        def take() -> bool:
+            drawn.extend(self._queue.draw(version, places - len(drawn)))
+            return bool(drawn)
+
+        if await self._wait_until(take, asyncio.get_running_loop().time() + timeout_s):
+            await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
+        return drawn
+
+    async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
+        """The learner has new weights, by training on these groups; they leave.
+
+        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked
+            again for the same version, the answer is the same.
+        """
+        if version != self._advance[0]:
+            self._queue.publish(version)
+            self._queue.settle(trained)
+            self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
+            await self._notify()
+        answer: tuple[list[tuple[str, str]], dict[str, int], list[str]] = self._advance[1]
+        return answer
+
+    async def waiting_for(self, version: int) -> str:
+        return self._queue.waiting_for(version)
+
+    async def snapshot(self) -> tuple[QueueSnapshot, list[StoredGroup], list[Ticket]]:
+        """Without its finished groups; these, and their tickets in the same order."""
+        snapshot = self._queue.snapshot()
+        held: Any = snapshot.finished
+        return replace(snapshot, finished=()), list(held), [self._queue._entries[one.group_id].ticket for one in held]
+
+    async def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
+        return self._queue.restore(snapshot, held=lambda group: StoredGroup(group.facts, group))

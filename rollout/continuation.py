@@ -1,0 +1,93 @@
+"""Answers that one engine begins and another goes on with: what a rollout worker that leaves hands back, and how it is taken up.
+
+The engine that takes an answer up reads prompt and tokens, as an engine does after a weight update, and samples on from there. Each token
+keeps its version and its behaviour logprob, so the whole is a trajectory like any that new weights found under way. The seeds go by the
+position of a token; but to sample the very tokens that the first engine would have sampled, the second needs the same logits to the last
+bit: that is so under true on-policy at the same weights, and there only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from rollout.trajectory import FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedGroup:
+    """What is there of a group whose worker leaves."""
+
+    group_id: int
+    answers: tuple[Trajectory, ...]
+    """In the order of their seeds: whole ones, and those with an `is_begun`, from which another engine goes on."""
+    generate_s: float = 0.0
+    """Spent on them so far."""
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far."""
+        return sum(len(one.response_ids) for one in self.answers)
+
+
+def is_begun(answer: Trajectory) -> bool:
+    """It ended because its engine did, and can be continued."""
+    return answer.finish_reason is FinishReason.ABORT
+
+
+def unsampled(prompt_ids: Sequence[int], prompt_id: str) -> Trajectory:
+    """An answer without a token so far."""
+    nothing = ids_of(()), logprobs_of(()), ()
+    return Trajectory(prompt_id, ids_of(prompt_ids), *nothing, FinishReason.ABORT, error="the engine aborted the request")
+
+
+def kept(answer: Trajectory, longest: int) -> Trajectory:
+    """What of an answer under way is kept: all but the last token, which may be the end of the sequence without its saying so.
+
+    That token is sampled again. Which one it is doesn't decide that it goes, so nothing is biased.
+    Args:
+        longest: tokens of prompt and response that an engine can be given to go on from.
+    """
+    tokens = max(0, min(len(answer.response_ids) - 1, longest - len(answer.prompt_ids)))
+    top = answer.top_logprobs
+    return replace(
+        answer,
+        response_ids=answer.response_ids[:tokens],
+        behavior_logprobs=answer.behavior_logprobs[:tokens],
+        version_spans=tuple(VersionSpan(s.version, s.start, min(s.end, tokens)) for s in answer.version_spans if s.start < tokens),
+        top_logprobs=TopLogprobs(top.k, top.ids[: tokens * top.k], top.logprobs[: tokens * top.k]) if top is not None else None,
+        routed_experts=None,
+    )
+
+
+def continued(begun: Trajectory, rest: Trajectory) -> Trajectory:
+    """Both parts as one answer.
+
+    Args:
+        rest: sampled with begun's prompt and response as its prompt. Its routed experts, if any, are those of all tokens, read anew.
+    """
+    spans = [*begun.version_spans, *(_shifted(span, len(begun.response_ids)) for span in rest.version_spans)]
+    top = rest.top_logprobs
+    if top is not None and begun.top_logprobs is not None:
+        top = TopLogprobs(top.k, begun.top_logprobs.ids + top.ids, begun.top_logprobs.logprobs + top.logprobs)
+    return replace(
+        rest,
+        prompt_ids=begun.prompt_ids,
+        response_ids=begun.response_ids + rest.response_ids,
+        behavior_logprobs=begun.behavior_logprobs + rest.behavior_logprobs,
+        version_spans=_without_seams(spans),
+        cached_tokens=begun.cached_tokens,
+        retractions=begun.retractions + rest.retractions + (1 if begun.response_ids else 0),
+        top_logprobs=top,
+    )
+
+
+def _shifted(span: VersionSpan, by: int) -> VersionSpan:
+    return VersionSpan(span.version, span.start + by, span.end + by)
+
+
+def _without_seams(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version become one span."""
+    runs = [list(of_one) for _, of_one in groupby(spans, key=lambda span: span.version)]
+    return tuple(VersionSpan(run[0].version, run[0].start, run[-1].end) for run in runs)

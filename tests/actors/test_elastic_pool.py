@@ -1,0 +1,456 @@
+"""A pool that grows and shrinks: the real pool, queue and rule with fake workers in simulated time; nodes come when the test has some."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+import actors.workers
+from actors.carriers import ActorInfo, BegunTicket, GroupSummary, Ticket, WorkerLoad
+from actors.config import DeadlinesConfig
+from actors.departures import first_to_leave
+from actors.pool import RolloutPool
+from actors.preemption import watch_nodes
+from actors.queue_actor import TrajectoryQueueActor
+from actors.rollout_worker import WorkerSettings
+from actors.scaling import Cause, ScalingDecision
+from correction.errors import EngineError
+from rollout.config import AnswerSampling, RolloutConfig
+from rollout.continuation import UnfinishedGroup, unsampled
+from rollout.trajectory import FinishReason, Trajectory, VersionSpan, ids_of, logprobs_of
+from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.simulated_time import simulate
+
+TOKENS = 100
+"""Of an answer; a group has two, of the same length."""
+
+
+class ElasticEngine:
+    """Samples `TOKENS` tokens of each group in `group_s`, from where another worker left off; counts as busy while it has any."""
+
+    def __init__(self, name: str, scene: ElasticScene) -> None:
+        self.name, self.scene = name, scene
+        self.node = asyncio.Event()
+        self.told = asyncio.Event()
+        self.leaves = asyncio.Event()
+        self.ended: list[float] = []
+        self.under_way = 0
+        self.busy_s = self.tokens = 0.0
+        self.born = scene.now
+        self.dies = False
+
+    async def __ray_ready__(self) -> None:
+        await self.node.wait()
+
+    async def start(self, *_: Any) -> ActorInfo:
+        await asyncio.sleep(self.scene.engine_s)
+        self.born = self.scene.now
+        return ActorInfo("rollout", self.name, 1, "127.0.0.1:1", node=f"node{self.name}")
+
+    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary | UnfinishedGroup]:
+        return list(await asyncio.gather(*(self._sample(ticket) for ticket in tickets)))
+
+    async def _sample(self, ticket: Ticket) -> GroupSummary | UnfinishedGroup:
+        begun = ticket.begun.answers[0] if isinstance(ticket, BegunTicket) else unsampled(ticket.prompt.token_ids, ticket.prompt.prompt_id)
+        began, before = self.scene.now, len(begun.response_ids)
+        self.under_way += 1
+        left_s = (1 - before / TOKENS) * self.scene.group_s
+        try:
+            await asyncio.wait_for(self.leaves.wait(), left_s)
+        except TimeoutError:
+            await self.scene.queue.put([group(ticket)])
+            self.scene.sampled.append((ticket.group_id, self.name, before))
+            return GroupSummary(ticket.group_id, 2 * TOKENS, 2, (), left_s, self.name)
+        finally:
+            self.under_way -= 1
+            self.busy_s += (self.scene.now - began) / max(1, self.scene.slots)
+        if self.dies:
+            raise ray.exceptions.ActorDiedError()
+        n = before + int((self.scene.now - began) / self.scene.group_s * TOKENS)
+        spans = (*begun.version_spans, VersionSpan(self.scene.sync.version, before, n))
+        half = replace(begun, response_ids=ids_of([7] * n), behavior_logprobs=logprobs_of([-1.0] * n), version_spans=spans)
+        return UnfinishedGroup(ticket.group_id, (half, half), 0.0)
+
+    async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
+        try:
+            await asyncio.wait_for(self.leaves.wait(), self.scene.group_s)
+        except TimeoutError:
+            return [p.prompt_id for p in prompts]
+        raise EngineError("it leaves: ask another one")
+
+    async def hand_back(self) -> None:
+        self.leaves.set()
+        if self.dies:
+            raise ray.exceptions.ActorDiedError()
+
+    async def end_notice(self) -> None:
+        await self.told.wait()
+
+    async def load(self) -> WorkerLoad:
+        return WorkerLoad(self.busy_s, self.scene.now - self.born, 0, self.under_way)
+
+    async def stop(self) -> None:
+        self.ended.append(self.scene.now)
+
+
+class ElasticScene:
+    """`nodes` are there from the beginning, one for each worker; others come when the test says so."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        nodes: int = 99,
+        group_s: float = 10.0,
+        drain_s: float = 20.0,
+        groups_per_step: int = 8,
+        max_staleness: int = 0,
+        **rollout: int,
+    ) -> None:
+        self.group_s, self.engine_s, self.nodes = group_s, 5.0, nodes
+        self.engines: list[ElasticEngine] = []
+        self.sampled: list[tuple[int, str, int]] = []
+        """(group, worker that ended it, tokens that it had been handed)."""
+        self.killed: list[str] = []
+        self.left: list[str] = []
+        self.events: list[str] = []
+        self.decisions: list[ScalingDecision] = []
+        self.handed_back = [0, 0]
+        self.learner_s = 1.0
+        self.groups_per_step = groups_per_step
+        self.queue = TrajectoryQueueActor(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self.sync = SimpleNamespace(version=0, join=lambda target: setattr(target, "version", 0), leave=lambda name: None)
+        fake_ray = SimpleNamespace(
+            remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make)),
+            exceptions=ray.exceptions,
+            kill=lambda actor: self.killed.append(actor.instance.name),
+        )
+        monkeypatch.setattr(actors.workers, "ray", fake_ray)
+        common = {"task": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "reward": {"kind": "exact_match"}}
+        engine = {"engine": {"device": "cpu", "max_running_requests": 8}, "sampling": {"samples_per_group": 2}}
+        config = RolloutConfig.model_validate(common | engine | rollout)
+        self.slots = config.slots_per_worker
+        settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
+        observer = SimpleNamespace(
+            joined=lambda _: None,
+            left=lambda key: self.left.append(key.removeprefix("rollout-")),
+            group_finished=lambda _: None,
+            handed_back=self._count,
+            scaled=self.decisions.append,
+            event=lambda _, text: self.events.append(text),
+        )
+        deadlines = DeadlinesConfig(start_s=50.0, notice_s=20.0, drain_s=drain_s)
+        places = (max_staleness + 1) * groups_per_step
+        self.pool = RolloutPool(settings, deadlines, FakeActor(self.queue), observer, places)
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _count(self, groups: int, tokens: int) -> None:
+        self.handed_back[0] += groups
+        self.handed_back[1] += tokens
+
+    def _make(self, name: str, *_: Any, **__: Any) -> FakeActor:
+        self.engines.append(ElasticEngine(name, self))
+        self.bring_nodes(0)
+        return FakeActor(self.engines[-1])
+
+    def bring_nodes(self, more: int) -> None:
+        self.nodes += more
+        for engine in self.engines[: self.nodes]:
+            engine.node.set()
+
+    async def begin(self) -> asyncio.Task[None]:
+        self.pool.start()
+        await self.pool.first_worker()
+        self.pool.follow(self.sync)  # type: ignore[arg-type]
+        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            await asyncio.sleep(0.1)
+
+    def joined(self) -> list[str]:
+        return [worker.name for worker in self.pool._joined()]
+
+    async def step(self) -> None:
+        """As the controller's: wait for a batch, train it, publish."""
+        version, trained = self.sync.version, 0
+        batch: list[int] = []
+        with self.pool.learner_waits():
+            while trained < self.groups_per_step:
+                drawn = await self.queue.draw(version, self.groups_per_step - trained, 10.0)
+                batch += [g.group_id for g in drawn]
+                trained = len(batch)
+        await asyncio.sleep(self.learner_s)
+        self.sync.version += 1
+        for worker in self.pool._joined():
+            worker.sync.version = self.sync.version
+        self.pool.wake()
+        await self.queue.advance(self.sync.version, batch)
+
+    def assert_balanced(self) -> None:
+        counts = self.queue._queue.counts()
+        assert counts["admitted"] == counts["trained"] + counts["discarded"] + counts["in_flight"] + counts["finished"] + counts["drawn"]
+        ids = [group_id for group_id, _, _ in self.sampled]
+        assert len(ids) == len(set(ids)), "no group was sampled to its end twice"
+        assert counts["discarded"] == 0 and len(ids) == counts["trained"] + counts["finished"] + counts["drawn"]
+
+
+def test_a_worker_that_leaves_ends_what_it_can_and_gets_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups take 10 s and it has 20: all that it had under way is ended there, and the next step's work goes to the other."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[1].under_way == 4)
+        scene.pool.resize(1, "the test says so")
+        assert scene.joined() == ["0"]
+        await scene.step()
+        await scene.until(lambda: scene.left == ["1"])
+        assert scene.engines[1].ended and scene.killed == ["1"] and scene.handed_back == [0, 0]
+        assert sorted(name for _, name, _ in scene.sampled) == ["0"] * 4 + ["1"] * 4
+        await scene.step()
+        assert {name for _, name, _ in scene.sampled[8:]} == {"0"} and len(scene.engines) == 2, "nobody takes its place"
+        scene.assert_balanced()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_what_is_not_ended_in_time_goes_on_elsewhere_from_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups take 100 s, the worker has 20: about 25 tokens of each answer have been sampled, and none of them is sampled again."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[1].under_way == 4)
+        await asyncio.sleep(5.0)
+        began = scene.now
+        scene.pool.resize(1, "the test says so")
+        await scene.until(lambda: scene.left == ["1"])
+        assert 19.9 < scene.engines[1].ended[0] - began < 22.0, "it works as long as it may"
+        assert scene.handed_back[0] == 4 and 4 * 2 * 24 <= scene.handed_back[1] <= 4 * 2 * 27
+        assert [worker.groups for worker in scene.pool._joined()] == [set(range(8))], "they go on at once"
+        await scene.step()
+        assert sorted(before > 0 for _, _, before in scene.sampled) == [False] * 4 + [True] * 4
+        assert any("4 groups go on elsewhere from" in event for event in scene.events)
+        scene.assert_balanced()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_a_worker_that_dies_while_it_leaves_loses_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[1].under_way == 4)
+        scene.engines[1].dies = True
+        scene.pool.resize(1, "the test says so")
+        await scene.until(lambda: scene.left == ["1"])
+        await scene.step()
+        assert scene.handed_back == [0, 0] and len(scene.engines) == 2, "it leaves anyway, and nobody takes its place"
+        assert [(name, before) for _, name, before in scene.sampled] == [("0", 0)] * 8
+        scene.assert_balanced()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_waiting_for_a_node_is_no_failure_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has 50 s to start; the second node comes after an hour, and its worker joins as if nothing had been."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2, nodes=1)
+        feeding = await scene.begin()
+        for _ in range(300):
+            await scene.step()
+        assert scene.now > 3000 and scene.joined() == ["0"] and len(scene.engines) == 2 and not scene.pool._failure.done()
+        scene.bring_nodes(1)
+        await scene.step()
+        await scene.until(lambda: scene.joined() == ["0", "1"])
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_the_first_node_may_be_long_in_coming_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, nodes=0)
+        asyncio.get_running_loop().call_later(3600.0, lambda: scene.bring_nodes(1))
+        feeding = await scene.begin()
+        await scene.step()
+        assert scene.now > 3600 and scene.killed == []
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_an_engine_that_does_not_start_on_its_node_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=1)
+        scene.engine_s = 51.0
+        scene.pool.start()
+        with pytest.raises(Exception, match="start of rollout worker 0: not done in 50 s"):
+            await scene.pool.first_worker()
+
+    simulate(scenario)
+
+
+def test_a_worker_without_a_node_is_the_first_to_go_and_needs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=3, nodes=2)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2)
+        scene.pool.resize(2, "the test says so")
+        await asyncio.sleep(0.6)
+        assert scene.left == ["2"] and scene.killed == ["2"] and scene.joined() == ["0", "1"] and not scene.pool._failure.done()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_whole_nodes_become_free() -> None:
+    """Three workers on node a, one on b: b's goes first, though it has the most to do."""
+
+    def one(name: str, node: str, groups: int) -> Any:
+        return SimpleNamespace(name=name, info=SimpleNamespace(node=node), has_node=True, groups=set(range(groups)))
+
+    workers = [one("0", "a", 1), one("1", "a", 0), one("2", "b", 9), one("3", "a", 4)]
+    assert [worker.name for worker in first_to_leave(workers)] == ["2", "1", "0", "3"]
+
+
+def test_a_process_that_is_told_to_end_hands_back_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[1].under_way == 4)
+        scene.engines[1].told.set()
+        await scene.until(lambda: scene.left == ["1"])
+        assert scene.handed_back[0] == 4 and [engine.name for engine in scene.engines] == ["0", "1", "2"]
+        assert any("rollout worker 1 leaves" in event and "SIGTERM" in event for event in scene.events)
+        for _ in range(2):
+            await scene.step()
+        assert scene.joined() == ["0", "2"]
+        scene.assert_balanced()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize(("left_s", "worked_s"), [(30.0, 15.0), (4.0, 2.0), (None, 20.0)])
+def test_a_node_that_is_drained_gets_back_what_its_grace_allows(
+    monkeypatch: pytest.MonkeyPatch, left_s: float | None, worked_s: float
+) -> None:
+    """Half of what is left is for work, at most drain_s = 20; the workers of other nodes stay. A new one is asked for at once."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[0].under_way == 4)
+        began = scene.now
+        scene.pool._node_leaves("node0", left_s)
+        assert len(scene.engines) == 3
+        await scene.until(lambda: scene.left == ["0"])
+        assert worked_s - 0.1 < scene.engines[0].ended[0] - began < worked_s + 2.0
+        assert scene.handed_back[0] == 4 and "1" in scene.joined()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_each_node_that_ray_drains_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        answers: list[Any] = [{}, {"a": 0}, ConnectionError("the head is busy"), {"a": 0, "b": 1}, {"b": 1}]
+        told: list[tuple[str, float | None]] = []
+
+        def draining() -> Any:
+            answer = answers.pop(0) if answers else {}
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr("actors.preemption._draining_nodes", draining)
+        monkeypatch.setattr("actors.preemption._POLL_S", 0.01)
+        watching = asyncio.create_task(watch_nodes(lambda node, left_s: told.append((node, left_s))))
+        while answers:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+        assert told == [("a", None), ("b", 0.0)], "a: nobody says when; b: long ago"
+
+    asyncio.run(scenario())
+
+
+def test_an_evaluation_outlives_a_worker_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
+        await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2)
+        asked = [prompt(i) for i in range(64)]
+        asking = asyncio.create_task(scene.pool.answer(asked, AnswerSampling()))
+        await asyncio.sleep(1.0)
+        assert all(worker.questions for worker in scene.pool._joined())
+        scene.pool.resize(1, "the test says so")
+        assert await asking == [p.prompt_id for p in asked]  # type: ignore[comparison-overlap]
+
+    simulate(scenario)
+
+
+def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has 8 groups under way for 10 s, a step takes 8. A learner of 1 s waits for one worker and not for three or more at
+    max_staleness 3; at 60 s a step one is enough. Each change once, with its cause, and nothing is lost on the way."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, min_workers=1, max_workers=3, max_staleness=3, groups_per_step=8)
+        scene.learner_s = 3.0
+        feeding = await scene.begin()
+        for _ in range(40):
+            await scene.step()
+        assert scene.pool.target == 3 and scene.joined() == ["0", "1", "2"]
+        assert [(d.target, d.cause) for d in scene.decisions] == [(3, Cause.LEARNER_WAITS)]
+        for _ in range(20):
+            await scene.step()
+        assert len(scene.decisions) == 1, "at constant load it stays"
+        scene.learner_s = 60.0
+        for _ in range(20):
+            await scene.step()
+        assert scene.pool.target == 1 and len(scene.joined()) == 1 and len(scene.left) == 2
+        assert {d.cause for d in scene.decisions[1:]} == {Cause.WORKERS_WAIT}
+        scene.assert_balanced()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_a_fixed_pool_does_not_follow_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=1, max_staleness=3)
+        feeding = await scene.begin()
+        for _ in range(20):
+            await scene.step()
+        assert scene.decisions == [] and scene.pool.target == 1
+        feeding.cancel()
+
+    simulate(scenario)
+
+
+def test_what_is_handed_back_carries_versions_and_logprobs() -> None:
+    """The ticket of the next worker has all of it; the queue's own ticket stays as it was."""
+    from actors.dispatch import continuing
+
+    ticket = Ticket(5, prompt(5), 2)
+    logprobs = logprobs_of([-0.5, -0.25])
+    half = Trajectory("p", ids_of([1]), ids_of([7, 8]), logprobs, (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)), FinishReason.ABORT)
+    again = continuing(ticket, UnfinishedGroup(5, (half, half)))
+    assert (again.group_id, again.prompt, again.admitted_version) == (5, ticket.prompt, 2)
+    assert again.begun.answers == (half, half) and again.begun.tokens == 4
