@@ -13,7 +13,7 @@ from actors.going_back import MOST_RETURNS, Returns, lost_among, raise_when_lost
 from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import RolloutWorker
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, LateError
-from rollout.trajectory import Group
+from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompts, put
 
 
@@ -116,8 +116,9 @@ class Receives:
     def __init__(self) -> None:
         self.groups: list[tuple[int, int]] = []
 
-    async def put(self, groups: list[Group], generation: int) -> None:
+    async def put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
         self.groups += [(one.group_id, generation) for one in groups]
+        return [one.group_id for one in groups]
 
 
 @pytest.mark.parametrize("is_stubborn", [False, True], ids=["aborted", "finishes all the same"])
@@ -125,6 +126,7 @@ def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_queue(i
     async def scenario() -> None:
         old, new = Receives(), Receives()
         worker = RolloutWorker("0", SimpleNamespace(topk=0), FakeActor(old))  # type: ignore[arg-type]
+        worker._handle = lambda: "handle"  # type: ignore[method-assign]  # which an actor has
         sampler = Sampler(is_stubborn=is_stubborn)
         worker._sampler = sampler  # type: ignore[assignment]
         worker._endpoint = SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
