@@ -147,7 +147,8 @@ def inversions(config: RunConfig) -> list[str]:
         ("deadlines.evaluation_s", run.evaluation_s, "rollout.engine.deadlines.generate_s", engine.generate_s),
     )
     return [
-        f"{key} = {seconds:.0f} s is below {part}, which may take {part_s:.0f} s: it ends what is only slow. Raise it, or leave it out"
+        f"{key} = {seconds:.0f} s leaves no time beyond {part}, which may take {part_s:.0f} s: it ends what is only slow. "
+        "Raise it, or leave it out"
         for key, seconds, part, part_s in pairs
         if seconds <= part_s
     ]

@@ -119,6 +119,8 @@ class RolloutPool(Membership):
         try:
             if self._groups.were_lost(ids):  # on a worker that died together with others, without it
                 await wait_for(worker.actor.load.remote(), f"sign of life <- rollout worker {worker.name}", deadline_s=ANSWER_S)
+                if not self._is_current(worker):  # a version was published meanwhile
+                    raise EngineDirty(f"rollout worker {worker.name} doesn't hold the published weights any more")
             lived = True
             call = worker.actor.generate_groups.remote(tickets)
             outcomes = await self._worked(call, f"groups {ids} <- rollout worker {worker.name}")

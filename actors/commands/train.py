@@ -176,7 +176,7 @@ def _run_in(
             observer.phase("starting Ray")
             with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
-                _look_at_nodes(config, folder, observer)
+                _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
                 summary = _run_controller(controller)
     except BaseException as error:
         folder.event("error", _said(error))  # the terminal has it from whoever catches it
@@ -192,11 +192,17 @@ def _run_in(
     return summary
 
 
-def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer) -> None:
-    """What the run asks of Ray against what is there, and what else stands in its way. Raises: ConfigError for what can't work."""
+def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, model: Path) -> None:
+    """What the run asks of Ray against what is there, and what else stands in its way.
+
+    Args:
+        model: folder that the run starts from: a resumed one's checkpoint, as the first model need not be there any more.
+    Raises: ConfigError for what can't work.
+    """
+    config = config.model_copy(update={"model": model})
     nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path)
     observer.event("info", "; ".join(str(row) for row in requests(nodes, config)))
-    found = on_nodes(nodes, config, ModelShape.read(config.model))
+    found = on_nodes(nodes, config, ModelShape.read(model))
     for one in found:
         if one.severity != "fail":
             observer.event("warning" if one.severity == "warn" else "info", str(one))
