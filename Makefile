@@ -26,7 +26,7 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 
 # Three processes on two cores: whole runs wait as much as they compute. Byte code is kept, or each of some 40 processes would make it anew.
 test: .venv/installed  ## set up .venv, run the test suite (under 9 minutes on 2 cores)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 
 test-slow: .venv/installed  ## the tests that the fast suite leaves out
 	$(BIN)/python -m pytest -m slow

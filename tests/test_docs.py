@@ -26,7 +26,7 @@ OPEN_KEYS = ("rollout.task.options", "rollout.task.chat_template_kwargs", "rollo
 def commands(text: str) -> list[list[str]]:
     """The words after `evenkeel` of each call in code blocks and between backticks, without comments and variables of the shell."""
     blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", text, re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     found = []
     for line in lines:

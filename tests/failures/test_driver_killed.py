@@ -14,7 +14,7 @@ from actors.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, GROUPS = 6, 4
 

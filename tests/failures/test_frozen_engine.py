@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.launch import RECIPE, Run
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 HEARTBEAT_S = 9
 

@@ -16,7 +16,7 @@ from actors.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, GROUPS, EVERY = 12, 4, 3
 PARTS = {"LearnerRankActor": "learner rank 0", "TrajectoryQueueActor": "trajectory queue", "CorrectionService": "correction service"}

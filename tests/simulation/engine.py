@@ -240,7 +240,8 @@ class SimulatedSampler:
     def __init__(self, engine: SimulatedEngine, samples: int, unscored: float) -> None:
         self.engine, self._samples, self._unscored = engine, samples, unscored
 
-    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0) -> Group:
+    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: None = None) -> Group:
+        """No pool that is played grows or shrinks, so nobody hands a group back that has begun."""
         answers = await self.engine.generate(prompt, self._samples)
         scored = tuple(self._scored(answer, prompt, index) for index, answer in enumerate(answers))
         return Group(group_id, prompt, scored, admitted_version)

@@ -22,6 +22,7 @@ from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.learner_group import LearnerRankActor
 from correction.errors import DataError
 from learner.config import LearnerConfig
+from learner.step import StepResult, StepValues
 from tests.simulation.engine import checksums_of_weights, pieces_of, probe_of
 from tests.simulation.processes import HERE
 
@@ -62,15 +63,30 @@ class SimulatedLearner:
         self._saving: tuple[float, Path, Path, Weights] | None = None
         self._failure = ""
 
-    def step(self, corrected: Any, correction: Any, *, step: int) -> Any:
+    def step(self, corrected: Any, correction: Any, *, step: int) -> StepResult:
         batch = corrected.batch
         self._world.books.trains(self.weights, batch)
         self.weights = self.weights.after(batch.group_ids.unique().tolist(), self._number)
         self._world.books.trained(self.weights)
-        decided = SimpleNamespace(before_update=None)
-        return SimpleNamespace(
-            step=step, loss=0.5, grad_norm=1.0, entropy=None, entropies=None, target_logprobs=batch.behavior_logprobs, decided=decided,
-            metrics={}, skipped_steps=0, overflowed_steps=0, loss_scale=None,
+        decided: Any = SimpleNamespace(before_update=None)
+        return StepResult(
+            step=step,
+            loss=0.5,
+            metrics={},
+            values=StepValues(batch.behavior_logprobs, decided, batch.behavior_logprobs),
+            entropy=None,
+            grad_norms=(1.0,),
+            group_norms={},
+            learning_rate=1e-3,
+            tokens=len(batch.token_ids),
+            trained_tokens=int(batch.loss_mask.sum()),
+            optimizer_steps=1,
+            skipped_steps=0,
+            overflowed_steps=0,
+            loss_scale=None,
+            microbatches=1,
+            routing_agreement=None,
+            seconds={},
         )
 
     def proximal(self, batch: Any) -> Any:

@@ -377,7 +377,7 @@ def _as_ray_says(error: BaseException, function: str) -> BaseException:
 @contextmanager
 def in_place_of_ray(cluster: SimulatedRay) -> Iterator[None]:
     """While this lasts, who calls `ray` calls the cluster."""
-    here = SimpleNamespace(get_node_id=lambda: "0" * 56)
+    here = _Context()
     with (
         mock.patch.object(ray, "remote", cluster.remote),
         mock.patch.object(ray, "put", cluster.put),
@@ -387,6 +387,19 @@ def in_place_of_ray(cluster: SimulatedRay) -> Iterator[None]:
         mock.patch.object(actors.controller, "reserve", _anywhere),
     ):
         yield
+
+
+class _Context:
+    """What a process knows of itself."""
+
+    def get_node_id(self) -> str:
+        return "0" * 56
+
+    @property
+    def current_actor(self) -> Handle:
+        process = HERE.get()
+        assert process is not None, "asked in the driver"
+        return Handle(process)
 
 
 async def _anywhere(run: RunConfig) -> RankPlaces:

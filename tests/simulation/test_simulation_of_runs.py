@@ -17,7 +17,7 @@ from tests.simulation.shrink import shrunk
 from tests.simulation.world import play
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 200
+SEEDS = 100
 """Of the fast suite."""
 
 
