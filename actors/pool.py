@@ -21,7 +21,7 @@ from actors.dispatch import Questions, WaitingWork, continuing
 from actors.faults import STRIKES, GroupBook
 from actors.membership import Membership
 from actors.rollout_worker import GroupOutcome, WorkerSettings
-from actors.supervision import counted, wait_for
+from actors.supervision import counted, unless_failed, wait_for
 from actors.trajectory_queue import ANSWER_S
 from actors.weight_sync import SyncTarget
 from actors.workers import PoolObserver, WorkerHandle
@@ -101,16 +101,19 @@ class RolloutPool(Membership):
             on_admitted: told of tickets before workers get them.
         """
         self._work.is_fed = True
-        self.spawn(self._queue.sample_again(self._observer.lost, self._work.add_groups, self.wake))
         try:
             self._work.add_groups(unfinished)
             self.wake()
-            async for tickets in self._queue.admit(prompts, self._deadlines.notice_s):
-                on_admitted(tickets)
-                self._work.add_groups(tickets)
-                self.wake()
+            again = self._queue.sample_again(self._observer.lost, self._work.add_groups, self.wake)
+            await unless_failed(self._admit(prompts, on_admitted), again)
         finally:
             self._work.is_fed = False
+
+    async def _admit(self, prompts: Iterator[Prompt], on_admitted: Callable[[list[Ticket]], None]) -> None:
+        async for tickets in self._queue.admit(prompts, self._deadlines.notice_s):
+            on_admitted(tickets)
+            self._work.add_groups(tickets)
+            self.wake()
 
     async def _sample(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
         """Have a worker sample groups that it took; if it fails they wait again, and the queue takes each once."""

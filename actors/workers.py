@@ -64,7 +64,7 @@ class WorkerHandle:
     resyncs: int = 0
     """Full syncs asked for since its last finished group."""
     info: ActorInfo | None = None
-    asked_at: float = field(default_factory=time.monotonic)
+    asked_at: float = field(default_factory=lambda: time.monotonic())
     placed_at: float | None = None
     """When its process was there; None: it waits for a node. Like the others of time.monotonic."""
     up_at: float = 0.0

@@ -39,7 +39,7 @@ _RUNS = (
     "tests/actors/test_learner_ranks_in_ray.py",
     "tests/failures",
 )
-"""Whole runs, which wait as much as they compute, the longest first: two of three processes begin with them."""
+"""Whole runs, which wait as much as they compute, the longest first: one of the two processes begins with them."""
 
 _COMPUTING = (
     "tests/rollout/test_rewards.py",
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups for `pytest -n 3` (or 2). (Those of `--dist loadgroup` go by marks, which pytest 9.2 leaves without effect.)"""
+    """Groups for `pytest -n 2`. (Those of `--dist loadgroup` go by marks, which pytest 9.2 leaves without effect.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class InGroups(LoadScopeScheduling):

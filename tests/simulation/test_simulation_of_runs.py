@@ -38,7 +38,7 @@ def test_seeds_differ_in_what_befalls_a_run() -> None:
     kinds = {fault.kind for schedule in schedules for fault in schedule.faults}
     assert len(kinds) == 23, kinds
     assert sum(not schedule.faults for schedule in schedules) > 10
-    assert sum(any(fault.kind == "crash_driver" for fault in schedule.faults) for schedule in schedules) > 20
+    assert sum(any(fault.kind == "crash_driver" for fault in schedule.faults) for schedule in schedules) > 10
 
 
 def fingerprints(seeds: range) -> list[int]:
