@@ -26,7 +26,7 @@ from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup, unsampled
 from rollout.trajectory import FinishReason, Trajectory, VersionSpan, ids_of, logprobs_of
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, group, prompt, put
 from tests.actors.simulated_time import simulate
 
 TOKENS = 100
@@ -66,7 +66,7 @@ class ElasticEngine:
         try:
             await asyncio.wait_for(self.leaves.wait(), left_s)
         except TimeoutError:
-            await self.scene.queue.put([group(ticket)])
+            await put(self.scene.queue, group(ticket))
             self.scene.sampled.append((ticket.group_id, self.name, before))
             return GroupSummary(ticket.group_id, 2 * TOKENS, 2, (), left_s, self.name)
         finally:
@@ -144,6 +144,7 @@ class ElasticScene:
             left=lambda key: self.left.append(key.removeprefix("rollout-")),
             group_finished=lambda _: None,
             handed_back=self._count,
+            lost=lambda _: None,
             scaled=self.decisions.append,
             event=lambda _, text: self.events.append(text),
         )

@@ -144,6 +144,7 @@ class World:
             joined=lambda _: None,
             left=lambda _: None,
             group_finished=lambda summary: self.finished.append(summary.group_id),
+            lost=lambda _: None,
             event=lambda _, text: self.events.append(text),
         )
         self.pool = RolloutPool(settings, DeadlinesConfig(no_workers_s=no_workers_s), FakeActor(self.queue), observer)

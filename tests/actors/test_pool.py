@@ -139,6 +139,7 @@ class Scene:
             joined=lambda info: self.joined.append(info.name),
             left=lambda key: self.left.append(key.removeprefix("rollout-")),
             group_finished=lambda summary: self.finished.append(summary.group_id),
+            lost=lambda _: None,
             event=lambda _, text: self.events.append(text),
         )
         self.pool = RolloutPool(settings, deadlines, FakeActor(self.queue), observer)
