@@ -12,10 +12,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayError
-
-from actors.payloads import value_of
-
 if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from actors.carriers import PreparedBatch
     from correction.batch import CorrectedBatch
@@ -97,6 +93,10 @@ async def keep_and_tell(keep: Callable[[SkippedBatch], Path | None], step: int, 
 
     Args: keep: RunFolder.keep_skipped_batch.
     """
+    from ray.exceptions import RayError  # not for those who only look into a run's folder
+
+    from actors.payloads import value_of
+
     try:
         corrected = await value_of(batch.corrected)
         kept_batch = SkippedBatch(step, batch.version, corrected, batch.correction, result.grad_norms, result.group_norms)

@@ -150,4 +150,4 @@ def test_a_resumed_controller_starts_its_service_with_the_replacement() -> None:
     assert replaced is not None
     one, _, _ = controller(*SWITCH)
     one._alarms = AlarmResponse(settings, Replacement(settings.correction, replaced))
-    assert one._service_config().correction == replaced
+    assert one._alarms.correction == replaced, "with which its parts start"

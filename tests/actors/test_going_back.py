@@ -101,7 +101,7 @@ class Sampler:
         self.finish, self.aborted, self._is_stubborn = asyncio.Event(), 0, is_stubborn
         self.engine = SimpleNamespace(requests_in_flight=0)
 
-    async def group(self, prompt: Any, *, group_id: int, admitted_version: int, topk: int) -> Group:
+    async def group(self, prompt: Any, *, group_id: int, admitted_version: int, topk: int, begun: None = None) -> Group:
         try:
             await self.finish.wait()
         except asyncio.CancelledError:

@@ -19,7 +19,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from rollout.trajectory import Group, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LARGE = 100_000
 """Tokens whose group is too large to travel with its reference."""
 

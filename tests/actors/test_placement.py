@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from actors.devices import check_received
 from actors.doctor.gather import nodes_of_cluster
 from actors.placement import RankPlaces, reserve
 from correction.errors import DeadlineExceeded
+
+pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
 
@@ -65,6 +68,9 @@ def release(places: RankPlaces, *actors: Any) -> None:
     for actor in actors:
         ray.kill(actor)
     ray.util.remove_placement_group(places.group)
+    until = time.monotonic() + 120.0
+    while ray.available_resources().get("GPU", 0.0) < 8.0 and time.monotonic() < until:  # nodes report what is free again a little later
+        time.sleep(0.2)
 
 
 def test_ranks_fill_nodes_and_tensor_parallel_groups_stay_inside_one(cluster: Cluster) -> None:

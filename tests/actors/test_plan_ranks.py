@@ -16,6 +16,8 @@ from tests.actors.test_plan import held
 from tests.learner.learner_cases import TIS, off_policy_batch, run_ranks
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def bytes_of_a_rank(rank: int, ranks: int, port: int, folder: Path, split: dict[str, Any]) -> tuple[int, tuple[int, int, int]]:
     """(pipeline stage, bytes of weights, gradients and optimizer)."""
