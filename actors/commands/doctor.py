@@ -21,7 +21,7 @@ UNFIT = 1
 
 
 def doctor(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="Recipe (YAML) of the run that is meant, or a run's folder.")],
+    target: Annotated[Path, typer.Argument(metavar="RECIPE|RUN_DIR", help="Recipe (YAML) of the run that is meant, or a run's folder.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")] = None,
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT", help="Judge the recipe for these GPUs, such as H100x8 or H100x8x4, not for those here.")
@@ -38,8 +38,8 @@ def doctor(
 
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
-    if recipe.is_dir():
-        typer.echo(_of_run(recipe, [*(overrides or []), *(["--gpus"] if gpus else []), *(["--json"] if as_json else [])]))
+    if target.is_dir():
+        typer.echo(_of_run(target, [*(overrides or []), *(["--gpus"] if gpus else []), *(["--json"] if as_json else [])]))
         return
     from rich.console import Console
 
@@ -47,7 +47,7 @@ def doctor(
     from actors.doctor.views import as_json as in_json
     from actors.doctor.views import show
 
-    config = load_config(RunConfig, recipe, overrides or [])
+    config = load_config(RunConfig, target, overrides or [])
     complaints, rows = _found(config, gpus)
     if as_json:
         typer.echo(json.dumps(in_json(complaints, rows), indent=2))

@@ -22,7 +22,6 @@ LAST_EVENTS = 8
 _TROUBLE = ("watch", "warning", "alarm", "error")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 _WAIT = re.compile(r"waiting (\d+) s for (.+?)(?: \((.*)\))?$")
-_FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 
 
 class RunState(Enum):
@@ -75,8 +74,6 @@ class RunDiagnosis:
     waits: tuple[Wait, ...]
     troubles: tuple[Trouble, ...]
     books: str
-    stacks: tuple[tuple[str, str], ...]
-    """Actor, and where its main thread was, for the newest dump of stacks."""
     last_events: tuple[RunEvent, ...]
 
     @property
@@ -98,7 +95,7 @@ class RunDiagnosis:
             found.append("Look whether the machine ran out of memory then (dmesg, the batch system's log).")
         if self.waits and self.waits[0].seconds >= 60:
             longest = self.waits[0]
-            found.append(f"It waited {longest.seconds} s for {longest.what}: look at that part first{', below' if self.stacks else ''}.")
+            found.append(f"It waited {longest.seconds} s for {longest.what}: look at that part first.")
         learner, rollout = self.pace.get("wait/learner_share", 0.0), self.pace.get("wait/rollout_share", 0.0)
         if learner > 0.3 and learner > rollout:
             found.append(f"The learner waits {learner:.0%} of a step: more workers or a higher max_staleness pay (evenkeel simulate).")
@@ -128,7 +125,6 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
         waits=_waits(events),
         troubles=_troubles(events),
         books=_books(folder.path / "ledger.jsonl", metrics),
-        stacks=_stacks(folder.path / "stacks"),
         last_events=tuple(events[-LAST_EVENTS:]),
     )
 
@@ -141,7 +137,6 @@ def page(found: RunDiagnosis) -> str:
     lines += _section("What to do", found.advice)
     lines += _section(f"Pace, medians of the last {RECENT_STEPS} steps", [f"{name:<28} {value:.3g}" for name, value in found.pace.items()])
     lines += _section("Longest waits", [_wait_line(wait) for wait in found.waits[:5]])
-    lines += _section("Where each part was when a wait was half over", [f"{actor}: {where}" for actor, where in found.stacks])
     lines += _section("Warnings and errors, by kind", [_trouble_line(trouble) for trouble in found.troubles[-8:]])
     lines += _section("Books", [found.books])
     lines += _section("Last events", [f"{event.time}  {event.level:<8}{event.text}" for event in found.last_events])
@@ -257,20 +252,3 @@ def _books(path: Path, metrics: Sequence[StepMetrics]) -> str:
     if trained is not None and int(trained) != outcomes.get("trained", 0):
         return f"NOT balanced: the last step says {int(trained)} groups trained, the ledger has {outcomes.get('trained', 0)} ({told})"
     return f"balanced: {told}, each prompt once"
-
-
-def _stacks(folder: Path) -> tuple[tuple[str, str], ...]:
-    """Of the newest dump: actor, and the innermost frames of its main thread that are not waiting code of the standard library."""
-    dumps = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
-    return tuple((path.stem, _gist(path.read_text(errors="replace"))) for path in sorted(dumps[-1].glob("*.txt"))) if dumps else ()
-
-
-def _gist(text: str) -> str:
-    """Where the main thread was: faulthandler writes each thread with its innermost frame first, and the main one last."""
-    threads = [block for block in re.split(r"\n\s*\n", text) if _FRAME.search(block)]
-    if not threads:
-        return "no frames"
-    frames = [(match["path"], match["line"], match["function"]) for match in _FRAME.finditer(threads[-1])]
-    own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames
-    shown = [f"{function} ({Path(path).name}:{line})" for path, line, function in own[:3]]
-    return " < ".join(shown)
