@@ -316,9 +316,9 @@ class WeightSync:
         except _SYNC_FAILURES as error:
             for wait in waits:
                 abandon(wait)
-            await self._broadcast.close()
-            for target in targets:
+            for target in targets:  # before anything is waited for: none may get work at weights that it holds in part
                 self._mark_dirty(target, f"broadcast of v{version} failed, it goes through the object store: {error}")
+            await self._broadcast.close()
             return await self._learner.export(replace(plan, broadcasts=False, stores=True, checksums=True)), []
 
 

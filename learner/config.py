@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
 from correction.settings import Settings
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
@@ -216,20 +217,14 @@ class LearnerConfig(Settings):
         return self.optimizer_steps_per_batch * self.epochs_per_batch
 
     @property
-    def resolved_device(self) -> Literal["cpu", "cuda"]:
-        """cpu or cuda, auto decided by what torch sees in this process. A run decides it for all ranks, before any of them starts."""
-        if self.device != "auto":
-            return self.device
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    def resolved_device(self) -> Device:
+        """Of this process, where it is auto. A run decides it for all ranks, before any of them starts."""
+        return device_of(self.device)
 
     @property
-    def resolved_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        """auto is bfloat16 on a GPU and float32 on a CPU."""
-        if self.dtype != "auto":
-            return self.dtype
-        return "bfloat16" if self.resolved_device == "cuda" else "float32"
+    def resolved_dtype(self) -> Dtype:
+        """bfloat16 on a GPU and float32 on a CPU, where it is auto."""
+        return dtype_of(self.dtype, self.resolved_device)
 
     @property
     def torch_dtype(self) -> torch.dtype:

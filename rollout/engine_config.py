@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
 from correction.settings import DerivedSettings, Settings
 
 RESERVED_ARGUMENTS = {
@@ -120,20 +121,14 @@ class EngineConfig(Settings):
         return "gloo" if self.resolved_device == "cpu" else "nccl"
 
     @property
-    def resolved_device(self) -> Literal["cpu", "cuda"]:
-        """cpu or cuda, auto decided by what torch sees in this process."""
-        if self.device != "auto":
-            return self.device
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    def resolved_device(self) -> Device:
+        """Of this process, where it is auto."""
+        return device_of(self.device)
 
     @property
-    def resolved_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        """auto is bfloat16 on cuda and float32 on a CPU. (SGLang's own auto makes float16 of a float32 folder.)"""
-        if self.dtype != "auto":
-            return self.dtype
-        return "bfloat16" if self.resolved_device == "cuda" else "float32"
+    def resolved_dtype(self) -> Dtype:
+        """bfloat16 on a GPU and float32 on a CPU, where it is auto. (SGLang's own auto makes float16 of a float32 folder.)"""
+        return dtype_of(self.dtype, self.resolved_device)
 
     @property
     def has_compiled_attention(self) -> bool:

@@ -130,12 +130,18 @@ def test_more_top_k_logprobs_than_the_vocabulary_has_are_refused(engine: Rollout
 def test_sampler_samples_from_the_distribution_that_it_reports(
     engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
 ) -> None:
-    """The mean of -log p over samples from p is p's entropy; over 1,500 samples within four standard errors, from p's own variance."""
+    """The mean of -log p over samples from p is p's entropy; over 1,500 samples within four standard errors, from p's own variance.
+
+    With seeds, as a run gives them: the same samples each time.
+    """
     prompt = prompts(1, 6, seed=2)[0]
     count = 1500
-    completions = engine_loop.run(engine.generate(prompt, max_tokens=1, samples=count, temperature=0.7, ignore_stop=True))
+    asked = engine.generate(prompt, max_tokens=1, samples=count, temperature=0.7, ignore_stop=True, seeds=range(count))
+    completions = engine_loop.run(asked)
     with torch.no_grad():
         logprobs = torch.log_softmax(hf_model(tiny_model)(torch.tensor([prompt])).logits[0, -1].double() / 0.7, -1)
+    said, forward = [c.behavior_logprobs[0] for c in completions], [float(logprobs[c.response_ids[0]]) for c in completions]
+    assert largest_difference(said, forward) < TOLERANCE
     entropy = float(-(logprobs.exp() * logprobs).sum())
     variance = float((logprobs.exp() * logprobs.square()).sum()) - entropy**2
     mean = -sum(c.behavior_logprobs[0] for c in completions) / count

@@ -36,7 +36,7 @@ def a_group_is_handed_out_twice() -> Iterator[None]:
         heapq.heappush(queue._finished, group.group_id)
         return True
 
-    with mock.patch.object(TrajectoryQueue, "put", put):
+    with mock.patch.multiple(TrajectoryQueue, put=put, expects=lambda queue, group_id: group_id in queue._entries):
         yield
 
 

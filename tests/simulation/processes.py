@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import inspect
 import itertools
+import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -299,8 +300,8 @@ class SimulatedRay:
         what = f"{process.name}.{method}"
         attempt = _Call(self, process, method, args, named, refs, fate)
         arrives = self.loop.time() + self.delay(what, 0.001, 0.05) + fate.sent_late_s
-        if not process.overlaps:  # Ray keeps the order of one caller
-            arrives = process.last_arrival = max(process.last_arrival, arrives)
+        if not process.overlaps:  # Ray keeps the order of one caller; a loop doesn't, of what comes at the same moment
+            arrives = process.last_arrival = max(math.nextafter(process.last_arrival, math.inf), arrives)
         self.loop.call_at(arrives, attempt.arrive)
         if fate.is_repeated:
             self.loop.call_later(self.delay(f"{what} again", 0.001, 0.3), _Call(self, process, method, args, named, [], fate).arrive)

@@ -148,7 +148,7 @@ _LATE = (
 )
 _LOST = ("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places")
 _REPEATED = ("generate_groups", "put", "admit")
-_AFTER_A_CRASH = ("", "", "truncated", "missing file", "no manifest", "flipped bit")
+_AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 
 
 def schedule_of(seed: int) -> Schedule:
