@@ -83,7 +83,7 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
-    until(lambda: cluster.nodes() == set(ADDRESSES), "both hosts in the cluster", 120.0)
+    until(lambda: cluster.nodes() == set(ADDRESSES), "both hosts in the cluster", 240.0)
     try:
         cluster.get("/api/jobs/", with_token=False)
     except urllib.error.HTTPError as error:
@@ -117,7 +117,7 @@ def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
 
 def _submit(cluster: OwnCluster, name: str, *words: str) -> None:
     """As deploy/README.md has it."""
-    run = f"cd ~/evenkeel && exec .venv/bin/evenkeel train {' '.join(words)}"
+    run = f"cd ~/evenkeel && source .venv/bin/activate && exec evenkeel train {' '.join(words)}"
     environment = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}})
     cluster.job("submit", f"--submission-id={name}", "--no-wait", f"--runtime-env-json={environment}", "--", "bash", "-c", run)
 
