@@ -27,13 +27,16 @@ from learner.batch_invariant import BatchInvariantAttention, BatchInvariantColum
 from learner.config import LearnerConfig
 from learner.megatron import (
     ColumnParallelLinear,
+    IdentityOp,
+    ModuleSpec,
     RowParallelLinear,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
 )
-from learner.norm import HFRMSNorm
+from learner.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, ModelFamily
+from learner.norm import AllHeadsNorm, HFRMSNorm, with_norm_after
 
 Layers = Literal["local", "batch_invariant", "transformer_engine"]
 
@@ -60,10 +63,11 @@ def describe(config: LearnerConfig, device: torch.device) -> str:
     return f"{chosen} layers" + (f", not TransformerEngine's: {_obstacle(config, device)}" if is_second_choice else "")
 
 
-def block_spec(transformer: TransformerConfig, layers: Layers, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(transformer: TransformerConfig, family: ModelFamily, layers: Layers, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's spec of a rank's layers.
 
     Args:
+        family: where its norms are.
         vp_stage: which of the rank's chunks, if it has several.
     """
     norm, attention, column, row = {
@@ -77,10 +81,15 @@ def block_spec(transformer: TransformerConfig, layers: Layers, vp_stage: int | N
         num_experts=transformer.num_moe_experts, qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm"
     )
     parts, of_attention = layer.submodules, layer.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm if family.has(INPUT_NORM) else IdentityOp
+    row = with_norm_after(row, norm) if family.has(ATTENTION_NORM_AFTER) else row
     of_attention.core_attention, of_attention.linear_qkv, of_attention.linear_proj = attention, column, row
-    if transformer.qk_layernorm:
-        of_attention.q_layernorm = of_attention.k_layernorm = norm
+    match family.qk_norm:
+        case "head":
+            of_attention.q_layernorm = of_attention.k_layernorm = norm
+        case "all_heads":
+            of_attention.q_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": transformer.num_attention_heads})
+            of_attention.k_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": transformer.num_query_groups})
     if transformer.num_moe_experts is None:
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = column, row
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage), layer_norm=norm)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from correction.errors import DataError
-from learner.convert import FAMILIES
+from learner.families import FAMILIES
 from learner.hf_folder import INDEX_FILE, HFWeights
 from learner.model_check import check_trainable, expected_shapes
 from learner.nano import NanoModelConfig, build_nano_model
