@@ -101,7 +101,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "olmoe": ModelFamily(
         "OLMoE",
         _TRUNK + _NORMS_BEFORE + _EXPERTS + _QK_NORM,
-        supports={"clip_qkv": (None,), "norm_topk_prob": (False,)},  # SGLang knows neither
+        # SGLang knows no others.
+        supports={"clip_qkv": (None,), "norm_topk_prob": (False,), "num_key_value_heads": ("num_attention_heads",)},
         qk_norm="all_heads",
         experts=ExpertOptions(width="intermediate_size"),
     ),
@@ -180,6 +181,8 @@ def _options(hf_config: Any) -> dict[str, Any]:
         options["sliding_window"] = None  # it shuts nothing out
     if options.get("head_dim") == hf_config.hidden_size // hf_config.num_attention_heads:
         options["head_dim"] = None
+    if hf_config.num_key_value_heads == hf_config.num_attention_heads:
+        options["num_key_value_heads"] = "num_attention_heads"
     options["mlp_only_layers"] = options.get("mlp_only_layers") or None
     others = sorted(set(options.pop("layer_types", None) or ()) - {"full_attention"})
     return options | ({"layer_types": others[0]} if others else {})

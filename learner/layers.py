@@ -6,8 +6,8 @@ model. That is why TransformerEngine's fused norm-and-product stays out: it woul
 Attention is ours in all three. It knows packed sequences and prompts that several answers share, and in half precision on a GPU it is
 torch's variable-length FlashAttention already (learner/attention.py); TransformerEngine's would bring no kernel that is missing.
 
-Experts stay Megatron's, too. One by one they would be the same products; what TransformerEngine has for them is a grouped product of all
-experts of a rank, whose parameters have other names (weight0, weight1, ...) and other places.
+Experts are ours in all three, too (learner/experts.py): Megatron's modules and parameters with products of our own grouping, because the
+parameters of TransformerEngine's grouped product have other names (weight0, weight1, ...) and other places.
 
 TransformerEngine's modules add `_extra_state` to a state_dict, for float8. Nothing here reads or writes a state_dict of the model.
 Whether what they compute is right isn't tested at start-up: the weight sync compares a prompt's logprobs with the engine's after every
@@ -25,6 +25,7 @@ from learner import megatron
 from learner.attention import PackedAttention
 from learner.batch_invariant import BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear
 from learner.config import LearnerConfig
+from learner.experts import GroupedExperts
 from learner.megatron import (
     ColumnParallelLinear,
     IdentityOp,
@@ -92,6 +93,8 @@ def block_spec(transformer: TransformerConfig, family: ModelFamily, layers: Laye
             of_attention.k_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": transformer.num_query_groups})
     if transformer.num_moe_experts is None:
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = column, row
+    else:
+        parts.mlp.submodules.experts.module = GroupedExperts
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage), layer_norm=norm)
 
 

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import Float16Module, param_is_not_shared
+    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,6 +57,7 @@ __all__ = [
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "RowParallelLinear",
+    "SequentialMLP",
     "TEColumnParallelLinear",
     "TENorm",
     "TERowParallelLinear",

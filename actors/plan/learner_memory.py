@@ -84,7 +84,7 @@ def _expert_activations(shape: ModelShape, config: LearnerConfig) -> float:
     the map of its experts.
     """
     size, rows = BYTES_OF[config.resolved_dtype], 1 / config.tensor_parallel if config.sequence_parallel else 1.0
-    of_one = size * (shape.hidden + 6 * shape.feed_forward) + 24
+    of_one = size * (shape.hidden + 5 * shape.feed_forward) + 24
     return rows * (shape.experts_per_token * of_one + 5 * shape.experts)
 
 
