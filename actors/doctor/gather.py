@@ -18,6 +18,7 @@ import psutil
 
 from actors.config import RunConfig
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
+from actors.hub import config_folder, is_obtainable
 from actors.plan.shape import ModelShape
 from correction.errors import EngineError
 
@@ -39,7 +40,7 @@ def paper_facts(config: RunConfig, model: Path | None = None, *, gpu_bytes: int 
         gpu_bytes: of each GPU that is meant, on machines of which nothing else is known; None: of the smallest one here.
     Raises: DataError if the folder has no config.json of a model that the learner trains.
     """
-    shape = ModelShape.read(model or config.model)
+    shape = ModelShape.read(config_folder(model or config.model))
     if gpu_bytes is not None:
         return PaperFacts(shape, gpu_bytes)
     if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
@@ -77,7 +78,7 @@ def this_node(model: str, *, sign: str = "", token: str = "", asked_at: float = 
     """What the machine that calls this has; Ray's numbers aside.
 
     Args:
-        model: folder that engines read.
+        model: folder that learner ranks read, or a name of the hub.
         sign, token: a file, and what the driver has written into it; empty: nothing is looked for.
         asked_at: the driver's clock when it asked; 0: it asks itself.
     """
@@ -95,7 +96,7 @@ def this_node(model: str, *, sign: str = "", token: str = "", asked_at: float = 
         shared_memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         host_bytes=psutil.virtual_memory().total,
-        has_model=(Path(model) / "config.json").is_file(),
+        has_model=is_obtainable(Path(model)),
         reads_run_folder=not sign or _reads(Path(sign), token),
         clock_ahead_s=time.time() - asked_at if asked_at else 0.0,
         compilers=tuple(name for name in ("gcc", "nvcc", "ninja") if shutil.which(name)),

@@ -12,6 +12,7 @@ from actors.config import RunConfig
 from actors.devices import gpus_asked
 from actors.doctor.facts import Complaint, NodeFacts
 from actors.doctor.paper_rules import gib, worst_first
+from actors.hub_name import HubName
 from actors.plan.shape import ModelShape
 
 Nodes = Sequence[NodeFacts]
@@ -156,11 +157,13 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
         )
     may_hold_ranks = [node for node in nodes if node.offered_gpus or config.learner.resolved_device == "cpu"]
     if blind := [node.name for node in may_hold_ranks if not node.has_model]:
-        yield Complaint(
-            "fail" if len(blind) == len(may_hold_ranks) else "warn",
-            f"model = {config.model}: the folder isn't there on {', '.join(blind)}, where a learner rank could be put",
-            "Put it on a file system that all nodes mount",
-        )
+        where = f"on {', '.join(blind)}, where a learner rank could be put"
+        if HubName.of(config.model):
+            text = f"model = {config.model}: not in the cache, nor can the hub be reached, {where}"
+            remedy = "Let these nodes reach it, or set HF_HOME to a folder on a file system that all nodes mount"
+        else:
+            text, remedy = f"model = {config.model}: the folder isn't there {where}", "Put it on a file system that all nodes mount"
+        yield Complaint("fail" if len(blind) == len(may_hold_ranks) else "warn", text, remedy)
 
 
 def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
