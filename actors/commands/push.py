@@ -57,7 +57,9 @@ def _card(folder: RunFolder, checkpoint: Checkpoint, repository: str) -> str:
 
     config = folder.read_config()
     base = HubName.of(str(config.get("model", "")))
-    data = ModelCardData(library_name="transformers", tags=["evenkeel", "reinforcement-learning"], base_model=base.repository if base else None)
+    data = ModelCardData(
+        library_name="transformers", tags=["evenkeel", "reinforcement-learning"], base_model=base.repository if base else None
+    )
     measured = next((one for one in reversed(folder.read_evaluations()) if one.step == checkpoint.step), None)
     lines = [f"Step {checkpoint.step} of the run `{config.get('name')}`, trained by asynchronous reinforcement learning with evenkeel."]
     if base is not None:

@@ -106,6 +106,17 @@ def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
             )
 
 
+def engines_have_their_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    if config.rollout.engine.resolved_device != "cuda":
+        return
+    if bare := [node.name for node in nodes if node.offered_gpus and not node.versions.get("sglang-kernel")]:
+        yield Complaint(
+            "fail",
+            f"SGLang's GPU kernels (sglang-kernel) aren't installed on {', '.join(bare)}: that is an installation for CPUs",
+            "Install the extra gpu there (make gpu, docs/gpu.md), or hide the GPUs (CUDA_VISIBLE_DEVICES=) and compute on the CPU",
+        )
+
+
 def kernels_for_these_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     for node in nodes:
         for kind in sorted({gpu.architecture for gpu in node.gpus}):
@@ -206,6 +217,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     tensor_parallel_groups_inside_nodes,
     units_for_all_workers,
     torch_sees_the_gpus,
+    engines_have_their_kernels,
     kernels_for_these_gpus,
     gpus_are_empty,
     packages_are_alike,
