@@ -23,6 +23,7 @@ from actors.config import RunConfig
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.going_back import Returns, kill, lost_among, raise_when_lost, what_is_done_again
+from actors.hub import model_folder
 from actors.parts import StartingPoint, start_learner, start_queue, start_service
 from actors.payloads import whole_snapshot
 from actors.placement import reserve
@@ -283,7 +284,7 @@ class Controller:
     async def _start(self) -> None:
         config, observer = self._config, self._observer
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
-        self._folder.keep_model_files(self._point.weights)
+        self._folder.keep_model_files(model_folder(self._point.weights))
         workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._start_queue()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import os
 import statistics
@@ -38,6 +39,7 @@ from actors.loop_clock import LoopClock
 from actors.queue_actor import TrajectoryQueueActor
 from actors.record.step_report import batch_metrics, learned_numbers
 from actors.rollout_worker import WorkerSettings
+from actors.scaling import ScalingDecision
 from actors.weight_sync import WeightSync
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WorkerHost
@@ -78,6 +80,10 @@ class QuietObserver:
     def left(self, key: str) -> None: ...
 
     def group_finished(self, summary: GroupSummary) -> None: ...
+
+    def handed_back(self, groups: int, tokens: int) -> None: ...
+
+    def scaled(self, decision: ScalingDecision) -> None: ...
 
     def lost(self, tickets: Sequence[Ticket]) -> None: ...
 
@@ -247,7 +253,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of the actors
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp") as folder:
-        ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False, _temp_dir=folder)
+        ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, _temp_dir=folder)
         for workers, groups in itertools.product(map(int, arguments.workers.split(",")), map(int, arguments.groups.split(","))):
             shape = ReplayedShape(workers, groups, arguments.tokens, arguments.rate, arguments.steps, arguments.hosts)
             found, used = asyncio.run(run(shape, profiled=arguments.profile))

@@ -164,4 +164,4 @@ class ReplayPool(RolloutPool):
         proxy = HostedWorker(self.hosts[int(name) % len(self.hosts)], name)
         worker = WorkerHandle(name, proxy, SyncTarget(name, proxy, is_verified=True))
         self._workers[name] = worker
-        self._spawn(self._bring_up(worker))
+        self.spawn(self._bring_up(worker))

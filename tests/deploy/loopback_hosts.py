@@ -24,8 +24,14 @@ from tests.e2e.launch import ROOT
 SSHD = ROOT / ".tools" / "sshd"
 _PRIVILEGE_SEPARATION = Path("/run/sshd")
 """An empty folder that sshd wants when root starts it."""
-_HOME_BY_VARIABLE = 'for word; do shift; case $word in "~/"*) word=$HOME/${word#??};; esac; set -- "$@" "$word"; done'
-"""In shell: ssh itself would look for ~ in this machine's list of users."""
+_HOME_BY_VARIABLE = """last=
+for word; do
+    shift
+    case "$last $word" in "-i ~/"*) word=$HOME/${word#??};; esac
+    set -- "$@" "$word"
+    last=$word
+done"""
+"""In shell, for the key: ssh itself would look for ~ in this machine's list of users."""
 
 
 @dataclass(frozen=True)
