@@ -101,7 +101,7 @@ def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
     story.placed = _where(cluster)
     if PROMETHEUS.exists():
         with _prometheus(folder, discovery, cluster.temp) as ask:
-            workers, ray_nodes = 'evenkeel_rollout_generated_tokens_total{role="rollout"}', 'up{job="ray"}'
+            workers, ray_nodes = 'evenkeel_rollout_generated_tokens_total{role="rollout"}', 'up{job="ray"} == 1'
             until(lambda: set(ask(workers)) == set(ADDRESSES) <= set(ask(ray_nodes)), "both hosts in Prometheus", 90.0)
             story.scraped = {"workers": ask(workers), "ray": ask(ray_nodes)}
     cluster.job("stop", "first", timeout_s=200.0)
