@@ -40,6 +40,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from actors.record.step_report import batch_metrics, learned_numbers
 from actors.rollout_worker import WorkerSettings
 from actors.scaling import ScalingDecision
+from actors.supervision import unless_failed
 from actors.weight_sync import WeightSync
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WorkerHost
@@ -170,19 +171,22 @@ class ReplayedRun:
         """All workers, with the weights of version 0. Raises: TimeoutError if they take too long, or what the pool fails with."""
         self.pool.start()
         self.pool.follow(self.sync)
-        failing = asyncio.ensure_future(self.pool.raise_on_failure())
         async with asyncio.timeout(_JOIN_S):
-            while self.pool.counts()[0] < self.shape.workers:
-                await asyncio.wait({failing}, timeout=0.1)
-                if failing.done():
-                    failing.result()
-        failing.cancel()
+            await self.pool.until(lambda: self.pool.counts()[0] == self.shape.workers)
         await self.sync.publish()
         await self.sync.receipts(0, deadline_s=_RECEIPT_S)
 
     async def train(self, uses: Uses) -> dict[str, tuple[float, int]]:
-        """Steps that don't count, then those that do. Returns: of each process, CPU seconds and bytes of these, besides."""
-        feeding = asyncio.create_task(self.pool.feed(prompts(), [], self.observer.admitted))
+        """Steps that don't count, then those that do. Returns: of each process, CPU seconds and bytes of these, besides.
+
+        Raises: what the pool fails with.
+        """
+        return await unless_failed(self._steps(uses), self._failing())
+
+    async def _failing(self) -> None:
+        await asyncio.gather(self.pool.feed(prompts(), [], self.observer.admitted), self.pool.raise_on_failure())
+
+    async def _steps(self, uses: Uses) -> dict[str, tuple[float, int]]:
         clock, figures = LoopClock(), self.figures
         clock.start()
         ended = began = time.monotonic()
@@ -194,7 +198,6 @@ class ReplayedRun:
             ended = await self._step(step, ended)
         figures.seconds, figures.late_s = time.monotonic() - began, clock.read()
         used = uses.end()
-        feeding.cancel()
         await asyncio.wait(self._waits, timeout=_RECEIPT_S)
         return used
 
