@@ -132,6 +132,7 @@ class LearnerRankActor:
         A broadcast that fails is told in the answer; the learner goes on.
         """
         from correction.engines.weight_spec import WeightSpec
+        from learner.export import weight_checksums
 
         self._in_order(number, "export of the weights", version)
         began = time.monotonic()
@@ -144,9 +145,8 @@ class LearnerRankActor:
             if plan.broadcasts and not error:
                 error = self._send(piece)
             if plan.stores:
-                bucket = self._stage(piece)
-                references.append(ray.put(bucket))
-                checksums |= checksums_of(bucket) if plan.checksums else {}
+                references.append(ray.put(self._stage(piece)))
+                checksums |= weight_checksums(piece.items()) if plan.checksums else {}  # where the piece is
         probe = self._score(plan.probe_ids) if plan.probe_ids else []
         if self._rank != 0:
             return None
