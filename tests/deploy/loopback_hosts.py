@@ -24,6 +24,14 @@ from tests.e2e.launch import ROOT
 SSHD = ROOT / ".tools" / "sshd"
 _PRIVILEGE_SEPARATION = Path("/run/sshd")
 """An empty folder that sshd wants when root starts it."""
+_HOME_BY_VARIABLE = """last=
+for word; do
+    shift
+    case "$last $word" in "-i ~/"*) word=$HOME/${word#??};; esac
+    set -- "$@" "$word"
+    last=$word
+done"""
+"""In shell, for the key: ssh itself would look for ~ in this machine's list of users."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def _programs(folder: Path, port: int) -> Path:
     programs.mkdir()
     (folder / "ssh_config").write_text(f"Host 127.*\n  Port {port}\n  LogLevel ERROR\n")
     for name, command in (
-        ("ssh", f'exec /usr/bin/ssh -F {folder}/ssh_config "$@"'),
+        ("ssh", f'{_HOME_BY_VARIABLE}\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"'),
         ("rsync", f'LD_LIBRARY_PATH={libraries} exec {SSHD}/usr/bin/rsync "$@"'),
     ):
         (programs / name).write_text(f"#!/bin/sh\n{command}\n")

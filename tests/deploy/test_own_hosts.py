@@ -83,7 +83,7 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
-    until(lambda: cluster.nodes() == set(ADDRESSES), "both hosts in the cluster", 120.0)
+    until(lambda: cluster.nodes() == set(ADDRESSES), "both hosts in the cluster", 240.0)
     try:
         cluster.get("/api/jobs/", with_token=False)
     except urllib.error.HTTPError as error:
@@ -101,7 +101,7 @@ def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
     story.placed = _where(cluster)
     if PROMETHEUS.exists():
         with _prometheus(folder, discovery, cluster.temp) as ask:
-            workers, ray_nodes = 'evenkeel_rollout_generated_tokens_total{role="rollout"}', 'up{job="ray"}'
+            workers, ray_nodes = 'evenkeel_rollout_generated_tokens_total{role="rollout"}', 'up{job="ray"} == 1'
             until(lambda: set(ask(workers)) == set(ADDRESSES) <= set(ask(ray_nodes)), "both hosts in Prometheus", 90.0)
             story.scraped = {"workers": ask(workers), "ray": ask(ray_nodes)}
     cluster.job("stop", "first", timeout_s=200.0)
@@ -117,7 +117,7 @@ def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
 
 def _submit(cluster: OwnCluster, name: str, *words: str) -> None:
     """As deploy/README.md has it."""
-    run = f"cd ~/evenkeel && exec .venv/bin/evenkeel train {' '.join(words)}"
+    run = f"cd ~/evenkeel && source .venv/bin/activate && exec evenkeel train {' '.join(words)}"
     environment = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}})
     cluster.job("submit", f"--submission-id={name}", "--no-wait", f"--runtime-env-json={environment}", "--", "bash", "-c", run)
 
