@@ -23,6 +23,7 @@ from actors.config import RunConfig
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.going_back import Returns, kill, lost_among, raise_when_lost, what_is_done_again
+from actors.hub import model_folder
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint, fill_queue, make_queue, make_sync, start_learner, start_service
 from actors.payloads import whole_snapshot
@@ -299,7 +300,7 @@ class Controller:
     async def _start(self) -> None:
         config, observer = self._config, self._observer
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
-        self._folder.keep_model_files(self._point.weights)
+        self._folder.keep_model_files(model_folder(self._point.weights))
         workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         self._make_queue()
@@ -314,11 +315,8 @@ class Controller:
     async def _start_parts(self) -> None:
         """At the starting point, to the first receipt of each engine; the queue and the pool are there."""
         config, observer = self._config, self._observer
-
-        def made(learner: LearnerGroup) -> None:
-            self._parts.update(learner.ranks)
-
         self._unfinished = await fill_queue(self._queue, config, self._point)
+        made: Callable[[LearnerGroup], None] = lambda learner: self._parts.update(learner.ranks)  # noqa: E731
         self._learner, infos = await start_learner(config, self._point, self._places, made)
         for info in infos:
             observer.joined(info)

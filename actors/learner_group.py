@@ -23,6 +23,7 @@ import ray
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.devices import check_received
 from actors.exporter import MetricsEndpoint, listen_address, node_address
+from actors.hub import model_folder
 from actors.placement import RankPlaces
 from actors.supervision import USUAL_START, wait_for
 from correction.errors import DeadlineExceeded, EngineError, SyncError
@@ -75,7 +76,7 @@ class LearnerRankActor:
         if self._config.resolved_device == "cuda":
             check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
         self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
-        self._learner.load(model)
+        self._learner.load(model_folder(model))
         self._kept = KeptWeights(self._learner)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
@@ -106,7 +107,7 @@ class LearnerRankActor:
 
     def load_reference(self, number: int, model: Path) -> None:
         self._in_order(number, "load of the reference policy")
-        self._learner.load_reference(model)
+        self._learner.load_reference(model_folder(model))
 
     def reference_logprobs(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Tensor | None]:
         """As `proximal`."""

@@ -15,6 +15,8 @@ from actors.carriers import ActorInfo, Ticket
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
+from actors.hub_name import absolute
+from actors.hub_nodes import fetch_where_ranks_are
 from actors.learner_group import LearnerGroup
 from actors.placement import RankPlaces
 from actors.pool import RolloutPool
@@ -33,13 +35,14 @@ class StartingPoint:
     """Where a run stands as its parts begin: at its own beginning, or at a checkpoint."""
 
     model: Path
-    """That the run began with, and its reference policy."""
+    """That the run began with, and its reference policy: a folder, or a name of the hub at a commit."""
     checkpoint: Checkpoint | None = None
     state: TrainingState | None = None
 
     @property
     def weights(self) -> Path:
-        return (self.checkpoint.hf if self.checkpoint else self.model).resolve()
+        """Likewise."""
+        return self.checkpoint.hf.resolve() if self.checkpoint else absolute(self.model)
 
     @property
     def step(self) -> int:
@@ -93,11 +96,12 @@ async def start_learner(
     """Its ranks with the point's weights, and optimizer if that is a checkpoint. Args: made: is given them as they begin to start."""
     deadlines = config.deadlines
     limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
+    await fetch_where_ranks_are(absolute(point.model) if config.needs_reference else point.weights, places, deadlines)
     learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, made=made, **limits)
     if point.checkpoint is not None:
         await learner.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
     if config.needs_reference:
-        await learner.load_reference(point.model.resolve())
+        await learner.load_reference(absolute(point.model))
     return learner, infos
 
 

@@ -1,6 +1,6 @@
-"""Weights between Hugging Face and Megatron: for each model family a table of rules, and the layouts that the rules name.
+"""Weights between Hugging Face and Megatron, by the rules of a model's family (learner/families.py) and the layouts that these name.
 
-A new family is a new table; a new way in which Megatron stores a matrix is a new `TensorLayout`.
+A new way in which Megatron stores a matrix is a new `TensorLayout`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,134 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from correction.errors import DataError
+from learner.families import family_of
+from learner.model_family import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout
 
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
     from learner.parallel import Placement
-
-
-class TensorLayout(Enum):
-    """How Megatron holds one or more HF tensors, and how tensor parallelism splits that."""
-
-    REPLICATED = "replicated"
-    """One tensor, whole on every rank."""
-    VOCAB = "vocab"
-    """Rows are tokens, padded at the end to a multiple of the ranks, then split."""
-    ROW = "row"
-    """[out, in], split along in."""
-    QKV = "qkv"
-    """q, k, v interleaved by key-value group: (its query heads, its key head, its value head) for each group; split between groups."""
-    GATE_UP = "gate_up"
-    """gate above up; each half is split by itself, so that a rank holds rows of both."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One Megatron parameter and the HF tensors that it is made of.
-
-    {layer} is the layer's index in the whole model; {expert} the expert's, in Megatron's name among those of the rank.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    layout: TensorLayout
-
-    @property
-    def is_expert(self) -> bool:
-        """Expert parallelism decides on which rank an expert is. It is whole there: tensor parallelism splits none."""
-        return ".local_experts." in self.megatron
-
-    @property
-    def is_split(self) -> bool:
-        """Whether tensor-parallel ranks have parts of it."""
-        return self.layout is not TensorLayout.REPLICATED and not self.is_expert
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFamily:
-    """A model family: its rules, and what they can't say."""
-
-    rules: tuple[Rule, ...]
-    has_qk_norm: bool = False
-    """Queries and keys are normalised head by head."""
-    has_qkv_bias: bool = False
-    """The projections to q, k and v have a bias."""
-    has_experts: bool = False
-    """Each layer's feed-forward part is a router and its experts."""
-
-
-_MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
-
-
-def _layer_rule(megatron: str, layout: TensorLayout, *hf: str) -> Rule:
-    return Rule(_MEGATRON_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), layout)
-
-
-_TRUNK = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), TensorLayout.VOCAB),
-    _layer_rule("input_layernorm.weight", TensorLayout.REPLICATED, "input_layernorm.weight"),
-    _layer_rule(
-        "self_attention.linear_qkv.weight",
-        TensorLayout.QKV,
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
-    _layer_rule("self_attention.linear_proj.weight", TensorLayout.ROW, "self_attn.o_proj.weight"),
-    _layer_rule("pre_mlp_layernorm.weight", TensorLayout.REPLICATED, "post_attention_layernorm.weight"),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), TensorLayout.REPLICATED),
-    Rule("output_layer.weight", ("lm_head.weight",), TensorLayout.VOCAB),
-)
-_FEED_FORWARD = (
-    _layer_rule("mlp.linear_fc1.weight", TensorLayout.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _layer_rule("mlp.linear_fc2.weight", TensorLayout.ROW, "mlp.down_proj.weight"),
-)
-_EXPERT, _HF_EXPERT = "mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."
-_EXPERTS = (
-    _layer_rule("mlp.router.weight", TensorLayout.REPLICATED, "mlp.gate.weight"),
-    _layer_rule(_EXPERT + "linear_fc1.weight", TensorLayout.GATE_UP, _HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"),
-    _layer_rule(_EXPERT + "linear_fc2.weight", TensorLayout.ROW, _HF_EXPERT + "down_proj.weight"),
-)
-_QK_NORM = (
-    _layer_rule("self_attention.q_layernorm.weight", TensorLayout.REPLICATED, "self_attn.q_norm.weight"),
-    _layer_rule("self_attention.k_layernorm.weight", TensorLayout.REPLICATED, "self_attn.k_norm.weight"),
-)
-_QKV_BIAS = (
-    _layer_rule(
-        "self_attention.linear_qkv.bias", TensorLayout.QKV, "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
-    ),
-)
-
-FAMILIES: dict[str, ModelFamily] = {
-    "qwen3": ModelFamily(_TRUNK + _FEED_FORWARD + _QK_NORM, has_qk_norm=True),
-    "qwen3_moe": ModelFamily(_TRUNK + _EXPERTS + _QK_NORM, has_qk_norm=True, has_experts=True),
-    "qwen2": ModelFamily(_TRUNK + _FEED_FORWARD + _QKV_BIAS, has_qkv_bias=True),
-    "llama": ModelFamily(_TRUNK + _FEED_FORWARD),
-}
-"""By transformers' model_type."""
-
-
-def family_of(hf_config: Any) -> ModelFamily:
-    """The family of a model.
-
-    Raises: DataError naming the architecture, or the option of it that has no counterpart here.
-    """
-    kind = hf_config.model_type
-    if kind not in FAMILIES:
-        raise DataError(f"config.json: model_type = {kind} can't be trained; supported are {', '.join(sorted(FAMILIES))}")
-    rope_type = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
-    refused = {
-        "hidden_act": (hf_config.hidden_act, "silu"),
-        "attention_bias": (bool(getattr(hf_config, "attention_bias", False)), False),
-        "mlp_bias": (bool(getattr(hf_config, "mlp_bias", False)), False),
-        "use_sliding_window": (bool(getattr(hf_config, "use_sliding_window", False)), False),
-        "rope_type": (rope_type, "default"),
-        "decoder_sparse_step": (getattr(hf_config, "decoder_sparse_step", 1), 1),  # layers with experts among layers without
-        "mlp_only_layers": (list(getattr(hf_config, "mlp_only_layers", None) or []), []),
-    }
-    for name, (value, supported) in refused.items():
-        if value != supported:
-            raise DataError(f"config.json: {name} = {value} of {kind} has no counterpart in the learner, which supports {supported}")
-    return FAMILIES[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +72,8 @@ def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: i
             q, k, v = tensors
             return merge_qkv(q, k, v, heads).chunk(parts)[part]
         case TensorLayout.GATE_UP:
-            return torch.cat([tensor.chunk(parts)[part] for tensor in tensors])
+            halves = tensors[0].chunk(2) if len(tensors) == 1 else tensors
+            return torch.cat([half.chunk(parts)[part] for half in halves])
 
 
 def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int) -> tuple[Tensor, ...]:
@@ -211,7 +88,8 @@ def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int
         case TensorLayout.QKV:
             return split_qkv(torch.cat(list(parts)), heads)
         case TensorLayout.GATE_UP:
-            return tuple(torch.cat(list(halves)) for halves in zip(*(part.chunk(2) for part in parts), strict=True))
+            halves = tuple(torch.cat(list(pieces)) for pieces in zip(*(part.chunk(2) for part in parts), strict=True))
+            return halves if len(rule.hf) == 2 else (torch.cat(halves),)
 
 
 def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> list[tuple[Rule, torch.nn.Parameter]]:
@@ -227,7 +105,7 @@ def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> l
     bound = []
     for name, parameter in model.named_parameters():
         layer = next((prefix for prefix in numbers if name.startswith(prefix)), None)
-        pattern = name if layer is None else _MEGATRON_LAYER + name.removeprefix(layer)
+        pattern = name if layer is None else MEGATRON_LAYER + name.removeprefix(layer)
         local_expert = re.search(r"local_experts\.(\d+)", pattern)
         if local_expert:
             pattern = pattern.replace(local_expert[0], "local_experts.{expert}")
