@@ -13,7 +13,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -251,15 +251,18 @@ class LearnerGroup:
 
     @classmethod
     async def start(
-        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float
+        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float,
+        made: Callable[[LearnerGroup], None] = lambda _: None,
     ) -> tuple[LearnerGroup, list[ActorInfo]]:
         """Start the ranks and load the model.
 
+        Args: made: is given the group while its ranks start; one that doesn't come up has to be ended, too.
         Returns: the group, and for each rank its process id and metrics endpoint.
         """
         config, world_size, actor = places.config, places.config.world_size, ray.remote(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
         group = cls(ranks, version=version, step_s=step_s)
+        made(group)
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
