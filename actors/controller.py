@@ -118,7 +118,7 @@ class Controller:
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 if not self._is_trained:
                     raise
-                self._observer.event("warning", f"the evaluation after training is left out ({error}); `evenkeel evaluate` can make it")
+                self._observer.event("warning", f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
                 return await self._finish(None)
 
     async def _until_trained(self) -> None:
