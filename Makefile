@@ -2,16 +2,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RECIPE ?= recipes/nano_spell_backward.yaml
+# The plain installation lacks SGLang's GPU kernels: with it, a machine's GPUs are hidden and everything runs on the CPU.
+ON := env $$(test -e .venv/installed-gpu || echo CUDA_VISIBLE_DEVICES=)
+CHECK_PYTHON := import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"evenkeel needs Python 3.11 or 3.12 (found {v.major}.{v.minor}): make PYTHON=python3.12 ...")
 
-.PHONY: help train test test-slow lint bench verl docs clean
+.PHONY: help train gpu test test-slow lint bench verl docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
+ifneq ($(wildcard .venv/installed-gpu),)
+.venv/installed: .venv/installed-gpu
+	@touch $@
+else
 # torch first and with its dependencies; sglang last and without, because on a CPU its CUDA packages are dead weight.
 .venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"evenkeel needs Python 3.11 or 3.12 (found {v.major}.{v.minor}): make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (a few minutes; about 3 GB with the CPU build of torch)"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
@@ -19,10 +26,24 @@ help:  ## this list
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps sglang
 	@touch $@
 	@echo "installed; 'source .venv/bin/activate' puts evenkeel on your PATH"
+endif
+
+.venv/installed-gpu: pyproject.toml constraints-gpu.txt
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv, with SGLang's GPU kernels and CUDA libraries"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints-gpu.txt -e '.[gpu,dev]'
+	@touch $@ .venv/installed
+	@echo "installed; 'evenkeel doctor RECIPE' says what stands in the way of a recipe here (docs/gpu.md)"
+
+gpu: .venv/installed-gpu  ## set up .venv for NVIDIA GPUs; then: evenkeel train recipes/qwen3_0.6b_1gpu.yaml (docs/gpu.md)
 
 train: .venv/installed  ## set up .venv, make the nano model, train it by async RL, write a report
-	$(BIN)/evenkeel init-model $(RECIPE) --if-missing
-	$(BIN)/evenkeel train $(RECIPE)
+	@if [ ! -e .venv/installed-gpu ] && nvidia-smi -L >/dev/null 2>&1; then \
+	    echo "There is a GPU here, but this quick start runs on the CPU. For the GPU: make gpu, then evenkeel train" \
+	        "recipes/qwen3_0.6b_1gpu.yaml (docs/gpu.md)"; fi
+	$(ON) $(BIN)/evenkeel init-model $(RECIPE) --if-missing
+	$(ON) $(BIN)/evenkeel train $(RECIPE)
 
 # Three processes on two cores: whole runs wait as much as they compute. Byte code is kept, or each of some 40 processes would make it anew.
 test: .venv/installed  ## set up .venv, run the test suite (a quarter of an hour on 2 cores)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
+from actors.hub_name import HubName
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig
@@ -174,7 +175,8 @@ class RunConfig(Settings):
     name: str = Field(default="run", min_length=1, max_length=100)
     """Becomes part of the run folder's name."""
     model: Path
-    """Hugging Face folder of the policy to train: config.json, safetensors, tokenizer."""
+    """Hugging Face folder of the policy to train: config.json, safetensors, tokenizer; or its name on the hub, hf:ORGANISATION/NAME, with
+    @REVISION if need be. A run's config.yaml has the commit that it took."""
     run_dir: Path | None = None
     """Folder of the run; empty: runs/NAME-DATE-TIME. What a start that failed has left in it is cleared."""
     steps: PositiveInt = Field(le=10**9)
@@ -205,6 +207,12 @@ class RunConfig(Settings):
     ray: RayConfig = Field(default_factory=RayConfig)
     init: InitConfig | None = None
     """For `evenkeel init-model`: how to make the model folder from nothing; empty: the folder has to be there."""
+
+    @field_validator("model")
+    @classmethod
+    def _names_of_the_hub_are_written_alike(cls, model: Path) -> Path:
+        name = HubName.of(model)
+        return name.path if name else model
 
     @model_validator(mode="after")
     def _minibatches_divide_the_batch(self) -> RunConfig:

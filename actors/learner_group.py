@@ -13,7 +13,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +23,7 @@ import ray
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.devices import check_received
 from actors.exporter import MetricsEndpoint, listen_address, node_address
+from actors.hub import model_folder
 from actors.placement import RankPlaces
 from actors.supervision import USUAL_START, wait_for
 from correction.errors import DeadlineExceeded, EngineError, SyncError
@@ -75,7 +76,7 @@ class LearnerRankActor:
         if self._config.resolved_device == "cuda":
             check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
         self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
-        self._learner.load(model)
+        self._learner.load(model_folder(model))
         self._kept = KeptWeights(self._learner)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
@@ -106,7 +107,7 @@ class LearnerRankActor:
 
     def load_reference(self, number: int, model: Path) -> None:
         self._in_order(number, "load of the reference policy")
-        self._learner.load_reference(model)
+        self._learner.load_reference(model_folder(model))
 
     def reference_logprobs(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Tensor | None]:
         """As `proximal`."""
@@ -250,15 +251,18 @@ class LearnerGroup:
 
     @classmethod
     async def start(
-        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float
+        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float,
+        made: Callable[[LearnerGroup], None] = lambda _: None,
     ) -> tuple[LearnerGroup, list[ActorInfo]]:
         """Start the ranks and load the model.
 
+        Args: made: is given the group while its ranks start; one that doesn't come up has to be ended, too.
         Returns: the group, and for each rank its process id and metrics endpoint.
         """
         config, world_size, actor = places.config, places.config.world_size, ray.remote(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
         group = cls(ranks, version=version, step_s=step_s)
+        made(group)
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]

@@ -94,6 +94,8 @@ class HuggingFaceTask(_RowsTask):
     """Name or folder, as datasets.load_dataset takes it."""
     subset: str | None = None
     """The data set's configuration name, where it has several."""
+    revision: str | None = None
+    """Branch, tag or commit of a data set of the hub; a run's config.yaml has the commit that it took."""
     split: str = "train"
     """Split of the training rows."""
     held_out_split: str | None = None

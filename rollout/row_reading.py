@@ -55,7 +55,7 @@ def dataset_rows(task: HuggingFaceTask, split: str) -> Iterator[PlacedRow]:
             elif (on_disk / "state.json").exists():
                 table = datasets.load_from_disk(task.path)
             else:
-                table = datasets.load_dataset(task.path, task.subset, split=split)
+                table = datasets.load_dataset(task.path, task.subset, split=split, revision=task.revision)
         except Exception as error:
             if unreachable is not None:
                 raise DataError(

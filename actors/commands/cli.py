@@ -17,6 +17,7 @@ from actors.commands.capabilities import capabilities
 from actors.commands.chatter import quiet
 from actors.commands.doctor import doctor
 from actors.commands.plan import plan
+from actors.commands.push import push
 from actors.commands.simulate import simulate
 from correction.errors import ConfigError, EvenkeelError
 
@@ -370,6 +371,8 @@ app.command(
 )(doctor)
 
 app.command(epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
+
+app.command(epilog=_examples("evenkeel push RUN_DIR my-name/qwen3-8b-gsm8k"))(push)
 
 app.command(epilog=_examples("evenkeel capabilities"))(capabilities)
 

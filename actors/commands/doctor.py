@@ -26,20 +26,25 @@ def doctor(
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT", help="Judge the recipe for these GPUs, such as H100x8 or H100x8x4, not for those here.")
     ] = "",
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Judge the recipe for the nodes of this file for `ray up`, such as those of deploy.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Say what would fail or go slowly, in seconds, before anything starts; or, of a run's folder, what happened to the run.
 
     First what follows from the recipe and the model's config.json: memory of each GPU, layouts, types, disk. Then what the nodes have:
     this machine, or each node of the cluster at ray.address, by a small task on it: GPUs, versions, folders, shared memory. With --gpus the
-    first part alone, for machines that aren't there. `evenkeel train` asks the same, and stops at what can't work.
+    first part alone, for machines that aren't there; with --cluster whether nodes that `ray up` would start offer the resources that the
+    run asks for. `evenkeel train` asks the same, and stops at what can't work.
 
     Of a run's folder: how the run ended, what it waited for, which part was slow or gone, whether its books balance, and what to do.
 
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
     if target.is_dir():
-        typer.echo(_of_run(target, [*(overrides or []), *(["--gpus"] if gpus else []), *(["--json"] if as_json else [])]))
+        options = {"--gpus": gpus, "--cluster": cluster, "--json": as_json}
+        typer.echo(_of_run(target, [*(overrides or []), *(name for name, value in options.items() if value)]))
         return
     from rich.console import Console
 
@@ -48,7 +53,7 @@ def doctor(
     from actors.doctor.views import show
 
     config = load_config(RunConfig, target, overrides or [])
-    complaints, rows = _found(config, gpus)
+    complaints, rows = _of_cluster(config, cluster) if cluster else _found(config, gpus)
     if as_json:
         typer.echo(json.dumps(in_json(complaints, rows), indent=2))
     else:
@@ -64,6 +69,14 @@ def _of_run(folder: Path, beside: list[str]) -> str:
     if beside:
         raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(beside)}")
     return page(diagnose(RunFolder.view(folder)))
+
+
+def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Request]]:
+    from actors.derived import derived
+    from actors.doctor.cluster_file import ClusterFile, agreement
+
+    cluster = ClusterFile.read(path, config.ray.rollout_resource)
+    return agreement(cluster, derived(config, has_gpu=cluster.has_gpus)), []
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:

@@ -14,6 +14,7 @@ from actors.commands.train import check_model_folder, model_config
 from actors.config import RunConfig
 from actors.devices import check_engine_device
 from actors.evaluation import Evaluation, evaluate
+from actors.hub import model_folder
 from correction.errors import DataError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import AnswerSampling
@@ -34,12 +35,13 @@ def evaluate_folder(
     """Ask held-out questions and print the accuracy.
 
     Args:
-        model: Hugging Face folder.
+        model: Hugging Face folder, or a name of the hub.
         task: a recipe's path, or the name of a reasoning-gym data set, which is scored by its own scorer.
         overrides: "dotted.key=value" over the recipe, or over what is made up around a name.
         samples: text file for the answers.
     Raises: DataError, ConfigError, EngineError.
     """
+    model = model_folder(model)
     config = task_config(model, task, overrides, problems=problems)
     built, longest_prompt = task_for(config)
     prompts = built.held_out_prompts()[:problems]

@@ -21,6 +21,7 @@ from rich.progress import Progress
 
 from actors.commands.evaluate import Asker, task_for
 from actors.config import RunConfig
+from actors.hub import model_folder
 from actors.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from rollout.config import AnswerSampling, FileTask, ReasoningGymReward, ReasoningGymTask
@@ -82,6 +83,7 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     Returns: what came of each question, in the order of the training stream.
     Raises: ConfigError, DataError, EngineError; what was asked by then is on record.
     """
+    config = config.model_copy(update={"model": model_folder(config.model)})
     task, _ = task_for(config)
     if task.questions_per_epoch is None and questions is None:
         raise ConfigError(f"evenkeel filter: {task.name} makes questions without end; say how many to ask with --questions")

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from rich.progress import Progress
 
 from actors.config import InitConfig, RunConfig
+from actors.hub_name import HubName
 from correction.errors import ConfigError
 from learner.nano import build_nano_model
 from learner.warmup import EncodedDemonstration, warm_up
@@ -35,6 +36,8 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
         if_missing: leave a folder that is there as it is.
     Raises: ConfigError if the recipe has no section `init`, or the folder is there and would be overwritten.
     """
+    if HubName.of(config.model):
+        raise ConfigError(f"model = {config.model}: that is a model of the hub; to make one, name a folder, such as models/mine")
     if config.init is None:
         raise ConfigError("the recipe has no section `init`, which says what model to make; or name a model folder of yours in `model`")
     record = InitRecord(init=config.init, task=config.rollout.task)

@@ -13,6 +13,8 @@ from typing import Any
 from actors.carriers import Ticket
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.hub import model_folder
+from actors.hub_name import HubName, absolute
 from actors.record.checkpoint_reader import ResumePoint, newest_readable
 from actors.record.run_folder import Checkpoint, RunFolder
 from correction.errors import ConfigError, DataError
@@ -92,7 +94,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     elif isinstance(task, HuggingFaceTask) and Path(task.path).exists():  # otherwise a name on the hub
         task = task.model_copy(update={"path": str(Path(task.path).absolute())})
     rollout = config.rollout.model_copy(update={"task": task})
-    return config.model_copy(update={"model": config.model.absolute(), "rollout": rollout})
+    return config.model_copy(update={"model": absolute(config.model), "rollout": rollout})
 
 
 def run_config(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
@@ -117,7 +119,7 @@ def _refuse_lost_settings(before: RunConfig, config: RunConfig, changed: Mapping
     if "run_dir" in changed:
         raise ConfigError(f"run_dir = {config.run_dir}: a resumed run goes on in its own folder, {folder.path}. Leave it out")
     anew = "start a new run from a checkpoint: model=RUN_DIR/checkpoints/step_.../hf"
-    has_moved = config.correction.kl.coefficient > 0 and not before.model.exists()
+    has_moved = config.correction.kl.coefficient > 0 and not (HubName.of(before.model) or before.model.exists())
     if "model" in changed and not has_moved:
         raise ConfigError(
             f"model = {config.model}: a resumed run has weights, config and tokenizer from its checkpoint, so another model would be "
@@ -138,13 +140,14 @@ def _check_reference(before: RunConfig, config: RunConfig, checkpoint: Checkpoin
         return
     from learner.model_check import check_trainable, expected_shapes
 
-    if not config.model.exists():
+    reference = model_folder(config.model)
+    if not reference.exists():
         raise DataError(
             f"model = {config.model}: is not there, but with correction.kl.coefficient = {config.correction.kl.coefficient:g} and "
             f"learner.report_kl_every = {config.learner.report_kl_every} it is the reference policy. Put it back, or say where it is: "
             f"model=FOLDER"
         )
-    if expected_shapes(check_trainable(config.model)) != expected_shapes(check_trainable(checkpoint.hf)):
+    if expected_shapes(check_trainable(reference)) != expected_shapes(check_trainable(checkpoint.hf)):
         raise DataError(f"model = {config.model}: the reference policy has other shapes than the run's model, {checkpoint.hf}")
 
 

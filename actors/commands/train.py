@@ -22,6 +22,7 @@ from actors.devices import check_devices, check_types
 from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import on_nodes, requests
 from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.hub import model_folder, pinned
 from actors.plan.shape import ModelShape
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
@@ -49,7 +50,9 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
     else:
         config = with_absolute_paths(load_config(RunConfig, recipe, overrides))
         check_ray(config.ray)
+        config, of_hub = pinned(config)
         config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
+        notes = [*of_hub, *notes]
         folder = RunFolder.create(config.run_dir, config.name)
         if folder.is_reused:
             notes.append(f"{folder.path} held what a start that failed had left, without a step or a checkpoint: it is used anew")
@@ -78,7 +81,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     Returns: the resolved configuration, which is what runs; the task; and what to say about it.
     Raises: DataError, ConfigError.
     """
-    model = resumed_from or config.model
+    model = resumed_from or model_folder(config.model)
     config, of_devices = decide_devices(config)
     check_devices(config)
     check_model_folder(model)
@@ -139,7 +142,7 @@ def check_model_folder(path: Path) -> None:
         reason = "is not there" if not path.exists() else "has no config.json"
         raise DataError(
             f"model = {path}: {reason}; a model is a Hugging Face folder with config.json, safetensors and a tokenizer. "
-            f"`evenkeel init-model RECIPE` makes a small one"
+            f"`evenkeel init-model RECIPE` makes a small one; of the Hugging Face hub write hf:ORGANISATION/NAME"
         )
     if not any(path.glob("*.safetensors")):
         raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
@@ -199,10 +202,10 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, mod
         model: folder that the run starts from: a resumed one's checkpoint, as the first model need not be there any more.
     Raises: ConfigError for what can't work.
     """
-    config = config.model_copy(update={"model": model})
+    config = config.model_copy(update={"model": model})  # a name of the hub is one here, too: each node looks in its own cache
     nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path)
     observer.event("info", "; ".join(str(row) for row in requests(nodes, config)))
-    found = on_nodes(nodes, config, ModelShape.read(model))
+    found = on_nodes(nodes, config, ModelShape.read(model_folder(model)))
     for one in found:
         if one.severity != "fail":
             observer.event("warning" if one.severity == "warn" else "info", str(one))

@@ -78,9 +78,9 @@ class NodeFacts:
     """Limit of a process."""
     host_bytes: int = 1 << 40
     has_model: bool = True
-    """The model folder is there, at the same path."""
+    """The model folder is there, at the same path; or a name of the hub is in the cache, or can be asked for."""
     reads_run_folder: bool = True
-    """It finds what the driver has just written into the run folder."""
+    """It finds what the driver has just written into the run folder, and the driver what it has."""
     clock_ahead_s: float = 0.0
     """Of the driver's, give or take the way of the answer."""
     compilers: tuple[str, ...] = ("gcc", "nvcc", "ninja")

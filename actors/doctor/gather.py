@@ -18,6 +18,7 @@ import psutil
 
 from actors.config import RunConfig
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
+from actors.hub import config_folder, is_obtainable
 from actors.plan.shape import ModelShape
 from correction.errors import EngineError
 
@@ -39,7 +40,7 @@ def paper_facts(config: RunConfig, model: Path | None = None, *, gpu_bytes: int 
         gpu_bytes: of each GPU that is meant, on machines of which nothing else is known; None: of the smallest one here.
     Raises: DataError if the folder has no config.json of a model that the learner trains.
     """
-    shape = ModelShape.read(model or config.model)
+    shape = ModelShape.read(config_folder(model or config.model))
     if gpu_bytes is not None:
         return PaperFacts(shape, gpu_bytes)
     if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
@@ -73,12 +74,13 @@ def _mib(text: str) -> int:
     return int(text) << 20 if text.isdigit() else 0
 
 
-def this_node(model: str, *, sign: str = "", token: str = "", asked_at: float = 0.0) -> NodeFacts:
+def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", asked_at: float = 0.0) -> NodeFacts:
     """What the machine that calls this has; Ray's numbers aside.
 
     Args:
-        model: folder that engines read.
+        model: folder that learner ranks read, or a name of the hub.
         sign, token: a file, and what the driver has written into it; empty: nothing is looked for.
+        answer: file to which the token is copied, for the driver to find.
         asked_at: the driver's clock when it asked; 0: it asks itself.
     """
     import torch
@@ -95,8 +97,8 @@ def this_node(model: str, *, sign: str = "", token: str = "", asked_at: float = 
         shared_memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         host_bytes=psutil.virtual_memory().total,
-        has_model=(Path(model) / "config.json").is_file(),
-        reads_run_folder=not sign or _reads(Path(sign), token),
+        has_model=is_obtainable(Path(model)),
+        reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
         clock_ahead_s=time.time() - asked_at if asked_at else 0.0,
         compilers=tuple(name for name in ("gcc", "nvcc", "ninja") if shutil.which(name)),
     )
@@ -111,9 +113,17 @@ def _version(package: str) -> str:
 
 def _reads(sign: Path, token: str) -> bool:
     try:
-        return sign.read_text() == token and os.access(sign.parent, os.W_OK)
+        return sign.read_text() == token
     except OSError:
         return False
+
+
+def _writes(answer: Path, token: str) -> bool:
+    try:
+        answer.write_text(token)
+    except OSError:
+        return False
+    return True
 
 
 def own_machine(config: RunConfig) -> list[NodeFacts]:
@@ -148,15 +158,25 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
         asked = {
             node["NodeID"]: look.options(
                 num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(str(config.model), sign=str(sign or ""), token=token, asked_at=time.time())
+            ).remote(str(config.model), sign=str(sign or ""), token=token, answer=_answer_file(sign, node), asked_at=time.time())
             for node in alive
         }
         free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
         unit, answers = config.ray.rollout_resource, [(_answer(asked[node["NodeID"]], node), node) for node in alive]
-        return [_with_resources(one, node, free.get(node["NodeID"], {}), unit) for one, node in answers]
+        whole = [(replace(one, reads_run_folder=_sees_both_ways(one, _answer_file(sign, node), token)), node) for one, node in answers]
+        return [_with_resources(one, node, free.get(node["NodeID"], {}), unit) for one, node in whole]
     finally:
-        if sign is not None:
-            sign.unlink(missing_ok=True)
+        for left in folder.glob(f"{_SIGN}*") if folder else ():
+            left.unlink(missing_ok=True)
+
+
+def _answer_file(sign: Path | None, node: Mapping[str, Any]) -> str:
+    return f"{sign}.{node['NodeID']}" if sign else ""
+
+
+def _sees_both_ways(facts: NodeFacts, answer: str, token: str) -> bool:
+    """What the driver wrote was read there, and what was written there is read here."""
+    return facts.reads_run_folder and (not answer or _reads(Path(answer), token))
 
 
 def _answer(call: Any, node: Mapping[str, Any]) -> NodeFacts:

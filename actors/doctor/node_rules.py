@@ -12,6 +12,7 @@ from actors.config import RunConfig
 from actors.devices import gpus_asked
 from actors.doctor.facts import Complaint, NodeFacts
 from actors.doctor.paper_rules import gib, worst_first
+from actors.hub_name import HubName
 from actors.plan.shape import ModelShape
 
 Nodes = Sequence[NodeFacts]
@@ -105,6 +106,17 @@ def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
             )
 
 
+def engines_have_their_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    if config.rollout.engine.resolved_device != "cuda":
+        return
+    if bare := [node.name for node in nodes if node.offered_gpus and not node.versions.get("sglang-kernel")]:
+        yield Complaint(
+            "fail",
+            f"SGLang's GPU kernels (sglang-kernel) aren't installed on {', '.join(bare)}: that is an installation for CPUs",
+            "Install the extra gpu there (make gpu, docs/gpu.md), or hide the GPUs (CUDA_VISIBLE_DEVICES=) and compute on the CPU",
+        )
+
+
 def kernels_for_these_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     for node in nodes:
         for kind in sorted({gpu.architecture for gpu in node.gpus}):
@@ -156,11 +168,13 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
         )
     may_hold_ranks = [node for node in nodes if node.offered_gpus or config.learner.resolved_device == "cpu"]
     if blind := [node.name for node in may_hold_ranks if not node.has_model]:
-        yield Complaint(
-            "fail" if len(blind) == len(may_hold_ranks) else "warn",
-            f"model = {config.model}: the folder isn't there on {', '.join(blind)}, where a learner rank could be put",
-            "Put it on a file system that all nodes mount",
-        )
+        where = f"on {', '.join(blind)}, where a learner rank could be put"
+        if HubName.of(config.model):
+            text = f"model = {config.model}: not in the cache, nor can the hub be reached, {where}"
+            remedy = "Let these nodes reach it, or set HF_HOME to a folder on a file system that all nodes mount"
+        else:
+            text, remedy = f"model = {config.model}: the folder isn't there {where}", "Put it on a file system that all nodes mount"
+        yield Complaint("fail" if len(blind) == len(may_hold_ranks) else "warn", text, remedy)
 
 
 def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -203,6 +217,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     tensor_parallel_groups_inside_nodes,
     units_for_all_workers,
     torch_sees_the_gpus,
+    engines_have_their_kernels,
     kernels_for_these_gpus,
     gpus_are_empty,
     packages_are_alike,

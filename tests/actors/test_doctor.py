@@ -97,7 +97,7 @@ def node(**facts: Any) -> NodeFacts:
     whole: dict[str, Any] = {
         "name": "10.0.0.1", "offered_gpus": 8.0, "free_gpus": 8.0, "gpus": (gpu,) * 8, "driver_gpus": 8,
         "architectures": ("sm_80", "sm_90"), "rollout_units": 8.0, "cpus": 64.0, "free_cpus": 64.0,
-        "versions": {"torch": "2.13.0", "ray": "2.60.0"},
+        "versions": {"torch": "2.13.0", "ray": "2.60.0", "sglang-kernel": "0.4.7"},
     }  # fmt: skip
     return NodeFacts(**(whole | facts))
 
@@ -124,6 +124,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(rollout_units=2.0)], "ray.address=auto", "warn", "4 rollout workers each ask for one unit of the Ray resource 'rollout'"),
         ([node(gpus=(), architectures=(), has_cuda=False)], "", "fail", "has 8 GPUs, but its torch is a build without CUDA"),
         ([node(offered_gpus=8.0, gpus=node().gpus[:1])], "", "fail", "offers Ray 8 GPUs, but torch sees 1 there"),
+        ([node(versions={"torch": "2.13.0"})], "", "fail", "SGLang's GPU kernels (sglang-kernel) aren't installed on 10.0.0.1: that is an"),
         ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),
         ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
         ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10."),
@@ -157,7 +158,7 @@ def test_kernels_of_a_minor_architecture_run_on_later_ones() -> None:
 def test_a_machine_with_gpus_that_its_torch_can_t_use_may_compute_on_the_cpu() -> None:
     """The worst that is said then: how to use them."""
     here = node(gpus=(), architectures=(), has_cuda=False, offered_gpus=0.0, free_gpus=0.0)
-    (found,) = on_nodes([here], recipe("nano_spell_backward", has_gpu=False), DENSE)
+    (found,) = on_nodes([here], recipe("nano_spell_backward", has_gpu=False), DENSE)  # nor are SGLang's kernels missed
     assert found.severity == "warn" and "constraints-gpu.txt" in found.setting
 
 
@@ -190,10 +191,14 @@ def test_what_nvidia_smi_says_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_facts_of_this_machine(tmp_path: Path) -> None:
     sign = tmp_path / "sign"
     sign.write_text("token")
-    here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token")
+    answer = tmp_path / "answer"
+    here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
     assert here.has_model and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
-    other = this_node(str(tmp_path), sign=str(sign), token="another's")
-    assert not other.has_model and not other.reads_run_folder
+    assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
+    other = this_node(str(tmp_path), sign=str(sign), token="another's", answer=str(tmp_path / "not-written"))
+    assert not other.has_model and not other.reads_run_folder and not (tmp_path / "not-written").exists()
+    read_only = this_node(str(tmp_path), sign=str(sign), token="token", answer=str(tmp_path / "no-folder" / "answer"))
+    assert not read_only.reads_run_folder, "it reads there, and can't write"
 
 
 def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

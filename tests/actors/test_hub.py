@@ -1,0 +1,296 @@
+"""Models and data of the hub, against a stand-in of it on loopback: what is downloaded how often, what a run records, what is said."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors import hub
+from actors.commands.cli import app
+from actors.commands.recipe import load_config
+from actors.commands.resume_point import find_resume_point, with_absolute_paths
+from actors.config import RunConfig
+from actors.hub import config_folder, is_obtainable, model_folder, pinned
+from actors.hub_name import HubName
+from actors.record.run_folder import RunFolder
+from correction.errors import ConfigError, DataError
+from rollout.config import HuggingFaceTask
+from rollout.rows import read_dataset
+from tests.e2e.launch import RECIPE
+from tests.hub_stand_in import Repository, StandInHub, stand_in_hub
+
+NAME = Path("hf:acme/tiny")
+FILES = {
+    "config.json": b'{"model_type": "qwen3"}',
+    "tokenizer.json": b'{"version": "1.0"}',
+    "model-00001-of-00002.safetensors": bytes(range(256)) * 400,
+    "model-00002-of-00002.safetensors": bytes(reversed(range(256))) * 100,
+    "model.safetensors.index.json": b"{}",
+    "pytorch_model.bin": b"the same again",
+    "onnx/model.safetensors": b"and again",
+    "consolidated.safetensors": b"and again",
+}
+WANTED = {name for name in FILES if "/" not in name and not name.endswith(".bin") and not name.startswith("consolidated")}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    """A hub with one model, and an empty cache. huggingface_hub has read its environment when it was imported."""
+    from huggingface_hub import constants
+
+    with stand_in_hub() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.address + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its protocol has no stand-in
+        monkeypatch.setattr(hub, "_HUB_S", 2.0)
+        running.repositories["models/acme/tiny"] = Repository()
+        running.repositories["models/acme/tiny"].commit(FILES)
+        yield running
+
+
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, RECIPE, [f"model={NAME}", *overrides])
+
+
+@pytest.mark.parametrize("text", ["hf:acme/tiny", "hf:/acme/tiny", "hf://acme/tiny"])
+def test_a_name_is_written_in_one_form(text: str) -> None:
+    """A path makes one slash of two, and a recipe's `model` is one."""
+    assert recipe(f"model={text}").model == NAME
+    assert str(recipe(f"model={text}@refs/pr/1").model) == "hf:acme/tiny@refs/pr/1"
+
+
+@pytest.mark.parametrize("text", ["hf:", "hf:a/b/c", "hf:acme/ti ny", "hf:acme/tiny@"])
+def test_what_is_no_name_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="write hf:ORGANISATION/NAME"):
+        recipe(f"model={text!r}")
+
+
+def test_a_folder_is_no_name() -> None:
+    assert HubName.of("models/nano-spell-backward") is None
+    assert model_folder(Path("models/none")) == Path("models/none")
+
+
+def test_a_model_is_downloaded_once_without_other_forms_of_its_weights(server: StandInHub) -> None:
+    folder = model_folder(NAME)
+    assert {path.name for path in folder.iterdir()} == WANTED
+    assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
+    asked = len(server.requests)
+    assert model_folder(NAME) == folder
+    assert server.requests[asked:] == ["GET /api/models/acme/tiny"], "which commit main is by now, and nothing else"
+
+
+def test_config_json_alone_is_enough_for_a_plan_and_is_no_whole_copy(server: StandInHub) -> None:
+    folder = config_folder(NAME)
+    assert {path.name for path in folder.iterdir()} == {"config.json"}
+    assert {path.name for path in model_folder(NAME).iterdir()} == WANTED
+
+
+def test_a_run_keeps_its_commit_when_the_model_goes_on(server: StandInHub) -> None:
+    repository = server.repositories["models/acme/tiny"]
+    config, said = pinned(recipe())
+    first = repository.commits[0][0]
+    assert str(config.model) == f"hf:acme/tiny@{first}" and first in said[0]
+    repository.commit({"config.json": b'{"model_type": "llama"}'})
+    assert (model_folder(config.model) / "config.json").read_bytes() == FILES["config.json"]
+    assert (model_folder(NAME) / "config.json").read_bytes() != FILES["config.json"]
+    assert pinned(config)[0].model == config.model
+
+
+def test_a_resume_takes_the_recorded_commit_and_no_other(server: StandInHub, tmp_path: Path) -> None:
+    config = with_absolute_paths(pinned(recipe())[0])
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_config(config)
+        commit = server.repositories["models/acme/tiny"].commit({"config.json": b"{}"})
+        again, _ = find_resume_point(folder, [])
+    assert again.model == config.model and commit not in str(again.model)
+
+
+def test_a_data_set_keeps_its_commit_too(server: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "rows")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.address)
+    data = server.repositories["datasets/acme/sums"] = Repository()
+    data.commit({"train.jsonl": b'{"prompt": "1 + 1", "answer": "2"}\n'})
+    named = {"rollout.task.kind": "huggingface", "rollout.task.path": "acme/sums", "rollout.reward.kind": "math_verify"}
+    config, said = pinned(recipe(*(f"{key}={value}" for key, value in named.items())))
+    data.commit({"train.jsonl": b'{"prompt": "2 + 2", "answer": "4"}\n'})
+    task = config.rollout.task
+    assert isinstance(task, HuggingFaceTask) and task.revision == data.commits[0][0] and task.revision in said[1]
+    assert [question.text for question in read_dataset(task, "train", lambda text: None).questions] == ["1 + 1"]
+
+
+def test_offline_the_cache_is_enough_and_the_hub_is_not_asked(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, commit = model_folder(pinned(recipe())[0].model), server.repositories["models/acme/tiny"].commits[0][0]
+    model_folder(NAME)
+    asked = len(server.requests)
+    offline(monkeypatch)
+    assert str(pinned(recipe())[0].model) == f"hf:acme/tiny@{commit}"
+    assert model_folder(NAME) == folder and is_obtainable(NAME)
+    assert len(server.requests) == asked
+
+
+def test_a_hub_that_is_away_is_no_obstacle_to_what_is_in_the_cache(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    config = pinned(recipe())[0]
+    folder = model_folder(config.model)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert model_folder(config.model) == folder
+    with pytest.raises(DataError, match=r"hf:acme/other: not whole in the cache, .*cache, and http://127.0.0.1:9"):
+        model_folder(Path("hf:acme/other"))
+    assert is_obtainable(config.model) and not is_obtainable(Path("hf:acme/other"))
+
+
+def test_a_download_that_breaks_goes_on_where_it_was(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.break_after = 30_000
+    folder = model_folder(NAME)
+    assert (folder / "model-00001-of-00002.safetensors").read_bytes() == FILES["model-00001-of-00002.safetensors"]
+    assert server.break_after is None, "it did break"
+
+
+def test_of_a_download_that_ended_half_way_the_whole_files_stay(server: StandInHub) -> None:
+    model_folder(NAME)
+    (gone,) = [path for path in model_folder(NAME).iterdir() if path.name == "model-00002-of-00002.safetensors"]
+    gone.resolve().unlink()
+    gone.unlink()
+    model_folder(NAME)
+    assert (server.sent("model-00001-of-00002.safetensors"), server.sent("model-00002-of-00002.safetensors")) == (1, 2)
+
+
+def test_two_processes_of_a_machine_download_once(server: StandInHub, tmp_path: Path) -> None:
+    """As a user has it: the environment names hub and cache, and both start at the same time."""
+    cache = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    program = "import sys; from pathlib import Path; from actors.hub import model_folder; print(model_folder(Path(sys.argv[1])))"
+    both = [
+        subprocess.Popen([sys.executable, "-c", program, str(NAME)], env=os.environ | cache, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    folders = {process.communicate(timeout=120)[0].strip() for process in both}
+    assert len(folders) == 1 and Path(folders.pop()).is_relative_to(tmp_path / "home")
+    assert {name: server.sent(name) for name in WANTED} == dict.fromkeys(WANTED, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("hf:acme/none", "has no such model, or a private one"),
+        ("hf:acme/tiny@no-such-branch", "it has no revision no-such-branch"),
+        ("hf:acme/gated", "its owner asks for an agreement. Accept it at http://127.0.0.1"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_a_sentence(server: StandInHub, model: str, said: str) -> None:
+    server.repositories["models/acme/gated"] = Repository(is_gated=True)
+    server.repositories["models/acme/gated"].commit(FILES)
+    with pytest.raises(DataError, match=said):
+        model_folder(Path(model))
+
+
+def test_offline_without_a_copy_is_said(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    config_folder(NAME)
+    (model_folder(NAME) / "tokenizer.json").unlink()
+    offline(monkeypatch)
+    for model in ("hf:acme/never-seen", str(NAME)):  # the second lacks a file
+        with pytest.raises(DataError, match=r"not whole in the cache, .* and offline mode is on \(HF_HUB_OFFLINE\). hf download acme/"):
+            model_folder(Path(model))
+    assert not is_obtainable(NAME)
+    with pytest.raises(DataError, match="offline mode is on"):
+        pinned(recipe("model=hf:acme/never-seen"))
+
+
+def test_too_little_space_is_said_before_anything_is_downloaded(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = sum(len(FILES[name]) for name in WANTED)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=needed, used=0, free=needed - 1))
+    with pytest.raises(DataError, match=r"0.000128 GB have still to be downloaded, but .*cache has 0.000128 GB free. Make room"):
+        model_folder(NAME)
+    assert sum(server.sent(name) for name in WANTED) == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=needed, used=0, free=needed))
+    model_folder(NAME)
+
+
+def test_a_model_of_the_hub_is_not_made(server: StandInHub) -> None:
+    done = CliRunner().invoke(app, ["init-model", str(RECIPE), f"model={NAME}"])
+    assert isinstance(done.exception, ConfigError) and "a model of the hub" in str(done.exception)
+
+
+# --- the other way ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of the steps 5 and 10 the first was better."""
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_config(recipe())
+        for step, low in ((5, 0.7), (10, 0.3)):
+            with folder.checkpoint(step) as checkpoint:
+                for part in (checkpoint.hf, checkpoint.state):
+                    part.mkdir(parents=True, exist_ok=True)
+                (checkpoint.hf / "config.json").write_text("{}")
+                (checkpoint.hf / "model.safetensors").write_bytes(bytes([step]) * 1000)
+            folder.append_evaluation(_evaluation(step, low))
+    return tmp_path / "run"
+
+
+def _evaluation(step: int, low: float) -> Any:
+    from actors.metrics import StepMetrics
+
+    return StepMetrics(step, {"held_out/accuracy": low + 0.1, "held_out/wilson_low": low})
+
+
+def pushed(*words: str) -> str:
+    done = CliRunner().invoke(app, ["push", *words], catch_exceptions=True)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_the_best_checkpoint_is_pushed_with_a_card(server: StandInHub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    server.token = "secret"
+    assert f"pushed: {server.address}/acme/better" in pushed(str(run), "acme/better")
+    files = server.repositories["models/acme/better"].at("main")[1]  # type: ignore[index]
+    assert files["model.safetensors"] == bytes([5]) * 1000 and files["config.json"] == b"{}"
+    card = files["README.md"].decode()
+    assert "base_model: acme/tiny" in card and "Step 5 of the run `small`" in card and "Held-out accuracy: 0.800" in card
+    assert "secret" not in card
+
+
+def test_a_card_that_is_there_stays_and_another_step_may_be_pushed(server: StandInHub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "any")
+    repository = server.repositories["models/acme/mine"] = Repository()
+    repository.commit({"README.md": b"my own", ".gitattributes": b""})
+    pushed(str(run), "acme/mine", "--step", "10")
+    files = repository.commits[-1][1]
+    assert files["README.md"] == b"my own" and files["model.safetensors"] == bytes([10]) * 1000
+
+
+def test_what_can_t_be_pushed_is_said(server: StandInHub, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.token = "right"
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(DataError, match=r"acme/better: http://127.* doesn't take it \(.*401"):
+        pushed(str(run), "acme/better")
+    with pytest.raises(ConfigError, match="write ORGANISATION/NAME"):
+        pushed(str(run), "better")
+    with pytest.raises(DataError, match="has checkpoints of steps 5, 10"):
+        pushed(str(run), "acme/better", "--step", "7")
+    with RunFolder.create(tmp_path / "empty", "y") as folder:
+        folder.write_config(recipe())
+    with pytest.raises(DataError, match="no checkpoint to push"):
+        pushed(str(tmp_path / "empty"), "acme/better")
