@@ -121,14 +121,17 @@ class TrajectoryQueueActor:
             await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
         return drawn
 
-    async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
+    async def advance(
+        self, version: int, trained: list[int], published: int | None = None
+    ) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
         """The learner has new weights, by training on these groups; they leave.
 
+        Args: published: version that the engines get; None: this one.
         Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked
             again for the same version, the answer is the same.
         """
         if version != self._advance[0]:
-            self._queue.publish(version)
+            self._queue.publish(version, published)
             self._queue.settle(trained)
             self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
             await self._notify()
