@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from actors.doctor.facts import Complaint
 from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import Request, on_nodes, requests
 from actors.doctor.paper_rules import enough, on_paper, worst_first
+from actors.plan.shape import ModelShape
 from correction.errors import ConfigError, EvenkeelError
 
 UNFIT = 1
@@ -26,6 +28,9 @@ def doctor(
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT", help="Judge the recipe for these GPUs, such as H100x8 or H100x8x4, not for those here.")
     ] = "",
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: about a minute.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Say what would fail or go slowly, in seconds, before anything starts; or, of a run's folder, what happened to the run.
@@ -34,13 +39,18 @@ def doctor(
     this machine, or each node of the cluster at ray.address, by a small task on it: GPUs, versions, folders, shared memory. With --gpus the
     first part alone, for machines that aren't there. `evenkeel train` asks the same, and stops at what can't work.
 
+    With --deep, if nothing stands in the way so far: how fast the learner's groups are, whether the learner agrees with float32 on a CPU
+    and the engine with the learner, on a model of two layers in the recipe's widths; and how long a weight update would take.
+
     Of a run's folder: how the run ended, what it waited for, which part was slow or gone, whether its books balance, and what to do.
 
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
     if target.is_dir():
-        typer.echo(_of_run(target, [*(overrides or []), *(["--gpus"] if gpus else []), *(["--json"] if as_json else [])]))
+        typer.echo(_of_run(target, [*(overrides or []), *_given({"--gpus": gpus, "--deep": deep, "--json": as_json})]))
         return
+    if gpus and deep:
+        raise ConfigError("evenkeel doctor: --deep measures the machines that are here; leave --gpus out")
     from rich.console import Console
 
     from actors.commands.recipe import load_config
@@ -49,12 +59,36 @@ def doctor(
 
     config = load_config(RunConfig, target, overrides or [])
     complaints, rows = _found(config, gpus)
+    if deep and all(one.severity != "fail" for one in complaints):
+        complaints = worst_first([*complaints, *_measured(config)])
     if as_json:
         typer.echo(json.dumps(in_json(complaints, rows), indent=2))
     else:
         show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
     if any(one.severity == "fail" for one in complaints):
         raise typer.Exit(UNFIT)
+
+
+def _given(options: Mapping[str, object]) -> list[str]:
+    return [name for name, value in options.items() if value]
+
+
+def _measured(config: RunConfig) -> list[Complaint]:
+    from actors.cluster import gpus_there
+    from actors.deadlines import with_deadlines
+    from actors.derived import derived
+    from actors.doctor.deep_rules import in_the_deep
+    from actors.doctor.live import deep_facts
+    from actors.hub import config_folder
+    from actors.true_on_policy import resolved
+    from learner.hf_folder import read_json
+
+    folder = config_folder(config.model)
+    config = resolved(derived(config, has_gpu=gpus_there(config) > 0), folder)
+    content = read_json(folder / "config.json")
+    size = ModelShape.read(folder).weight_bytes(config.learner.resolved_dtype)
+    config = with_deadlines(config, size)
+    return in_the_deep(deep_facts(config, content), config)
 
 
 def _of_run(folder: Path, beside: list[str]) -> str:
