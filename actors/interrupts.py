@@ -11,12 +11,14 @@ An event loop that handles signals itself (the controller's) takes the descripto
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 10.0
 """How long the main thread may take to unwind."""
+SAME_S = 2.0
+"""SIGTERMs that come so close together are one: who ends a whole tree of processes tells a parent, which passes it on, and its child."""
 # Whoever has started this process so that it outlives its terminal (nohup) has had SIGHUP ignored, and so it stays.
 _HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
@@ -133,9 +137,16 @@ def rearm() -> None:
 
 @contextlib.contextmanager
 def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterator[None]:
-    """An event loop gets the signals, by `handle`, for a while."""
+    """An event loop gets the signals, by `handle`, for a while; of SIGTERMs within `SAME_S` the first."""
+    last = -math.inf
 
     def handled(number: int) -> None:
+        nonlocal last
+        before = last
+        if number == signal.SIGTERM:
+            last = time.monotonic()
+            if last - before < SAME_S:
+                return
         leave_terminal(number)
         handle(number)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from actors.devices import check_received
 from actors.environment import worker_environment
 from actors.exporter import MetricsEndpoint, listen_address
 from actors.preemption import EndNotice
-from actors.supervision import patiently
+from actors.supervision import patiently, wait_for
 from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
@@ -32,6 +33,8 @@ from rollout.trajectory import FinishReason, Group, GroupFacts, Prompt, SyncRece
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
+_FETCHED_S = 5.0
+"""The queue asks for a group with the answer to its being told of it: by then it has, or it is gone."""
 GroupOutcome = GroupSummary | GroupFailure | UnfinishedGroup
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """What one request may fail with while its engine goes on."""
@@ -174,6 +177,10 @@ class RolloutWorker:
         groups = [self._payloads.pop(group_id) for group_id in group_ids]
         return groups if len(groups) > 1 else groups[0]
 
+    async def _until_fetched(self) -> None:
+        while self._payloads.keys() - {one.group_id for one in self._finished}:
+            await asyncio.sleep(0.02)
+
     @staticmethod
     def _handle() -> Any:
         return ray.get_runtime_context().current_actor
@@ -276,6 +283,10 @@ class RolloutWorker:
         await self._end_notice.told.wait()
 
     async def stop(self) -> None:
+        """End the engine. What was finished here, and the queue was told of, has gone out before: it would go with this process."""
+        what = f"finished groups of rollout worker {self._name} -> trajectory queue"
+        with suppress(DeadlineExceeded):
+            await wait_for(self._until_fetched(), what, deadline_s=_FETCHED_S)
         await self._sampler.close()
         await asyncio.to_thread(remove, self._temporary)
         self._endpoint.close()

@@ -16,10 +16,13 @@ from correction.methods import presets_table
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
 from correction.reference_levels import levels_table
 from correction.symptoms import SYMPTOMS
+from learner.families import FAMILIES, OBSTACLES, SUPPORTED
+from learner.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS_PAGE = "docs/presets.md"
 CORRECTION_PAGE = "docs/correction.md"
+MODELS_PAGE = "docs/models.md"
 
 
 def presets() -> str:
@@ -45,11 +48,56 @@ def levels() -> str:
     return levels_table()
 
 
+def families() -> str:
+    lines = [_row("model_type", "models", "norms", "queries and keys", "besides", "config.json may say"), _row(*["---"] * 6)]
+    cells = (_norms, _heads, _besides, _may_say)
+    return "\n".join(lines + [_row(f"`{kind}`", one.models, *(cell(one) for cell in cells)) for kind, one in FAMILIES.items()])
+
+
+def _norms(family: ModelFamily) -> str:
+    return " and ".join(word for word, name in (("before", INPUT_NORM), ("after", ATTENTION_NORM_AFTER)) if family.has(name))
+
+
+def _heads(family: ModelFamily) -> str:
+    return {"none": "", "head": "normalised by head", "all_heads": "normalised over all heads"}[family.qk_norm]
+
+
+def _besides(family: ModelFamily) -> str:
+    found = {
+        "bias of q, k, v": family.has(QKV_BIAS),
+        "bias of q, k, v if `attention_bias`": bool(family.optional_rules),
+        "angles turn neighbouring channels": family.rotary_interleaved,
+        "experts": family.experts is not None,
+    }
+    return ", ".join(text for text, is_so in found.items() if is_so)
+
+
+def _may_say(family: ModelFamily) -> str:
+    return "; ".join(f"`{name}`: {_values(values)}" for name, values in family.supports.items())
+
+
+def _values(values: tuple[object, ...]) -> str:
+    return " or ".join("not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+
+
+def model_options() -> str:
+    lines = [_row("option", "value"), _row("---", "---")]
+    return "\n".join(lines + [_row(f"`{name}`", _values(values)) for name, values in SUPPORTED.items()])
+
+
+def model_obstacles() -> str:
+    lines = [_row("model_type", "because of"), _row("---", "---")]
+    return "\n".join(lines + [_row(f"`{kind}`", reason) for kind, reason in OBSTACLES.items()])
+
+
 PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
     (PRESETS_PAGE, presets),
     (CORRECTION_PAGE, diagnostics),
     (CORRECTION_PAGE, symptoms),
     (CORRECTION_PAGE, levels),
+    (MODELS_PAGE, families),
+    (MODELS_PAGE, model_options),
+    (MODELS_PAGE, model_obstacles),
 )
 """Page, and the function that makes a part of it; the part has the function's name."""
 

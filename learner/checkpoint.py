@@ -38,10 +38,12 @@ from torch import Tensor
 from correction.errors import DataError
 from learner import convert
 from learner.checkpoint_files import FORMAT, MANIFEST, RANDOM, RANK, file_name, is_complete, model_shape, read_manifest
+from learner.families import family_of
 from learner.file_sums import leave_sum
 from learner.hf_folder import open_tensors
 from learner.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model import unwrap
+from learner.model_family import Rule
 from learner.optimizer import GuardedOptimizer
 from learner.parallel import Placement
 
@@ -133,9 +135,9 @@ def restore(
 
 def _bound(
     chunks: Sequence[DistributedDataParallel], hf_config: Any, placement: Placement
-) -> Iterator[tuple[convert.Rule, torch.nn.Parameter]]:
+) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
     for chunk in chunks:
-        yield from convert.bind(unwrap(chunk), convert.family_of(hf_config), placement.expert_rank)
+        yield from convert.bind(unwrap(chunk), family_of(hf_config), placement.expert_rank)
 
 
 def _held_tensors(
@@ -154,7 +156,7 @@ def _held_tensors(
                 yield _name(kind, part, start, rule), tensor
 
 
-def _name(kind: str, part: int, start: int, rule: convert.Rule) -> str:
+def _name(kind: str, part: int, start: int, rule: Rule) -> str:
     return f"{kind}/{part}/{start}/{rule.hf[0]}"
 
 
@@ -171,12 +173,12 @@ class _Saved:
                 kind, part, start, parameter = name.split("/", 3)
                 self._pieces[parameter, kind][int(part)].append((int(start), number, name))
 
-    def read(self, rule: convert.Rule, parameter: Tensor) -> dict[str, Tensor]:
+    def read(self, rule: Rule, parameter: Tensor) -> dict[str, Tensor]:
         """Everything that was saved of a parameter, by kind, in the shape that this rank has of it."""
         kinds = [kind for name, kind in self._pieces if name == rule.hf[0]]
         return {kind: self._in_this_cut(rule, self._pieces[rule.hf[0], kind], parameter) for kind in kinds}
 
-    def _in_this_cut(self, rule: convert.Rule, parts: dict[int, list[tuple[int, int, str]]], parameter: Tensor) -> Tensor:
+    def _in_this_cut(self, rule: Rule, parts: dict[int, list[tuple[int, int, str]]], parameter: Tensor) -> Tensor:
         part = self._placement.tensor_rank if rule.is_split else 0
         if len(parts) == (self._placement.tensor_parallel if rule.is_split else 1):
             return self._joined(rule, parts[part], part)
@@ -186,7 +188,7 @@ class _Saved:
         whole = convert.to_hf(rule, every, self._heads, self._vocab_size)
         return convert.to_megatron(rule, whole, self._heads, parameter.shape[0], self._placement)
 
-    def _joined(self, rule: convert.Rule, pieces: list[tuple[int, int, str]], part: int) -> Tensor:
+    def _joined(self, rule: Rule, pieces: list[tuple[int, int, str]], part: int) -> Tensor:
         """A part laid together, in the shape of its weight; a number as it is."""
         tensors: list[Tensor] = [self._files[number].get_tensor(name) for _, number, name in sorted(pieces)]
         if tensors[0].dim() == 0:

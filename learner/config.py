@@ -181,12 +181,19 @@ class LearnerConfig(Settings):
         return None
 
     def check_model(self, hf_config: Any) -> None:
-        """Refuse a model whose matrices tensor_parallel ranks can't share equally, and experts in float16.
+        """Refuse a model whose matrices or norms tensor_parallel ranks can't share, and experts in float16.
 
         Raises: ConfigError naming the sizes, or the dtype.
         """
         from correction.errors import ConfigError
+        from learner.families import FAMILIES
 
+        family = FAMILIES.get(getattr(hf_config, "model_type", ""))
+        if family is not None and family.qk_norm == "all_heads" and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"learner.tensor_parallel = {self.tensor_parallel}: {hf_config.model_type} normalises queries and keys over the "
+                "channels of all heads, which would be on several ranks. Set it to 1, and take data_parallel or pipeline_parallel"
+            )
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         heads, groups, width = (getattr(hf_config, name, None) or 0 for name in names)  # what a family lacks is refused with the family
         ranks, experts = self.tensor_parallel, getattr(hf_config, "num_experts", None)

@@ -1,6 +1,6 @@
-"""Weights between Hugging Face and Megatron: for each model family a table of rules, and the layouts that the rules name.
+"""Weights between Hugging Face and Megatron, by the rules of a model's family (learner/families.py) and the layouts that these name.
 
-A new family is a new table; a new way in which Megatron stores a matrix is a new `TensorLayout`.
+A new way in which Megatron stores a matrix is a new `TensorLayout`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,134 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from correction.errors import DataError
+from learner.families import family_of
+from learner.model_family import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout
 
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
     from learner.parallel import Placement
 
-
-class TensorLayout(Enum):
-    """How Megatron holds one or more HF tensors, and how tensor parallelism splits that."""
-
-    REPLICATED = "replicated"
-    """One tensor, whole on every rank."""
-    VOCAB = "vocab"
-    """Rows are tokens, padded at the end to a multiple of the ranks, then split."""
-    ROW = "row"
-    """[out, in], split along in."""
-    QKV = "qkv"
-    """q, k, v interleaved by key-value group: (its query heads, its key head, its value head) for each group; split between groups."""
-    GATE_UP = "gate_up"
-    """gate above up; each half is split by itself, so that a rank holds rows of both."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One Megatron parameter and the HF tensors that it is made of.
-
-    {layer} is the layer's index in the whole model; {expert} the expert's, in Megatron's name among those of the rank.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    layout: TensorLayout
-
-    @property
-    def is_expert(self) -> bool:
-        """Expert parallelism decides on which rank an expert is. It is whole there: tensor parallelism splits none."""
-        return ".local_experts." in self.megatron
-
-    @property
-    def is_split(self) -> bool:
-        """Whether tensor-parallel ranks have parts of it."""
-        return self.layout is not TensorLayout.REPLICATED and not self.is_expert
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFamily:
-    """A model family: its rules, and what they can't say."""
-
-    rules: tuple[Rule, ...]
-    has_qk_norm: bool = False
-    """Queries and keys are normalised head by head."""
-    has_qkv_bias: bool = False
-    """The projections to q, k and v have a bias."""
-    has_experts: bool = False
-    """Each layer's feed-forward part is a router and its experts."""
-
-
-_MEGATRON_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
-
-
-def _layer_rule(megatron: str, layout: TensorLayout, *hf: str) -> Rule:
-    return Rule(_MEGATRON_LAYER + megatron, tuple(_HF_LAYER + name for name in hf), layout)
-
-
-_TRUNK = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), TensorLayout.VOCAB),
-    _layer_rule("input_layernorm.weight", TensorLayout.REPLICATED, "input_layernorm.weight"),
-    _layer_rule(
-        "self_attention.linear_qkv.weight",
-        TensorLayout.QKV,
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
-    _layer_rule("self_attention.linear_proj.weight", TensorLayout.ROW, "self_attn.o_proj.weight"),
-    _layer_rule("pre_mlp_layernorm.weight", TensorLayout.REPLICATED, "post_attention_layernorm.weight"),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), TensorLayout.REPLICATED),
-    Rule("output_layer.weight", ("lm_head.weight",), TensorLayout.VOCAB),
-)
-_FEED_FORWARD = (
-    _layer_rule("mlp.linear_fc1.weight", TensorLayout.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _layer_rule("mlp.linear_fc2.weight", TensorLayout.ROW, "mlp.down_proj.weight"),
-)
-_EXPERT, _HF_EXPERT = "mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."
-_EXPERTS = (
-    _layer_rule("mlp.router.weight", TensorLayout.REPLICATED, "mlp.gate.weight"),
-    _layer_rule(_EXPERT + "linear_fc1.weight", TensorLayout.GATE_UP, _HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"),
-    _layer_rule(_EXPERT + "linear_fc2.weight", TensorLayout.ROW, _HF_EXPERT + "down_proj.weight"),
-)
-_QK_NORM = (
-    _layer_rule("self_attention.q_layernorm.weight", TensorLayout.REPLICATED, "self_attn.q_norm.weight"),
-    _layer_rule("self_attention.k_layernorm.weight", TensorLayout.REPLICATED, "self_attn.k_norm.weight"),
-)
-_QKV_BIAS = (
-    _layer_rule(
-        "self_attention.linear_qkv.bias", TensorLayout.QKV, "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
-    ),
-)
-
-FAMILIES: dict[str, ModelFamily] = {
-    "qwen3": ModelFamily(_TRUNK + _FEED_FORWARD + _QK_NORM, has_qk_norm=True),
-    "qwen3_moe": ModelFamily(_TRUNK + _EXPERTS + _QK_NORM, has_qk_norm=True, has_experts=True),
-    "qwen2": ModelFamily(_TRUNK + _FEED_FORWARD + _QKV_BIAS, has_qkv_bias=True),
-    "llama": ModelFamily(_TRUNK + _FEED_FORWARD),
-}
-"""By transformers' model_type."""
-
-
-def family_of(hf_config: Any) -> ModelFamily:
-    """The family of a model.
-
-    Raises: DataError naming the architecture, or the option of it that has no counterpart here.
-    """
-    kind = hf_config.model_type
-    if kind not in FAMILIES:
-        raise DataError(f"config.json: model_type = {kind} can't be trained; supported are {', '.join(sorted(FAMILIES))}")
-    rope_type = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
-    refused = {
-        "hidden_act": (hf_config.hidden_act, "silu"),
-        "attention_bias": (bool(getattr(hf_config, "attention_bias", False)), False),
-        "mlp_bias": (bool(getattr(hf_config, "mlp_bias", False)), False),
-        "use_sliding_window": (bool(getattr(hf_config, "use_sliding_window", False)), False),
-        "rope_type": (rope_type, "default"),
-        "decoder_sparse_step": (getattr(hf_config, "decoder_sparse_step", 1), 1),  # layers with experts among layers without
-        "mlp_only_layers": (list(getattr(hf_config, "mlp_only_layers", None) or []), []),
-    }
-    for name, (value, supported) in refused.items():
-        if value != supported:
-            raise DataError(f"config.json: {name} = {value} of {kind} has no counterpart in the learner, which supports {supported}")
-    return FAMILIES[kind]
+GATHER_BYTES = 2**26
+"""Of a rank's parameters that are gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +75,8 @@ def to_megatron(rule: Rule, tensors: Sequence[Tensor], heads: HeadShape, rows: i
             q, k, v = tensors
             return merge_qkv(q, k, v, heads).chunk(parts)[part]
         case TensorLayout.GATE_UP:
-            return torch.cat([tensor.chunk(parts)[part] for tensor in tensors])
+            halves = tensors[0].chunk(2) if len(tensors) == 1 else tensors
+            return torch.cat([half.chunk(parts)[part] for half in halves])
 
 
 def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int) -> tuple[Tensor, ...]:
@@ -211,7 +91,8 @@ def to_hf(rule: Rule, parts: Sequence[Tensor], heads: HeadShape, vocab_size: int
         case TensorLayout.QKV:
             return split_qkv(torch.cat(list(parts)), heads)
         case TensorLayout.GATE_UP:
-            return tuple(torch.cat(list(halves)) for halves in zip(*(part.chunk(2) for part in parts), strict=True))
+            halves = tuple(torch.cat(list(pieces)) for pieces in zip(*(part.chunk(2) for part in parts), strict=True))
+            return halves if len(rule.hf) == 2 else (torch.cat(halves),)
 
 
 def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> list[tuple[Rule, torch.nn.Parameter]]:
@@ -227,7 +108,7 @@ def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> l
     bound = []
     for name, parameter in model.named_parameters():
         layer = next((prefix for prefix in numbers if name.startswith(prefix)), None)
-        pattern = name if layer is None else _MEGATRON_LAYER + name.removeprefix(layer)
+        pattern = name if layer is None else MEGATRON_LAYER + name.removeprefix(layer)
         local_expert = re.search(r"local_experts\.(\d+)", pattern)
         if local_expert:
             pattern = pattern.replace(local_expert[0], "local_experts.{expert}")
@@ -262,29 +143,57 @@ def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], 
         parameter.copy_(weight)
 
 
+Bound = tuple[Rule, torch.nn.Parameter]
+
+
 @torch.no_grad()
 def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """HF names and whole tensors of this rank's stage, one parameter at a time. Every rank of the stage's copy must go through it; the
-    tensors may share memory with the model's.
+    """HF names and whole tensors of this rank's stage: first what every rank has, then what is gathered, GATHER_BYTES at a time. Every rank
+    of the stage's copy must go through it; the tensors may share memory with the model's.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
     of_ranks = [bind(model, family, rank) for rank in range(placement.expert_parallel)]
-    for same in zip(*of_ranks, strict=True):
+    # Shared: the last stage's copy of a tied embedding.
+    places = [same for same in zip(*of_ranks, strict=True) if not getattr(same[0][1], "shared", False)]
+    split, experts = placement.tensor_parallel > 1, placement.expert_parallel > 1
+    of_tensor = [same for same in places if split and same[0][0].is_split]
+    of_experts = [same for same in places if experts and same[0][0].is_expert]
+    gathered = {id(same) for same in (*of_tensor, *of_experts)}
+    for same in (same for same in places if id(same) not in gathered):
         rule, parameter = same[0]
-        if getattr(parameter, "shared", False):  # the last stage's copy of a tied embedding
-            continue
-        if rule.is_expert:  # on each expert-parallel rank another expert stands at this place
-            for (its_rule, _), weight in zip(same, _gathered(parameter, placement.expert_parallel, placement.expert_group), strict=True):
-                yield from zip(its_rule.hf, to_hf(its_rule, [weight], heads, hf_config.vocab_size), strict=True)
-            continue
-        parts = _gathered(parameter, placement.tensor_parallel if rule.is_split else 1, placement.tensor_group)
-        yield from zip(rule.hf, to_hf(rule, parts, heads, hf_config.vocab_size), strict=True)
+        yield from zip(rule.hf, to_hf(rule, [parameter.detach()], heads, hf_config.vocab_size), strict=True)
+    for same, parts in _gathered(of_tensor, placement.tensor_parallel, placement.tensor_group):
+        yield from zip(same[0][0].hf, to_hf(same[0][0], parts, heads, hf_config.vocab_size), strict=True)
+    for same, parts in _gathered(of_experts, placement.expert_parallel, placement.expert_group):
+        for (rule, _), weight in zip(same, parts, strict=True):  # on each rank another expert stands at this place
+            yield from zip(rule.hf, to_hf(rule, [weight], heads, hf_config.vocab_size), strict=True)
 
 
-def _gathered(parameter: Tensor, ranks: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """A parameter as each rank of a group has it, all of one shape."""
-    if ranks == 1:
-        return [parameter.detach()]
-    parts = [torch.empty_like(parameter) for _ in range(ranks)]
-    dist.all_gather(parts, parameter.detach().contiguous(), group=group)
-    return parts
+def _gathered(
+    places: Sequence[tuple[Bound, ...]], ranks: int, group: dist.ProcessGroup
+) -> Iterator[tuple[tuple[Bound, ...], list[Tensor]]]:
+    """Each place's parameter as every rank of a group has it, all of one shape and type: many by one collective, because a mixture of
+    experts has thousands of small ones."""
+    for run in _runs(places, GATHER_BYTES):
+        parameters = [same[0][1].detach() for same in run]
+        flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
+        every = flat.new_empty(ranks, len(flat))
+        dist.all_gather_into_tensor(every.view(-1), flat, group=group)
+        sizes = [parameter.numel() for parameter in parameters]
+        for same, parameter, parts in zip(run, parameters, torch.split(every, sizes, dim=1), strict=True):
+            yield same, [part.view(parameter.shape) for part in parts]
+
+
+def _runs(places: Sequence[tuple[Bound, ...]], most_bytes: int) -> Iterator[list[tuple[Bound, ...]]]:
+    """Neighbours, together up to most_bytes; a larger one by itself."""
+    run: list[tuple[Bound, ...]] = []
+    size = 0
+    for same in places:
+        nbytes = same[0][1].nbytes
+        if run and size + nbytes > most_bytes:
+            yield run
+            run, size = [], 0
+        run.append(same)
+        size += nbytes
+    if run:
+        yield run

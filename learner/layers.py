@@ -6,8 +6,8 @@ model. That is why TransformerEngine's fused norm-and-product stays out: it woul
 Attention is ours in all three. It knows packed sequences and prompts that several answers share, and in half precision on a GPU it is
 torch's variable-length FlashAttention already (learner/attention.py); TransformerEngine's would bring no kernel that is missing.
 
-Experts stay Megatron's, too. One by one they would be the same products; what TransformerEngine has for them is a grouped product of all
-experts of a rank, whose parameters have other names (weight0, weight1, ...) and other places.
+Experts are ours in all three, too (learner/experts.py): Megatron's modules and parameters with products of our own grouping, because the
+parameters of TransformerEngine's grouped product have other names (weight0, weight1, ...) and other places.
 
 TransformerEngine's modules add `_extra_state` to a state_dict, for float8. Nothing here reads or writes a state_dict of the model.
 Whether what they compute is right isn't tested at start-up: the weight sync compares a prompt's logprobs with the engine's after every
@@ -25,15 +25,19 @@ from learner import megatron
 from learner.attention import PackedAttention
 from learner.batch_invariant import BatchInvariantAttention, BatchInvariantColumnLinear, BatchInvariantRowLinear
 from learner.config import LearnerConfig
+from learner.experts import GroupedExperts
 from learner.megatron import (
     ColumnParallelLinear,
+    IdentityOp,
+    ModuleSpec,
     RowParallelLinear,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
 )
-from learner.norm import HFRMSNorm
+from learner.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, ModelFamily
+from learner.norm import AllHeadsNorm, HFRMSNorm, with_norm_after
 
 Layers = Literal["local", "batch_invariant", "transformer_engine"]
 
@@ -60,10 +64,11 @@ def describe(config: LearnerConfig, device: torch.device) -> str:
     return f"{chosen} layers" + (f", not TransformerEngine's: {_obstacle(config, device)}" if is_second_choice else "")
 
 
-def block_spec(transformer: TransformerConfig, layers: Layers, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(transformer: TransformerConfig, family: ModelFamily, layers: Layers, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's spec of a rank's layers.
 
     Args:
+        family: where its norms are.
         vp_stage: which of the rank's chunks, if it has several.
     """
     norm, attention, column, row = {
@@ -77,12 +82,19 @@ def block_spec(transformer: TransformerConfig, layers: Layers, vp_stage: int | N
         num_experts=transformer.num_moe_experts, qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm"
     )
     parts, of_attention = layer.submodules, layer.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm if family.has(INPUT_NORM) else IdentityOp
+    row = with_norm_after(row, norm) if family.has(ATTENTION_NORM_AFTER) else row
     of_attention.core_attention, of_attention.linear_qkv, of_attention.linear_proj = attention, column, row
-    if transformer.qk_layernorm:
-        of_attention.q_layernorm = of_attention.k_layernorm = norm
+    match family.qk_norm:
+        case "head":
+            of_attention.q_layernorm = of_attention.k_layernorm = norm
+        case "all_heads":
+            of_attention.q_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": transformer.num_attention_heads})
+            of_attention.k_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": transformer.num_query_groups})
     if transformer.num_moe_experts is None:
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = column, row
+    else:
+        parts.mlp.submodules.experts.module = GroupedExperts
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(transformer, vp_stage), layer_norm=norm)
 
 

@@ -28,7 +28,10 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, param_is_not_tensor_parallel_duplicate
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import Float16Module, param_is_not_shared
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -48,10 +51,13 @@ __all__ = [
     "DistributedOptimizer",
     "Float16Module",
     "GPTModel",
+    "IdentityOp",
+    "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "RowParallelLinear",
+    "SequentialMLP",
     "TEColumnParallelLinear",
     "TENorm",
     "TERowParallelLinear",

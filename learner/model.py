@@ -10,8 +10,10 @@ from torch import Tensor
 
 from correction.engines.operators import silu
 from correction.errors import DataError
-from learner import convert, layers
+from learner import layers
 from learner.config import LearnerConfig
+from learner.convert import HeadShape
+from learner.families import family_of, rope_scaling
 from learner.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -20,6 +22,7 @@ from learner.megatron import (
     TransformerConfig,
     gather_from_sequence_parallel_region,
 )
+from learner.model_family import QKV_BIAS, ExpertOptions
 from learner.parallel import Placement
 from learner.routing import RouterChoice, smallest_type
 
@@ -70,14 +73,17 @@ def build(hf_config: Any, config: LearnerConfig, placement: Placement) -> list[P
 
 
 def _chunk(hf_config: Any, config: LearnerConfig, placement: Placement, transformer: TransformerConfig, number: int) -> PolicyModel:
-    vp_stage = number if config.virtual_pipeline > 1 else None
+    vp_stage, scaling = number if config.virtual_pipeline > 1 else None, rope_scaling(hf_config)
     model = PolicyModel(
         transformer,
-        layers.block_spec(transformer, layers.choose(config, placement.device), vp_stage),
+        layers.block_spec(transformer, family_of(hf_config), layers.choose(config, placement.device), vp_stage),
         vocab_size=-(-hf_config.vocab_size // placement.tensor_parallel) * placement.tensor_parallel,
         max_sequence_length=hf_config.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=_rotary_base(hf_config),
+        rotary_percent=hf_config.rope_parameters.get("partial_rotary_factor", 1.0),
+        rotary_base=float(hf_config.rope_parameters["rope_theta"]),
+        rope_scaling=scaling is not None,
+        rope_scaling_factor=scaling or 1.0,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
         pre_process=placement.pipeline_rank == 0 and number == 0,
         post_process=placement.is_last_stage and number == config.virtual_pipeline - 1,
@@ -112,8 +118,8 @@ def unwrap(model: torch.nn.Module) -> PolicyModel:
 
 def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placement) -> TransformerConfig:
     """Megatron's settings for a Hugging Face config."""
-    family, heads, dtype = convert.family_of(hf_config), convert.HeadShape.of(hf_config), config.torch_dtype
-    experts = _expert_settings(hf_config, config) if family.has_experts else _no_experts(hf_config, config)
+    family, heads, dtype = family_of(hf_config), HeadShape.of(hf_config), config.torch_dtype
+    experts = _expert_settings(hf_config, family.experts, config) if family.experts else _no_experts(hf_config, config)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -123,8 +129,9 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
         kv_channels=heads.width,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
-        qk_layernorm=family.has_qk_norm,
-        add_qkv_bias=family.has_qkv_bias,
+        qk_layernorm=family.qk_norm != "none",
+        add_qkv_bias=family.has(QKV_BIAS),
+        rotary_interleaved=family.rotary_interleaved,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=silu if config.batch_invariant else F.silu,
@@ -172,7 +179,7 @@ def _no_experts(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
     return {}
 
 
-def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
+def _expert_settings(hf_config: Any, options: ExpertOptions, config: LearnerConfig) -> dict[str, Any]:
     """Megatron's settings of a mixture of experts. Raises: DataError for what the learner's experts can't be combined with."""
     obstacles = {
         f"learner.tensor_parallel = {config.tensor_parallel} without sequence_parallel": config.tensor_parallel > 1
@@ -191,15 +198,11 @@ def _expert_settings(hf_config: Any, config: LearnerConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": hf_config.num_experts,
         "moe_router_topk": hf_config.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
-        "moe_router_pre_softmax": not hf_config.norm_topk_prob,  # softmax over all experts and then the top k, or the other way round
+        "moe_ffn_hidden_size": getattr(hf_config, options.width),
+        # Softmax over all experts and then the top k, or the other way round.
+        "moe_router_pre_softmax": options.normalises is not None and not getattr(hf_config, options.normalises),
         # In half precision the engines weigh experts in float32, too; with float32 weights there is nothing to widen.
         "moe_router_dtype": None if config.torch_dtype is torch.float32 else "fp32",
         "moe_router_load_balancing_type": "aux_loss" if config.moe_aux_loss_coefficient else "none",
         "moe_aux_loss_coeff": config.moe_aux_loss_coefficient,
     }
-
-
-def _rotary_base(hf_config: Any) -> float:
-    base = getattr(hf_config, "rope_theta", None)
-    return float(base if base is not None else hf_config.rope_parameters["rope_theta"])

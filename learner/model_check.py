@@ -6,8 +6,10 @@ import os
 from typing import Any
 
 from correction.errors import DataError
-from learner.convert import HeadShape, family_of
+from learner.convert import HeadShape
+from learner.families import family_of
 from learner.hf_folder import HFWeights, read_config
+from learner.model_family import ModelFamily, Rule, TensorLayout
 
 
 def check_trainable(folder: str | os.PathLike[str]) -> Any:
@@ -46,38 +48,35 @@ def expected_shapes(hf_config: Any) -> dict[str, tuple[int, ...]]:
     Raises: DataError as `family_of`.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
-    layers, experts = range(hf_config.num_hidden_layers), range(hf_config.num_experts if family.has_experts else 0)
-    shapes = _shapes_by_leaf(hf_config, heads, hf_config.moe_intermediate_size if family.has_experts else hf_config.intermediate_size)
+    layers, experts = range(hf_config.num_hidden_layers), range(hf_config.num_experts if family.experts else 0)
     expected: dict[str, tuple[int, ...]] = {}
-    for template in (name for rule in family.rules for name in rule.hf):
-        shape = shapes[".".join(template.split(".")[-2:])]
-        numbers = [(layer, expert) for layer in layers for expert in (experts if "{expert}" in template else (0,))]
-        expected |= {template.format(layer=layer, expert=expert): shape for layer, expert in numbers}
+    for rule in family.rules:
+        numbers = [(layer, expert) for layer in layers for expert in (experts if rule.is_expert else (0,))]
+        for template, shape in zip(rule.hf, _shapes(rule, family, heads, hf_config), strict=True):
+            expected |= {template.format(layer=layer, expert=expert): shape for layer, expert in numbers}
     if hf_config.tie_word_embeddings:
         del expected["lm_head.weight"]
     return expected
 
 
-def _shapes_by_leaf(hf_config: Any, heads: HeadShape, width: int) -> dict[str, tuple[int, ...]]:
-    """By the last two parts of a name. width: of a feed-forward part, or of an expert."""
-    hidden, vocabulary = hf_config.hidden_size, hf_config.vocab_size
-    queries, keys = heads.groups * heads.queries_per_group * heads.width, heads.groups * heads.width
-    norms = ("norm", "input_layernorm", "post_attention_layernorm")
-    return {
-        "embed_tokens.weight": (vocabulary, hidden),
-        "lm_head.weight": (vocabulary, hidden),
-        **{f"{norm}.weight": (hidden,) for norm in norms},
-        "q_proj.weight": (queries, hidden),
-        "k_proj.weight": (keys, hidden),
-        "v_proj.weight": (keys, hidden),
-        "o_proj.weight": (hidden, queries),
-        "q_proj.bias": (queries,),
-        "k_proj.bias": (keys,),
-        "v_proj.bias": (keys,),
-        "q_norm.weight": (heads.width,),
-        "k_norm.weight": (heads.width,),
-        "gate_proj.weight": (width, hidden),
-        "up_proj.weight": (width, hidden),
-        "down_proj.weight": (hidden, width),
-        "gate.weight": (getattr(hf_config, "num_experts", 0), hidden),
-    }
+def _shapes(rule: Rule, family: ModelFamily, heads: HeadShape, hf_config: Any) -> tuple[tuple[int, ...], ...]:
+    """Of the rule's HF tensors."""
+    hidden, queries, keys = hf_config.hidden_size, heads.groups * heads.queries_per_group * heads.width, heads.groups * heads.width
+    width = getattr(hf_config, family.experts.width) if family.experts else hf_config.intermediate_size
+    is_of_attention = ".self_attention." in rule.megatron
+    match rule.layout:
+        case TensorLayout.VOCAB:
+            return ((hf_config.vocab_size, hidden),)
+        case TensorLayout.ROW:
+            return ((hidden, queries if is_of_attention else width),)
+        case TensorLayout.QKV:
+            inputs = () if rule.megatron.endswith(".bias") else (hidden,)
+            return tuple((rows, *inputs) for rows in (queries, keys, keys))
+        case TensorLayout.GATE_UP:
+            return ((2 * width // len(rule.hf), hidden),) * len(rule.hf)
+        case TensorLayout.REPLICATED:
+            of_heads = {"q_layernorm": queries, "k_layernorm": keys}
+            leaf = rule.megatron.split(".")[-2]
+            if leaf == "router":
+                return ((hf_config.num_experts, hidden),)
+            return ((hidden if leaf not in of_heads else of_heads[leaf] if family.qk_norm == "all_heads" else heads.width,),)

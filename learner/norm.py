@@ -1,4 +1,6 @@
-"""RMSNorm in the order of operations of Hugging Face and SGLang: normalise in float32, round, then multiply by the weight."""
+"""RMSNorm in the order of operations of Hugging Face and SGLang: normalise in float32, round, then multiply by the weight. And where some
+families have norms that Megatron's layers have no place for: over all heads of queries or keys, and after a product.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,34 @@ class HFRMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return output
+
+
+class AllHeadsNorm(HFRMSNorm):
+    """Over the channels of all heads, for Megatron's `q_layernorm` and `k_layernorm`, which it hands one head's width. All heads have to be
+    on this rank."""
+
+    def __init__(self, config: Any, hidden_size: int, heads: int, **options: Any):
+        super().__init__(config, hidden_size * heads, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., heads, width]."""
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
+def with_norm_after(linear: type, norm: type) -> type:
+    """A class like `linear`, a row-parallel product of Megatron's, whose output goes through a norm. What is added to the residual is the
+    product's output, and nothing stands between the two in Megatron's layer."""
+
+    class LinearWithNorm(linear):  # type: ignore[misc]  # of any base
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any):
+            super().__init__(input_size, output_size, config=config, **options)
+            self.norm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(x)
+            return self.norm(output), bias
+
+    return LinearWithNorm
 
 
 class _RMSNorm(torch.autograd.Function):

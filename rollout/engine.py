@@ -20,6 +20,8 @@ from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine
 
 _HAND_BACK_S = 0.2
+UNREPORTED_ROUTES = ("mixtral", "olmoe")
+"""By model_type: SGLang's routers don't know the number of their layer, without which it can't note which experts they took."""
 
 
 class RolloutEngine(UpdatableEngine):
@@ -62,7 +64,7 @@ class RolloutEngine(UpdatableEngine):
         if config.return_routed_experts and experts is None:
             raise ConfigError(
                 f"rollout.engine.return_routed_experts = true (learner.routing_replay: rollout): the model in {model_folder} has no "
-                "experts. Set learner.routing_replay: none"
+                f"experts that SGLang reports (its models of {' and '.join(UNREPORTED_ROUTES)} don't). Set learner.routing_replay: none"
             )
         process = EngineProcess(name, config)
         await process.start(config.sglang_arguments(str(model_folder), model_context, version, has_weights=has_weights))
@@ -236,7 +238,7 @@ class RolloutEngine(UpdatableEngine):
 
 
 def _read_model_config(folder: Path) -> tuple[int, int, ExpertShape | None]:
-    """(vocabulary, context length, experts) of a Hugging Face folder."""
+    """(vocabulary, context length, experts that can be reported) of a Hugging Face folder."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
@@ -248,5 +250,6 @@ def _read_model_config(folder: Path) -> tuple[int, int, ExpertShape | None]:
             f"{folder}: tie_word_embeddings = true: SGLang's mixtures of experts have a head of their own, which stays unset. Save the "
             "model with its head (lm_head.weight) and tie_word_embeddings false"
         )
-    experts = ExpertShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) if has_experts else None
+    reports = has_experts and config.model_type not in UNREPORTED_ROUTES
+    experts = ExpertShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) if reports else None
     return int(config.vocab_size), int(config.max_position_embeddings), experts

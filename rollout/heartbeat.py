@@ -1,7 +1,8 @@
 """Whether an engine lives: a short probe of its scheduler every few seconds, and what its processes compute meanwhile.
 
 The probe is SGLang's own (/health_generate does the same): a request of one token under a name that the scheduler knows, which it answers
-after its next forward pass if it has work, and by sampling if it has none. Any sign of the scheduler counts as an answer.
+after its next forward pass if it has work, and by sampling if it has none. While it is paused for new weights it samples nothing, but
+answers what it is asked about itself. Any sign of the scheduler counts as an answer.
 
 A scheduler that gives none may be at a long forward pass: a prefill of a large model takes a CPU a minute. So one that computes has ten
 times as long; one that doesn't has stopped, or waits for what never comes. A paused owner misses at most one probe, so that its own
@@ -41,7 +42,7 @@ async def until_lost(
         probe: whether the engine gives a sign within so many seconds.
         cpu_s: processor seconds that its processes have used.
         limit_s: seconds without an answer after which an engine that computes nothing is lost.
-        is_excused: it does what it can't be interrupted at, and what has a deadline of its own.
+        is_excused: it waits for others and can answer nothing meanwhile; that has a deadline of its own.
     """
     missed = stood = 0
     while True:
@@ -63,43 +64,44 @@ async def until_lost(
 class SchedulerProbe:
     """Asks SGLang's scheduler for a sign of life, unless it has given one since it was asked last."""
 
-    def __init__(self, manager: Any) -> None:
-        """Args: manager: SGLang's tokenizer manager."""
-        self._manager = manager
+    def __init__(self, manager: Any, is_paused: Callable[[], bool]) -> None:
+        """Args: manager: SGLang's tokenizer manager. is_paused: the scheduler may be, and then samples nothing."""
+        self._manager, self._is_paused = manager, is_paused
         self._seen = manager.last_receive_tstamp
 
     async def __call__(self, deadline_s: float) -> bool:
         if self._gave_a_sign():
             return True
-        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        name = f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}"
-        sampling = {"max_new_tokens": 1, "temperature": 0.0}
-        request = GenerateReqInput(rid=name, input_ids=[0], sampling_params=sampling, log_metrics=False)
-        asking = asyncio.ensure_future(self._first(self._manager.generate_request(request, None)))
+        was_paused = self._is_paused()
+        asking = asyncio.ensure_future(self._manager.get_internal_state() if was_paused else self._one_token())
         clock = asyncio.get_running_loop().time
         until = clock() + deadline_s
         try:
             while not self._gave_a_sign():
-                if clock() >= until:
-                    return False
+                if clock() >= until or self._is_paused() != was_paused:  # then it is asked in the other way
+                    return clock() < until
                 await asyncio.sleep(_LOOK_S)
             return True
         finally:
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await asking
+
+    async def _one_token(self) -> None:
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        name = f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}"
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        request = GenerateReqInput(rid=name, input_ids=[0], sampling_params=sampling, log_metrics=False)
+        try:
+            await anext(self._manager.generate_request(request, None))
+        finally:
             self._manager.rid_to_state.pop(name, None)
 
     def _gave_a_sign(self) -> bool:
         before, self._seen = self._seen, self._manager.last_receive_tstamp
         return bool(self._seen != before)
-
-    @staticmethod
-    async def _first(answers: Any) -> None:
-        async for _ in answers:
-            return
 
 
 def processor_seconds(pids: Iterable[int]) -> float:

@@ -45,17 +45,17 @@ class UpdatableEngine:
         self._specs: dict[str, WeightSpec] | None = None
         self._staging = weight_transfer.SharedStaging()
         self._interruptions = 0
-        """Calls under way during which the scheduler may answer nothing else; each has a deadline of its own."""
+        """Calls under way in which the scheduler waits for others, or is busy for long; each has a deadline of its own."""
 
     def watch_heartbeat(self) -> None:
         """From now on the engine is lost as soon as it misses its heartbeat."""
         process, limit_s = self._process, self.config.deadlines.heartbeat_s
         process.watch_heartbeat(
             until_lost(
-                SchedulerProbe(self._manager),
+                SchedulerProbe(self._manager, is_paused=self._updating.locked),
                 lambda: processor_seconds(process.pids.values()),
                 limit_s=limit_s,
-                is_excused=lambda: self._updating.locked() or self._interruptions > 0,
+                is_excused=lambda: self._interruptions > 0,
             )
         )
 
@@ -184,13 +184,15 @@ class UpdatableEngine:
     async def _update_in_turn(
         self, version: int, check: UpdateCheck, transfer: Sending | Receiving, mode: UpdateMode, deadline_s: float
     ) -> SyncReceipt:
+        waits = self._interrupted() if isinstance(transfer, Receiving) else contextlib.nullcontext()
         async with self._updating:
             self._process.raise_if_lost()
             phase = f"weight update v{self._version} -> v{version}, {mode}"
             try:
                 await self._prepare(transfer, check, phase, deadline_s)
                 started = time.perf_counter()
-                await self._replace_weights(version, mode, transfer, phase, deadline_s)
+                with waits:
+                    await self._replace_weights(version, mode, transfer, phase, deadline_s)
                 self._version = version
                 self._dirty = None
                 return check.receipt(version, mode, time.perf_counter() - started)

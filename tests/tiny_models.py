@@ -10,9 +10,20 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_CLASSES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
+_CLASSES = {
+    "qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "olmo2": "Olmo2", "glm4": "Glm4",
+    "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "olmoe": "Olmoe",
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "num_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -31,13 +30,17 @@ def doctor(
     deep: Annotated[
         bool, typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: about a minute.")
     ] = False,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Judge the recipe for the nodes of this file for `ray up`, such as those of deploy.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Say what would fail or go slowly, in seconds, before anything starts; or, of a run's folder, what happened to the run.
 
     First what follows from the recipe and the model's config.json: memory of each GPU, layouts, types, disk. Then what the nodes have:
     this machine, or each node of the cluster at ray.address, by a small task on it: GPUs, versions, folders, shared memory. With --gpus the
-    first part alone, for machines that aren't there. `evenkeel train` asks the same, and stops at what can't work.
+    first part alone, for machines that aren't there; with --cluster whether nodes that `ray up` would start offer the resources that the
+    run asks for. `evenkeel train` asks the same, and stops at what can't work.
 
     With --deep, if nothing stands in the way so far: how fast the learner's groups are, whether the learner agrees with float32 on a CPU
     and the engine with the learner, on a model of two layers in the recipe's widths; and how long a weight update would take.
@@ -47,10 +50,11 @@ def doctor(
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
     if target.is_dir():
-        typer.echo(_of_run(target, [*(overrides or []), *_given({"--gpus": gpus, "--deep": deep, "--json": as_json})]))
+        options = {"--gpus": gpus, "--deep": deep, "--cluster": cluster, "--json": as_json}
+        typer.echo(_of_run(target, [*(overrides or []), *(name for name, value in options.items() if value)]))
         return
-    if gpus and deep:
-        raise ConfigError("evenkeel doctor: --deep measures the machines that are here; leave --gpus out")
+    if deep and (gpus or cluster):
+        raise ConfigError("evenkeel doctor: --deep measures the machines that are here; leave --gpus and --cluster out")
     from rich.console import Console
 
     from actors.commands.recipe import load_config
@@ -58,7 +62,7 @@ def doctor(
     from actors.doctor.views import show
 
     config = load_config(RunConfig, target, overrides or [])
-    complaints, rows = _found(config, gpus)
+    complaints, rows = _of_cluster(config, cluster) if cluster else _found(config, gpus)
     if deep and all(one.severity != "fail" for one in complaints):
         complaints = worst_first([*complaints, *_measured(config)])
     if as_json:
@@ -67,10 +71,6 @@ def doctor(
         show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
     if any(one.severity == "fail" for one in complaints):
         raise typer.Exit(UNFIT)
-
-
-def _given(options: Mapping[str, object]) -> list[str]:
-    return [name for name, value in options.items() if value]
 
 
 def _measured(config: RunConfig) -> list[Complaint]:
@@ -98,6 +98,14 @@ def _of_run(folder: Path, beside: list[str]) -> str:
     if beside:
         raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(beside)}")
     return page(diagnose(RunFolder.view(folder)))
+
+
+def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Request]]:
+    from actors.derived import derived
+    from actors.doctor.cluster_file import ClusterFile, agreement
+
+    cluster = ClusterFile.read(path, config.ray.rollout_resource)
+    return agreement(cluster, derived(config, has_gpu=cluster.has_gpus)), []
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:

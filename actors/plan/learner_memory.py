@@ -67,12 +67,13 @@ def layer_activations(shape: ModelShape, config: LearnerConfig) -> float:
         return size * shape.hidden * rows
     queries = shape.heads / ranks * shape.head_width
     keys = max(shape.key_heads / ranks, 1) * shape.head_width
-    # Twice: what the norm reads, and what the product after it reads (under sequence parallelism gathered anew in the backward pass).
-    kept = size * 4 * shape.hidden * rows + 8 * rows
+    # What two products read (under sequence parallelism gathered anew in the backward pass), and what each norm made of its input.
+    kept = (size * (2 + shape.norms) * shape.hidden + 4 * shape.norms) * rows
     # Rotary tables; q, k; q with k and v as the product made them; the attention's output, and as the next product reads it.
     kept += size * (4 * shape.head_width + queries + keys + queries + 2 * keys + 2 * queries) + 4 * shape.heads / ranks
     if shape.has_head_norms:
-        kept += size * (queries + keys) + 4 * (shape.heads + shape.key_heads) / ranks
+        normalised = shape.heads + shape.key_heads if shape.family.qk_norm == "head" else 2
+        kept += size * (queries + keys) + 4 * normalised / ranks
     return kept + (_expert_activations(shape, config) if shape.experts else size * 5 * shape.feed_forward / ranks)
 
 
@@ -83,7 +84,7 @@ def _expert_activations(shape: ModelShape, config: LearnerConfig) -> float:
     the map of its experts.
     """
     size, rows = BYTES_OF[config.resolved_dtype], 1 / config.tensor_parallel if config.sequence_parallel else 1.0
-    of_one = size * (shape.hidden + 6 * shape.feed_forward) + 24
+    of_one = size * (shape.hidden + 5 * shape.feed_forward) + 24
     return rows * (shape.experts_per_token * of_one + 5 * shape.experts)
 
 

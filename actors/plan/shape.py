@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import DataError
+from learner.families import FAMILIES
+from learner.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
-"""model_type of the families that the learner trains (learner/convert.py)."""
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -19,7 +19,8 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ModelShape:
     """The numbers of a config.json that decide about memory."""
 
-    family: str
+    family: ModelFamily
+    """With the optional parts that the config.json asks for."""
     layers: int
     hidden: int
     vocabulary: int
@@ -48,10 +49,10 @@ class ModelShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
         """Raises: DataError for another family; KeyError for a size that isn't there."""
-        family = str(config["model_type"])
-        if family not in FAMILIES:
-            raise DataError(f"model_type = {family}: the learner trains {', '.join(FAMILIES)}. Take a model of one of these")
-        heads, hidden, is_moe = config["num_attention_heads"], config["hidden_size"], family == "qwen3_moe"
+        kind = str(config["model_type"])
+        if kind not in FAMILIES:
+            raise DataError(f"model_type = {kind}: the learner trains {', '.join(FAMILIES)}. Take a model of one of these")
+        heads, hidden, family = config["num_attention_heads"], config["hidden_size"], FAMILIES[kind].with_options(config)
         return cls(
             family=family,
             layers=config["num_hidden_layers"],
@@ -60,11 +61,11 @@ class ModelShape:
             heads=heads,
             key_heads=config.get("num_key_value_heads") or heads,
             head_width=config.get("head_dim") or hidden // heads,
-            feed_forward=config["moe_intermediate_size" if is_moe else "intermediate_size"],
+            feed_forward=config[family.experts.width if family.experts else "intermediate_size"],
             context=config["max_position_embeddings"],
             is_tied=bool(config.get("tie_word_embeddings", False)),
-            experts=_experts(config) if is_moe else 0,
-            experts_per_token=config["num_experts_per_tok"] if is_moe else 0,
+            experts=_experts(config) if family.experts else 0,
+            experts_per_token=config["num_experts_per_tok"] if family.experts else 0,
         )
 
     @property
@@ -75,17 +76,19 @@ class ModelShape:
     @property
     def tensors(self) -> int:
         """As files and engines have them: each expert's by themselves."""
-        attention = 4 + (2 if self.has_head_norms else 0) + (3 if self.has_biases else 0)
-        feed_forward = 1 + 3 * self.experts if self.experts else 3
-        return self.layers * (attention + feed_forward + 2) + (2 if self.is_tied else 3)
+        of_layer = (rule for rule in self.family.rules if "{layer}" in rule.megatron)
+        layer = sum(len(rule.hf) * (self.experts if rule.is_expert else 1) for rule in of_layer)
+        return self.layers * layer + (2 if self.is_tied else 3)
 
     @property
     def has_head_norms(self) -> bool:
-        return self.family.startswith("qwen3")
+        """Over each head or over all of them."""
+        return self.family.qk_norm != "none"
 
     @property
-    def has_biases(self) -> bool:
-        return self.family == "qwen2"
+    def norms(self) -> int:
+        """Of a layer, over the hidden channels."""
+        return 2 * self.family.has(INPUT_NORM) + 2 * self.family.has(ATTENTION_NORM_AFTER)
 
     def split(self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> list[tuple[int, int]]:
         """(parameters that all data-parallel ranks have, those of experts) of a rank, by pipeline stage.
@@ -108,8 +111,9 @@ class ModelShape:
         key_heads = max(self.key_heads // ranks, 1)
         queries, keys = self.heads // ranks * self.head_width, key_heads * self.head_width
         attention = self.hidden * (2 * queries + 2 * keys)
-        biases = queries + 2 * keys if self.has_biases else 0
-        norms = 2 * self.hidden + (2 * self.head_width if self.has_head_norms else 0)
+        biases = queries + 2 * keys if self.family.has(QKV_BIAS) else 0
+        of_heads = {"none": 0, "head": 2 * self.head_width, "all_heads": queries + keys}[self.family.qk_norm]
+        norms = self.norms * self.hidden + of_heads
         feed_forward = self.experts * self.hidden if self.experts else 3 * self.hidden * self.feed_forward // ranks
         return attention + biases + norms + feed_forward
 

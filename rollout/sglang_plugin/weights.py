@@ -23,6 +23,10 @@ from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
 
 GATE_AND_UP = ("gate_proj", "up_proj")
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}
+"""What files of a model_type call an expert's gate, up and down projection, where not by the usual names."""
+FUSED_IN_FILES = ("glm4",)
+"""By model_type: gate and up projection are one tensor (gate_up_proj) in files, too."""
 
 
 def register() -> None:
@@ -55,35 +59,40 @@ def _spec(tensor: Tensor) -> str:
 
 def named_hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of an SGLang model under the names of its Hugging Face folder, as views; a tied head is not repeated."""
-    modules = dict(model.named_modules())
+    modules, config = dict(model.named_modules()), model.config
+    kind: str = config.model_type  # type: ignore[union-attr,assignment]  # every model of SGLang's has its Hugging Face config
     for name, parameter in model.named_parameters():
         module_name, _, leaf = name.rpartition(".")
-        yield from _unfused(modules[module_name], module_name, leaf, parameter.data)
+        yield from _unfused(modules[module_name], module_name, leaf, parameter.data, kind)
 
 
-def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
     parent = module_name.rpartition(".")[0]
     if isinstance(module, QKVParallelLinear):
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size]
         for part, rows in zip(QUERY_KEY_VALUE, torch.split(tensor, sizes), strict=True):
             yield f"{parent}.{part}.{leaf}", rows
-    elif isinstance(module, MergedColumnParallelLinear):
+    elif isinstance(module, MergedColumnParallelLinear) and kind not in FUSED_IN_FILES:
         for part, rows in zip(GATE_AND_UP, torch.split(tensor, module.output_sizes), strict=True):
             yield f"{parent}.{part}.{leaf}", rows
     elif isinstance(module, FusedMoE):
-        yield from _experts(module_name, leaf, tensor)
+        yield from _experts(module_name, leaf, tensor, EXPERT_PARTS.get(kind, (*GATE_AND_UP, "down_proj")))
     elif isinstance(module, VocabParallelEmbedding):                # rows beyond the vocabulary are SGLang's padding
         yield f"{module_name}.{leaf}", tensor[: module.org_vocab_size]
     else:
         yield f"{module_name}.{leaf}", tensor
 
 
-def _experts(module_name: str, leaf: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """tensor: w13_weight [experts, 2 x intermediate, hidden] or w2_weight [experts, hidden, intermediate]."""
+def _experts(module_name: str, leaf: str, tensor: Tensor, names: tuple[str, str, str]) -> Iterator[tuple[str, Tensor]]:
+    """
+    Args:
+        tensor: w13_weight [experts, 2 x intermediate, hidden] or w2_weight [experts, hidden, intermediate].
+        names: of gate, up and down projection.
+    """
     for index, expert in enumerate(tensor):
         prefix = f"{module_name}.{index}"
         if leaf == "w13_weight":
-            for part, rows in zip(GATE_AND_UP, expert.chunk(2), strict=True):
+            for part, rows in zip(names[:2], expert.chunk(2), strict=True):
                 yield f"{prefix}.{part}.weight", rows
         else:
-            yield f"{prefix}.down_proj.weight", expert
+            yield f"{prefix}.{names[2]}.weight", expert

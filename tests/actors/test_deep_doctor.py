@@ -144,7 +144,7 @@ def test_the_reference_is_that_of_the_rounded_weights_and_its_gradient_that_of_t
 
 def test_deep_is_for_machines_that_are_here() -> None:
     done = CliRunner().invoke(app, ["doctor", str(RECIPE), "--deep", "--gpus", "H100x8"])
-    assert isinstance(done.exception, ConfigError) and "leave --gpus out" in str(done.exception)
+    assert isinstance(done.exception, ConfigError) and "leave --gpus and --cluster out" in str(done.exception)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from actors import interrupts
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
@@ -116,3 +119,24 @@ def test_handlers_are_given_back() -> None:
         assert [signal.getsignal(number) for number in interrupts.SIGNALS] != before
     assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_same_sigterm_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray job stop` tells every process of a job: one whose parent passes the signal on gets it twice, and must not end at once."""
+    assert signals_seen([signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT]) == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+    monkeypatch.setattr(interrupts, "SAME_S", 0.0)
+    assert signals_seen([signal.SIGTERM, signal.SIGTERM]) == [signal.SIGTERM, signal.SIGTERM], "later ones count"
+
+
+def signals_seen(sent: list[int]) -> list[int]:
+    """Those that an event loop is told of, each sent when the loop has seen to the one before."""
+    seen: list[int] = []
+
+    async def send() -> None:
+        with interrupts.handled_in(asyncio.get_running_loop(), seen.append):
+            for number in sent:
+                signal.raise_signal(number)
+                await asyncio.sleep(0.05)
+
+    asyncio.run(send())
+    return seen

@@ -60,13 +60,16 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     """A worker that is killed right after its groups were taken costs none of them, small or large. Of a node that goes, the large ones
     are lost: said by their ids, and no others; the small ones came with their references."""
     node = cluster.add_node(num_cpus=2, resources={"rollout": 2})
-    queue = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=100).remote(groups_per_step=4, max_staleness=0)
+    head = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # where a run has it: beside the driver
+    queues = ray.remote(TrajectoryQueueActor).options(num_cpus=0, max_concurrency=100, scheduling_strategy=head)
+    queue = queues.remote(groups_per_step=4, max_staleness=0)
     here = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
     sampling = ray.remote(Sampling).options(num_cpus=0, max_concurrency=10, scheduling_strategy=here)
     finished = [group(ticket) for ticket in ray.get(queue.admit.remote(prompts(0, 4)), timeout=60)]
     finished = [large(one) if one.group_id % 2 else one for one in finished]
 
-    pids = [ray.get(sampling.remote(queue).finish.remote(part), timeout=60) for part in (finished[:2], finished[2:])]
+    workers = [sampling.remote(queue) for _ in range(2)]  # kept: Ray ends an actor that nobody holds
+    pids = ray.get([worker.finish.remote(part) for worker, part in zip(workers, (finished[:2], finished[2:]), strict=True)], timeout=60)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     stored = ray.get(queue.draw.remote(0, 4, 10.0), timeout=60)

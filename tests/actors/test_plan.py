@@ -24,6 +24,7 @@ from correction.correct import correct
 from correction.errors import ConfigError, DataError
 from learner.attention import RowLayout, pack
 from learner.config import LearnerConfig
+from learner.families import FAMILIES
 from learner.hf_folder import read_config
 from learner.learner_rank import LearnerRank
 from learner.model_check import expected_shapes
@@ -69,10 +70,10 @@ def test_figures_of_two_well_known_runs() -> None:
     assert 3.2e9 < active_parameters(experts) < 3.4e9, "A3B: 3.3B are at work on a token"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [True, False])
 def test_every_parameter_and_tensor_is_counted(tmp_path: Path, family: str, tie: bool) -> None:
-    if family == "qwen3_moe" and tie:
+    if FAMILIES[family].experts and tie:
         pytest.skip("SGLang's has a head of its own")
     folder = save_tiny_model(tmp_path, family, tie=tie)
     shapes = expected_shapes(read_config(folder))
@@ -124,11 +125,11 @@ def kept_for_backward(folder: Path, tokens: int, **settings: Any) -> int:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2", "glm4", "qwen3_moe", "mixtral"])
 def test_activations_are_what_autograd_keeps(tmp_path: Path, family: str, dtype: str, recompute: bool) -> None:
     """Of one layer more, on a CPU, whose layers are the local ones."""
     settings: dict[str, Any] = {"dtype": dtype, "recompute_activations": recompute}
-    sizes: dict[str, Any] = {"hidden_size": 96, "head_dim": 16, "intermediate_size": 160}
+    sizes: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160} | ({} if family == "mixtral" else {"head_dim": 16})
     folders = [save_tiny_model(tmp_path / str(n), family, tie=False, num_hidden_layers=n, **sizes) for n in (1, 2)]
     one, two = (kept_for_backward(folder, 256, **settings) for folder in folders)
     expected = layer_activations(ModelShape.read(folders[0]), LearnerConfig(device="cpu", **settings)) * 256

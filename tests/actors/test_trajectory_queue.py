@@ -25,7 +25,7 @@ from actors.dispatch import WaitingWork
 from actors.payloads import fetched, whole_snapshot
 from actors.queue_actor import TrajectoryQueueActor
 from actors.trajectory_queue import TrajectoryQueue
-from correction.errors import DataError, LedgerError
+from correction.errors import DataError, LateError, LedgerError
 from rollout.trajectory import Group
 from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put
 
@@ -395,7 +395,7 @@ def test_what_a_group_takes_does_not_grow_with_the_groups_held() -> None:
 
 
 def test_what_may_be_asked_twice_happens_once() -> None:
-    """An admission under the same number; giving up a group that is gone, or that has been finished meanwhile; a new version."""
+    """An admission, a draw, a discard under the same number; giving up what is gone, or has been finished meanwhile; a new version."""
 
     async def scenario() -> None:
         actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
@@ -409,6 +409,14 @@ def test_what_may_be_asked_twice_happens_once() -> None:
         assert (counts["finished"], counts["in_flight"], counts["discarded"]) == (1, 2, 1)
         (drawn,) = await actor.draw(0, 1, 1.0)
         told = await actor.advance(1, [drawn.group_id])
+        await put(actor, *map(group, second))
+        drawing = [asyncio.ensure_future(actor.draw(1, 2, 5.0, number=1)) for _ in range(2)]  # the first is not done when it is repeated
+        assert [one.group_id for one in await drawing[0]] == [2, 3] and await drawing[1] == await drawing[0]
+        await actor.discard([2], "why", number=2)
+        await actor.discard([2], "why", number=2)
+        assert actor._queue.counts()["discarded"] == 2
+        with pytest.raises(LateError, match="call 1 came after call 2"):
+            await actor.draw(1, 2, 5.0, number=1)
         assert told[0] == [("train/0/1", "why")] and told[1]["trained"] == 1
         assert await actor.advance(1, [drawn.group_id]) == told and actor._queue.counts()["trained"] == 1
 

@@ -1,4 +1,4 @@
-"""deploy/ray-cluster.yaml against Ray's own schema, and against what evenkeel's actors ask for."""
+"""The cluster files of deploy/ against Ray's own schema, and against what the recipe of their README asks of Ray."""
 
 from __future__ import annotations
 
@@ -10,43 +10,121 @@ import jsonschema
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
+from typer.testing import CliRunner
 
-from actors.config import RayConfig
+from actors.commands.cli import app
+from actors.commands.recipe import load_config
+from actors.config import RayConfig, RunConfig
+from actors.derived import derived
+from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
+from actors.doctor.facts import Complaint
+from correction.errors import ConfigError
 
-CLUSTER = Path(__file__).parents[2] / "deploy" / "ray-cluster.yaml"
+ROOT = Path(__file__).parents[2]
+CLOUD, LOCAL = (ROOT / "deploy" / name for name in ("ray-cluster.yaml", "ray-cluster-local.yaml"))
+RECIPE = ROOT / "recipes" / "qwen3_8b_8gpu.yaml"
+ASKED = {CLOUD: ("rollout.min_workers=1", "rollout.max_workers=16"), LOCAL: ("rollout.workers=12",)}
+"""What the README starts on each, beside that recipe's four ranks."""
+LEARNER, ROLLOUT = '{"CPU": 96, "GPU": 8}', '{"CPU": 32, "GPU": 1, "rollout": 1}'
+"""Resources of the cloud's types."""
 
 
-@pytest.fixture
-def cluster() -> dict[str, Any]:
-    return dict(yaml.safe_load(CLUSTER.read_text()))
+def content(path: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(path.read_text()))
 
 
-def test_ray_takes_it(cluster: dict[str, Any]) -> None:
-    validate_config(prepare_config(copy.deepcopy(cluster)))
+def found(path: Path, *overrides: str) -> list[Complaint]:
+    cluster = ClusterFile.read(path, RayConfig().rollout_resource)
+    settings = [one for one in ASKED.get(path, ()) if one.partition("=")[0] not in {other.partition("=")[0] for other in overrides}]
+    config = load_config(RunConfig, RECIPE, ["ray.address=auto", *settings, *overrides])
+    return agreement(cluster, derived(config, has_gpu=cluster.has_gpus))
 
 
-@pytest.mark.parametrize("path", [("idle_timeout_minuts",), ("available_node_types", "rollout", "min_worker"), ("provider", "kind")])
-def test_a_mistyped_key_is_refused(cluster: dict[str, Any], path: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("path", [CLOUD, LOCAL], ids=["cloud", "local"])
+def test_ray_takes_it(path: Path) -> None:
+    validate_config(prepare_config(content(path)))
+
+
+@pytest.mark.parametrize(
+    ("path", "mistyped"),
+    [
+        (CLOUD, ("idle_timeout_minuts",)),
+        (CLOUD, ("available_node_types", "rollout", "min_worker")),
+        (CLOUD, ("provider", "kind")),
+        (LOCAL, ("min_worker",)),
+    ],
+)
+def test_a_mistyped_key_is_refused(path: Path, mistyped: tuple[str, ...]) -> None:
     """The check above means something: Ray's schema does refuse. `provider` alone is open, but must keep its type."""
+    cluster = content(path)
     section = cluster
-    for name in path[:-1]:
+    for name in mistyped[:-1]:
         section = section[name]
-    section[path[-1]] = section.pop("type") if path[0] == "provider" else 1
+    section[mistyped[-1]] = section.pop("type") if mistyped[0] == "provider" else 1
     with pytest.raises((jsonschema.ValidationError, ValueError, KeyError)):
-        validate_config(prepare_config(cluster))
+        validate_config(prepare_config(copy.deepcopy(cluster)))
 
 
-def test_the_autoscaled_type_offers_what_a_rollout_worker_asks_for(cluster: dict[str, Any]) -> None:
-    resource = RayConfig().rollout_resource
-    offering = {name: kind for name, kind in cluster["available_node_types"].items() if resource in kind.get("resources", {})}
-    assert list(offering) == ["rollout"]
-    assert 0 < offering["rollout"]["min_workers"] < offering["rollout"]["max_workers"]
+@pytest.mark.parametrize("path", [CLOUD, LOCAL], ids=["cloud", "local"])
+def test_it_has_what_the_recipe_asks_for(path: Path) -> None:
+    assert found(path) == []
 
 
-def test_the_head_runs_no_engine(cluster: dict[str, Any]) -> None:
-    assert "GPU" not in cluster["available_node_types"][cluster["head_node_type"]]["resources"]
+def test_what_is_read() -> None:
+    assert ClusterFile.read(CLOUD, "rollout").kinds == (
+        NodeKind("head", 1, 0.0, 0.0),
+        NodeKind("learner", 1, 0.0, 8),
+        NodeKind("rollout", 16, 1, 1),
+    )
+    local = ClusterFile.read(LOCAL, "rollout")
+    assert local.kinds == (NodeKind("head host", 1, 8.0, 8.0), NodeKind("worker host", 1, 8.0, 8.0)) and local.is_fixed
 
 
-def test_the_bounds_agree(cluster: dict[str, Any]) -> None:
-    """max_workers counts every node but the head; a smaller one would hold the pool back silently."""
-    assert cluster["max_workers"] == sum(kind.get("max_workers", 0) for kind in cluster["available_node_types"].values())
+def test_the_autoscaled_type_grows() -> None:
+    kind = content(CLOUD)["available_node_types"]["rollout"]
+    assert 0 < kind["min_workers"] < kind["max_workers"]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "severity", "said"),
+    [
+        (CLOUD, (ROLLOUT, ROLLOUT.replace("rollout", "rollouts")), "fail", "no node of"),
+        (CLOUD, ("max_workers: 16", "max_workers: 12"), "warn", "offer 12 at most: the others wait"),
+        (CLOUD, ("max_workers: 17", "max_workers: 9"), "warn", "9 for all nodes beside the head, and their kinds may have 17"),
+        (CLOUD, (LEARNER, LEARNER.replace(', "GPU": 8', "")), "fail", "has room for 0 groups"),
+        (CLOUD, (LEARNER, LEARNER.replace("8", "2")), "fail", "has room for 1 groups"),
+        (CLOUD, (ROLLOUT, ROLLOUT.replace(": 1}", ": 2}")), "warn", "not all of these units can be used"),
+        (CLOUD, ("RAY_AUTH_MODE=token", ""), "fail", "lets everybody in"),
+        (LOCAL, ('{"rollout": 8}', '{"rollout": 5}'), "warn", "offer 10 at most"),
+        (LOCAL, ("--num-gpus=8", "--num-gpus=6"), "warn", "4 ranks and 12 workers ask for 16 GPUs"),
+        (LOCAL, ("RAY_AUTH_MODE=token evenkeel/.venv/bin/ray start --address", "evenkeel/.venv/bin/ray start --address"), "fail", "lets"),
+    ],
+)
+def test_what_does_not_agree_is_said(tmp_path: Path, path: Path, change: tuple[str, str], severity: str, said: str) -> None:
+    text = path.read_text()
+    assert change[0] in text
+    changed = tmp_path / "cluster.yaml"
+    changed.write_text(text.replace(*change))
+    complaints = found(changed, *ASKED[path])
+    assert any(one.severity == severity and said in one.sentence for one in complaints), complaints
+
+
+def test_hosts_that_detect_their_gpus_are_not_judged_by_them(tmp_path: Path) -> None:
+    bare = tmp_path / "cluster.yaml"
+    bare.write_text(LOCAL.read_text().replace("--num-gpus=8 ", ""))
+    assert found(bare, *ASKED[LOCAL]) == []
+
+
+def test_a_pool_that_grows_on_hosts_of_ones_own_is_noted() -> None:
+    (complaint,) = found(LOCAL, "rollout.workers=4", "rollout.min_workers=1", "rollout.max_workers=12")
+    assert complaint.severity == "note" and "starts and frees none" in complaint.sentence
+
+
+def test_the_doctor_judges_it(tmp_path: Path) -> None:
+    words = ["doctor", str(RECIPE), "--cluster"]
+    good = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL]])
+    assert (good.exit_code, good.stdout) == (0, "ready\n")
+    bad = CliRunner().invoke(app, [*words, str(LOCAL), "ray.rollout_resource=sampler"])
+    assert bad.exit_code == 1 and "'sampler'" in bad.stdout
+    with pytest.raises(ConfigError, match="no cluster file of `ray up`"):
+        ClusterFile.read(RECIPE, "rollout")

@@ -78,13 +78,13 @@ class Run:
     # -- what it wrote -----------------------------------------------------------------------------------------------
 
     def metrics(self) -> list[dict[str, Any]]:
-        return _json_lines(self.run_dir / "metrics.jsonl")
+        return json_lines(self.run_dir / "metrics.jsonl")
 
     def steps(self) -> list[int]:
         return [line["step"] for line in self.metrics()]
 
     def ledger(self) -> list[dict[str, Any]]:
-        return _json_lines(self.run_dir / "ledger.jsonl")
+        return json_lines(self.run_dir / "ledger.jsonl")
 
     def events(self) -> str:
         path = self.run_dir / "events.log"
@@ -193,7 +193,7 @@ class Run:
             return None
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines; the last one may still be growing."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from actors.resume import TrainingState
-from tests.e2e.launch import Run
 
 
-def check_books(run: Run, state: TrainingState, *, groups_per_step: int) -> None:
+class Written(Protocol):
+    """What a run has written down."""
+
+    def metrics(self) -> list[dict[str, Any]]: ...
+
+    def ledger(self) -> list[dict[str, Any]]: ...
+
+
+def check_books(run: Written, state: TrainingState, *, groups_per_step: int) -> None:
     """Each prompt once: trained, discarded or under way in the last checkpoint, together the first `admitted` of the stream; full steps.
 
     Args: state: of the last checkpoint.

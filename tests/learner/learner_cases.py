@@ -21,7 +21,8 @@ from torch import Tensor
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from learner.config import LearnerConfig
-from learner.convert import HeadShape, bind, family_of, to_hf
+from learner.convert import HeadShape, bind, to_hf
+from learner.families import family_of
 from learner.learner_rank import LearnerRank
 from learner.model import unwrap
 from tests.tiny_models import save_tiny_model
@@ -30,9 +31,9 @@ VOCAB = 96
 TIS = CorrectionConfig(preset="tis-token")
 
 
-def save_model(folder: Path, family: str = "qwen3", *, tie: bool = True, seed: int = 0, **shape: int) -> Path:
+def save_model(folder: Path, family: str = "qwen3", *, tie: bool = True, seed: int = 0, **shape: Any) -> Path:
     """A Hugging Face folder of a few ten thousand parameters; without a padding token, whose embedding transformers would not train."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256} | shape
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256} | shape
     return save_tiny_model(folder, family, tie=tie, seed=seed, pad_token_id=None, **sizes)
 
 

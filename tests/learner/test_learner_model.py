@@ -12,6 +12,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,17 +21,35 @@ from safetensors.torch import load_file, save_file
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError
+from learner import families
 from learner.attention import pack
+from learner.hf_folder import read_config
 from learner.inputs import RowLayout
 from learner.loss import forward_hidden
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
+from tests.tiny_models import LLAMA3_ROPE
 
-FAMILIES = [("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False), ("qwen3_moe", False)]
+FAMILIES = [
+    *[("qwen3", True), ("qwen3", False), ("qwen2", True), ("llama", False), ("mistral", False), ("olmo2", False), ("olmo2", True)],
+    *[("glm4", False), ("qwen3_moe", False), ("mixtral", False), ("olmoe", False)],
+]
 
 
-@pytest.mark.parametrize(("family", "tie"), FAMILIES)
-def test_logits_equal_hugging_face(tmp_path: Path, family: str, tie: bool) -> None:
-    folder = save_model(tmp_path / "m", family, tie=tie)
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16_384}),
+    ("glm4", {"attention_bias": False}),
+    ("mistral", {"head_dim": 24}),
+]
+"""Options of a config.json that change what is computed."""
+
+
+def test_every_family_is_compared() -> None:
+    assert {family for family, _ in FAMILIES} == set(families.FAMILIES)
+
+
+@pytest.mark.parametrize(("family", "tie", "shape"), [(*one, {}) for one in FAMILIES] + [(name, False, shape) for name, shape in OPTIONS])
+def test_logits_equal_hugging_face(tmp_path: Path, family: str, tie: bool, shape: dict[str, Any]) -> None:
+    folder = save_model(tmp_path / "m", family, tie=tie, **shape)
     batch = random_batch()
     with learner_on(folder) as learner, torch.no_grad():
         model = learner._policies[0]
@@ -143,7 +162,7 @@ def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*llama, qwen2, qwen3, qwen3_moe"),
+        ({"model_type": "gpt2"}, "gpt2 can't be trained; supported are glm4, llama"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = yarn"),
         ({"intermediate_size": 64}, "gate_proj.*shape"),
@@ -159,6 +178,43 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path, change: dict[
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(DataError, match=message), learner_on(folder):
         pass
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 64}, "sliding_window = 64 of mistral has no counterpart in the learner, which does without it"),
+        ("llama", {"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 2.0}}, "high_freq_factor = 2.0 .*supports 4.0"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "linear.*supports default and llama3"),
+        ("mixtral", {"head_dim": 24}, "head_dim = 24"),
+        ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv = 8\.0"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06 .* supports 1e-05"),
+        ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads = 2 .* supports num_attention_heads"),
+        ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}, "partial_rotary_factor"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = sliding_attention"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]"),
+    ],
+)
+def test_options_of_families_that_stand_in_the_way(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:
+    folder = save_model(tmp_path / "m", family, tie=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(DataError, match=message):
+        families.family_of(read_config(folder))
+
+
+def test_a_window_that_shuts_nothing_out_is_none(tmp_path: Path) -> None:
+    families.family_of(read_config(save_model(tmp_path / "m", "mistral", tie=False, sliding_window=256, max_position_embeddings=256)))
+
+
+@pytest.mark.parametrize("kind", sorted(families.OBSTACLES))
+def test_known_families_are_refused_with_the_option_in_the_way(kind: str) -> None:
+    """Each is one that transformers knows and this learner does not."""
+    from transformers import CONFIG_MAPPING
+
+    with pytest.raises(DataError, match=f"model_type = {kind} can't be trained because of "):
+        families.family_of(CONFIG_MAPPING[kind]())
 
 
 def test_folders_without_config_or_weights_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,17 +26,19 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import tiny_weights
 
 pytestmark = pytest.mark.engine
 
+HEARTBEAT_S = 4.0
+
 OWNER = """
 import asyncio, json, sys
 from rollout.engine import RolloutEngine
-from rollout.engine_config import EngineConfig
+from rollout.engine_config import EngineConfig, EngineDeadlines
 
 async def main():
     engine = await RolloutEngine.start(sys.argv[1], EngineConfig(device="cpu", max_total_tokens=4096))
@@ -85,7 +87,8 @@ def test_no_process_outlives_an_owner_that_is_killed(tiny_model: Path, tmp_path:
 @pytest.fixture(scope="module")
 def doomed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, engine_loop: BackgroundLoop) -> Iterator[RolloutEngine]:
     """An engine started as a run's are, from a folder without weights, that prefills long prompts in parts. The last test kills it."""
-    config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64})
+    waits = EngineDeadlines(heartbeat_s=HEARTBEAT_S)
+    config = EngineConfig(device="cpu", max_total_tokens=8192, engine_args={"chunked_prefill_size": 64}, deadlines=waits)
     folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("doomed") / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
     engine = engine_loop.run(RolloutEngine.start(folder, config, name="doomed engine", has_weights=False))
     yield engine
@@ -118,6 +121,20 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(doomed: RolloutEngi
     assert all(old_end > 64 for (_, old_end), _ in spans), "the prefill after the update came in one part"
     time.sleep(3.0)                                             # an idle scheduler looks after its memory
     assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
+
+
+def test_an_engine_that_is_paused_for_long_has_its_heartbeat(doomed: RolloutEngine, tiny_model: Path, engine_loop: BackgroundLoop) -> None:
+    """While it waits for the second half of new weights it samples nothing and computes nothing, for longer than the limit; it lives."""
+    engine, version = doomed, doomed.version + 1
+    weights = tiny_weights(tiny_model)
+
+    async def halves() -> AsyncIterator[WeightBucket]:
+        for start in (0, 1):
+            yield WeightBucket.of({name: weights[name] for name in list(weights)[start::2]})
+            await asyncio.sleep(1.5 * HEARTBEAT_S * (1 - start))
+
+    engine_loop.run(engine.update_weights(version, halves()))
+    assert engine.version == version and engine.is_healthy
 
 
 def test_stopped_and_killed_scheduler(doomed: RolloutEngine, tiny_model: Path, engine_loop: BackgroundLoop) -> None:

@@ -69,7 +69,7 @@ def test_two_missed_probes_are_none() -> None:
 
 
 def test_what_it_is_excused_for_has_a_deadline_of_its_own() -> None:
-    """A weight update takes the scheduler's whole attention, however long."""
+    """A broadcast ends when its sender sends, however long that takes."""
     assert lost_at(FrozenFrom(freezes_at=100.0), is_excused=lambda: True) is None
 
 

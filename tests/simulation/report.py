@@ -87,16 +87,20 @@ class Found:
     """In the smallest schedule."""
 
 
-def find(bug: Bug, seeds: Sequence[int]) -> Found:
-    """Play seeds with the bug planted until one shows it."""
+def first_shown(bug: Bug, seeds: Sequence[int]) -> tuple[int, str] | None:
+    """Play seeds with the bug planted. Returns: the first that shows it, and what the simulation says; None if none does."""
     with bug():
-        for played, seed in enumerate(seeds, 1):
-            schedule = schedule_of(seed)
-            outcome = play(schedule)
-            if outcome.violation:
-                faults = shrunk(schedule.faults, lambda part: bool(play(schedule.with_faults(part)).violation))  # noqa: B023
-                return Found(title(bug), played, outcome.violation, len(faults))
-    return Found(title(bug), 0, "", 0)
+        return next(((seed, outcome.violation) for seed in seeds if (outcome := play(schedule_of(seed))).violation), None)
+
+
+def find(bug: Bug, seeds: Sequence[int]) -> Found:
+    if (shown := first_shown(bug, seeds)) is None:
+        return Found(title(bug), 0, "", 0)
+    seed, violation = shown
+    schedule = schedule_of(seed)
+    with bug():
+        faults = shrunk(schedule.faults, lambda part: bool(play(schedule.with_faults(part)).violation))
+    return Found(title(bug), seeds.index(seed) + 1, violation, len(faults))
 
 
 def _find(number: int, seeds: Sequence[int]) -> Found:

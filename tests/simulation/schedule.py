@@ -11,10 +11,14 @@ from typing import Any
 
 from actors.config import RunConfig
 
-_START_S, _STEP_S = 10.0, 7.0
-"""An undisturbed run's: faults begin while that would be under way."""
+_START_S, _STEP_S, _END_S = 10.0, 7.0, 5.0
+"""An undisturbed run's: faults begin while that would be under way, or an evaluation after it."""
 ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
+
+
+REFUSES_A_START: set[str] = set()
+"""After one of these a run may end before it has begun to train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Fault:
     lasts: float = 0.0
     """Seconds; or how many times, for what happens to the next so many answers, updates, replies."""
     what: str = ""
-    """Method of a call; for a crash: what it does to the newest checkpoint."""
+    """Method of a call; for a crash: what it does to the newest checkpoint; for an update: whose."""
 
     def __str__(self) -> str:
         rest = [self.what, f"for {self.lasts:g}" if self.lasts else "", f"of #{self.target}" if self.target else ""]
@@ -132,6 +136,7 @@ _FAULTS = {  # by kind: how often, how long
     "kill_learner": (1, None),
     "kill_queue": (1, None),
     "kill_service": (1, None),
+    "reject_batches": (1, (1, 2)),
 }
 _LATE = (
     "generate_groups",
@@ -146,15 +151,19 @@ _LATE = (
     "start",
     "snapshot",
 )
-_LOST = ("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places")
-_REPEATED = ("generate_groups", "put", "admit")
+_LOST = (
+    *("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
+    *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost"),
+)
+_REPEATED = ("generate_groups", "put", "admit", "draw", "advance", "next_batch", "forwarded")
+_BROKEN = ("", "", "everybody")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 
 
 def schedule_of(seed: int) -> Schedule:
     chance = random.Random(seed)
     groups, steps = chance.choice((1, 2, 2, 3, 4)), chance.choice((3, 4, 5, 6))
-    until_s = _START_S + steps * _STEP_S
+    until_s = _START_S + steps * _STEP_S + _END_S
     faults = sorted((_fault(chance, until_s) for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 6)))), key=lambda fault: fault.at)
     return Schedule(
         seed=seed,
@@ -180,7 +189,8 @@ def _fault(chance: random.Random, until_s: float) -> Fault:
         is_count = isinstance(limits[0], int)
         lasts = chance.randint(*limits) if is_count else round(limits[0] * (limits[1] / limits[0]) ** chance.random(), 1)
     # A sync that is given up may still arrive; of the others, what comes later than this ends a run by its deadline.
-    methods = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED, "crash_driver": _AFTER_A_CRASH}
+    methods: dict[str, Any] = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED}
+    methods |= {"break_update": _BROKEN, "crash_driver": _AFTER_A_CRASH}
     what = chance.choice(methods[kind]) if kind in methods else ""
     if kind == "late_call" and what == "update_weights":
         lasts = round(2.5 * lasts, 1)

@@ -1,0 +1,193 @@
+"""A cluster file of `ray up` against a recipe: whether the nodes that it describes offer what the run asks Ray for.
+
+Nothing is started. deploy/ has two such files, for a cloud and for hosts of one's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.config import RunConfig
+from actors.devices import whole_gpus
+from actors.doctor.facts import Complaint
+from actors.doctor.paper_rules import worst_first
+from correction.errors import ConfigError
+
+_START = re.compile(r"\bray start\b")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKind:
+    """Nodes that are alike."""
+
+    name: str
+    most: int
+    """As many as there will ever be."""
+    units: float
+    """Of the rollout resource, on each."""
+    gpus: float | None
+    """On each; None: Ray counts them there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFile:
+    """What a run can know of it."""
+
+    path: Path
+    kinds: tuple[NodeKind, ...]
+    """The head's node first."""
+    most_nodes: int | None
+    """Beside the head, of all kinds together; None: not bounded."""
+    starts: tuple[str, ...]
+    """The commands that start Ray."""
+    is_fixed: bool
+    """Hosts of one's own: Ray starts none, and stops none."""
+
+    @property
+    def has_gpus(self) -> bool:
+        return any(kind.gpus is None or kind.gpus > 0 for kind in self.kinds)
+
+    @classmethod
+    def read(cls, path: Path, resource: str) -> ClusterFile:
+        """Args: resource: that rollout workers ask for. Raises: ConfigError if that is no such file."""
+        try:
+            content = yaml.safe_load(path.read_text())
+            starts = {role: tuple(c for c in content[f"{role}_start_ray_commands"] if _START.search(c)) for role in ("head", "worker")}
+            is_fixed = content["provider"]["type"] == "local"
+            kinds = _hosts(content, starts, resource) if is_fixed else _types(content, resource)
+        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ConfigError(f"{path}: no cluster file of `ray up` ({reason}); deploy/ has two to begin with") from error
+        return cls(path, kinds, content.get("max_workers"), starts["head"] + starts["worker"], is_fixed)
+
+
+def _types(content: Mapping[str, Any], resource: str) -> tuple[NodeKind, ...]:
+    """Of a cloud: types of nodes, with their resources."""
+    head, found = content["head_node_type"], []
+    for name, kind in content["available_node_types"].items():
+        offered = kind.get("resources", {})
+        most = 1 if name == head else kind.get("max_workers", content.get("max_workers", 0))
+        found.append(NodeKind(name, most, offered.get(resource, 0.0), offered.get("GPU", None if not offered else 0.0)))
+    return tuple(sorted(found, key=lambda kind: kind.name != head))
+
+
+def _hosts(content: Mapping[str, Any], starts: Mapping[str, tuple[str, ...]], resource: str) -> tuple[NodeKind, ...]:
+    """Hosts of one's own: what they offer is said where Ray is started on them."""
+    count = len(content["provider"]["worker_ips"])
+    count = min(count, content.get("max_workers", count))
+    return tuple(NodeKind(f"{role} host", most, *_offered(starts[role], resource)) for role, most in (("head", 1), ("worker", count)))
+
+
+def _offered(starts: tuple[str, ...], resource: str) -> tuple[float, float | None]:
+    units, gpus = 0.0, None
+    for word in (word for start in starts for word in shlex.split(start)):
+        name, _, value = word.partition("=")
+        if name == "--resources":
+            units = float(json.loads(value).get(resource, 0.0))
+        elif name == "--num-gpus":
+            gpus = float(value)
+    return units, gpus
+
+
+Rule = Callable[[ClusterFile, RunConfig], Iterator[Complaint]]
+
+
+def units_for_all_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+    resource, wanted = config.ray.rollout_resource, config.rollout.most_workers
+    offered = sum(kind.most * kind.units for kind in cluster.kinds)
+    setting = f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {wanted}"
+    asked = f"{setting}, each of which asks for one unit of the Ray resource {resource!r} (ray.rollout_resource)"
+    if offered < 1:
+        yield Complaint("fail", f"{asked}, and no node of {cluster.path} offers it", f'Give a kind of node resources: {{"{resource}": N}}')
+    elif offered < wanted:
+        yield Complaint("warn", f"{asked}, and the nodes of {cluster.path} offer {offered:g} at most: the others wait", "Add nodes")
+
+
+def gpus_beside_the_units(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+    if config.rollout.engine.resolved_device != "cuda":
+        return
+    share = config.rollout.gpus_per_worker
+    for kind in cluster.kinds:
+        if kind.gpus is not None and whole_gpus([share] * int(kind.units)) > kind.gpus:
+            yield Complaint(
+                "warn",
+                f"{kind.name} offers {kind.units:g} units of {config.ray.rollout_resource!r} and {kind.gpus:g} GPUs, of which each worker "
+                f"asks for {share:g}: not all of these units can be used",
+                "Offer as many as have a GPU",
+            )
+
+
+def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+    """Ranks get theirs first: a rank takes any GPU, a worker one of a node that offers it a unit as well."""
+    learner, rollout = config.learner, config.rollout
+    if any(kind.gpus is None for kind in cluster.kinds):
+        return
+    there = sum(kind.most * int(kind.gpus or 0) for kind in cluster.kinds)
+    ranks = [learner.gpus_per_rank] * learner.world_size if learner.resolved_device == "cuda" else []
+    workers = [rollout.gpus_per_worker] * rollout.most_workers if rollout.engine.resolved_device == "cuda" else []
+    groups = sum(kind.most * (int(kind.gpus or 0) // learner.tensor_parallel) for kind in cluster.kinds)
+    if ranks and groups * learner.tensor_parallel < learner.world_size * min(1.0, learner.gpus_per_rank):
+        yield Complaint(
+            "fail",
+            f"the learner has {learner.world_size} ranks in tensor-parallel groups of {learner.tensor_parallel}, each on one node, and "
+            f"{cluster.path} has room for {groups} groups",
+            "Add nodes, or lower learner.tensor_parallel",
+        )
+    elif (wanted := whole_gpus(ranks + workers)) > there:
+        yield Complaint(
+            "warn",
+            f"{len(ranks)} ranks and {len(workers)} workers ask for {wanted} GPUs, and {cluster.path} has {there} at most: workers wait",
+            "Add nodes",
+        )
+
+
+def bounds_of_all_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+    together = sum(kind.most for kind in cluster.kinds[1:])
+    if (most := cluster.most_nodes) is not None and most < together:
+        yield Complaint(
+            "warn",
+            f"{cluster.path}: max_workers = {most} for all nodes beside the head, and their kinds may have {together} together",
+            f"Set max_workers: {together}",
+        )
+
+
+def hosts_stay(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+    if cluster.is_fixed and config.rollout.is_elastic:
+        yield Complaint(
+            "note",
+            f"{cluster.path} has hosts of your own, all of them from the beginning: a pool that grows or shrinks starts and frees none",
+            f"rollout.workers: {config.rollout.most_workers} says the same",
+        )
+
+
+def token_on_all_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+    open_ones = [start for start in cluster.starts if "RAY_AUTH_MODE=token" not in start]
+    if open_ones and not config.ray.allow_unauthenticated:
+        yield Complaint(
+            "fail",
+            f"{cluster.path}: Ray is started without a token by {open_ones[0]!r}, and a run refuses a cluster that lets everybody in",
+            "Say RAY_AUTH_MODE=token before each `ray start`",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    units_for_all_workers,
+    gpus_beside_the_units,
+    gpus_for_everybody,
+    bounds_of_all_nodes,
+    hosts_stay,
+    token_on_all_nodes,
+)
+
+
+def agreement(cluster: ClusterFile, config: RunConfig) -> list[Complaint]:
+    """What a recipe asks for and the cluster doesn't have, the worst first; both names of resources and sizes."""
+    return worst_first([complaint for rule in RULES for complaint in rule(cluster, config)])

@@ -1,0 +1,111 @@
+"""What processes take: processor time, memory, and, if asked, in which functions of their event loop."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import os
+import pstats
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import ray
+
+_EVERY_S = 0.1
+_SHOWN = 25
+"""Functions of a profile."""
+
+
+class ProcessUse:
+    """Processor seconds of a process since `begin`, and by how much its anonymous memory has grown since it was met."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._first = self.peak = self._anonymous()
+        self.begin()
+
+    def begin(self) -> None:
+        self._cpu_s = self._now()
+
+    def _now(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def _anonymous(self) -> int:
+        """Without what is mapped, such as the object store."""
+        memory = self._process.memory_info()
+        return int(memory.rss - memory.shared)
+
+    def look(self) -> None:
+        self.peak = max(self.peak, self._anonymous())
+
+    @property
+    def cpu_s(self) -> float:
+        return self._now() - self._cpu_s
+
+    @property
+    def grown(self) -> int:
+        return self.peak - self._first
+
+
+class Uses:
+    """Of this process, the driver, and of actors, looked at ten times a second."""
+
+    def __init__(self, actors: Mapping[str, Any], *, profiled: bool) -> None:
+        self._actors, self._profiled = actors, profiled
+        pids = {"driver": os.getpid()} | dict(zip(actors, _all(actors, _pid), strict=True))
+        self._uses = {name: ProcessUse(pid) for name, pid in pids.items()}
+        self._is_over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def begin(self) -> None:
+        """What follows counts."""
+        for use in self._uses.values():
+            use.begin()
+        if self._profiled:
+            _begin_profile(None)
+            _all(self._actors, _begin_profile)
+
+    def end(self) -> dict[str, tuple[float, int]]:
+        """CPU seconds since `begin` and bytes, by process; prints the profiles."""
+        used = {name: (use.cpu_s, use.grown) for name, use in self._uses.items()}
+        self._is_over.set()
+        self._watcher.join()
+        if self._profiled:
+            texts = [_end_profile(None), *_all(self._actors, _end_profile)]
+            for name, text in zip(["driver", *self._actors], texts, strict=True):
+                print(f"-- {name}\n{text}", flush=True)
+        return used
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_EVERY_S):
+            for use in self._uses.values():
+                use.look()
+
+
+def _all(actors: Mapping[str, Any], what: Any) -> list[Any]:
+    return list(ray.get([actor.__ray_call__.remote(what) for actor in actors.values()]))
+
+
+def _pid(_: Any) -> int:
+    return os.getpid()
+
+
+_profile: cProfile.Profile | None = None  # a process has one: of the thread that its event loop runs in
+
+
+def _begin_profile(_: Any) -> None:
+    global _profile
+    _profile = cProfile.Profile()
+    _profile.enable()
+
+
+def _end_profile(_: Any) -> str:
+    text = io.StringIO()
+    if _profile is not None:
+        _profile.disable()
+        pstats.Stats(_profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(_SHOWN)
+    return text.getvalue()

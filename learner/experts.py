@@ -1,0 +1,55 @@
+"""The experts of a layer on one rank, all at once: Megatron's modules and parameters, one set for each expert, and two grouped products.
+
+Megatron computes its local experts one after the other, each with kernels of its own: with 32 small experts on a rank a GPU waits for
+launches most of the time. Its grouped layers want other libraries, and hold their parameters under other names and in other shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from learner.megatron import SequentialMLP
+
+
+def grouped_product(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """[R, out]: each run of rows times the transpose of its own matrix.
+
+    On a GPU in bfloat16 one kernel (torch's grouped_mm), elsewhere a loop. The matrices are stacked for the kernel: a copy at the speed of
+    the GPU's memory.
+
+    Args:
+        x: [R, in], the runs one below the other.
+        weights: a run's matrix each, [out, in].
+        rows: [runs] int64, rows of each run; any may be 0.
+    """
+    return _by_kernel(x, weights, rows) if x.is_cuda and x.dtype == torch.bfloat16 and len(x) else _by_loop(x, weights, rows)
+
+
+def _by_kernel(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
+    ends = rows.to(x.device).cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(x, torch.stack(list(weights)).transpose(1, 2), offs=ends)
+
+
+def _by_loop(x: Tensor, weights: Sequence[Tensor], rows: Tensor) -> Tensor:
+    return torch.cat([F.linear(run, weight) for run, weight in zip(torch.split(x, rows.tolist()), weights, strict=True)])
+
+
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]  # Megatron has no types
+    """SequentialMLP with its products grouped: gated feed-forward parts without biases, whole on their rank."""
+
+    def forward(self, rows: Tensor, rows_of_experts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """
+        Args:
+            rows: [R, hidden], those of an expert one below the other.
+            rows_of_experts: [experts of this rank] int64.
+            weights: [R], by which the router weighs each row's expert.
+        """
+        up = grouped_product(rows, [expert.linear_fc1.weight for expert in self.local_experts], rows_of_experts)
+        gate, linear = up.chunk(2, dim=-1)
+        inner = self.config.activation_func(gate) * linear
+        inner = (inner * weights.unsqueeze(-1)).to(inner.dtype)
+        return grouped_product(inner, [expert.linear_fc2.weight for expert in self.local_experts], rows_of_experts), None

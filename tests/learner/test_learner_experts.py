@@ -1,0 +1,55 @@
+"""The experts of a rank at once say what Megatron's say one after the other, and a GPU's kernel what the loop says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.experts import GroupedExperts, _by_kernel, _by_loop, grouped_product
+from learner.megatron import SequentialMLP
+from tests.learner.learner_cases import learner_on
+from tests.learner.moe_cases import EXPERTS, save_moe
+
+RUNS = [[3, 0, 5, 2], [0, 0, 0, 7], [1, 1, 1, 1]]
+
+
+def with_gradients(product: object, x: Tensor, weights: list[Tensor], rows: list[int]) -> list[Tensor]:
+    inputs = [x.clone().requires_grad_(), *(weight.clone().requires_grad_() for weight in weights)]
+    output = product(inputs[0], inputs[1:], torch.tensor(rows))  # type: ignore[operator]
+    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), inputs)]
+
+
+@pytest.mark.parametrize("rows", RUNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_and_loop_are_the_same_products(dtype: torch.dtype, rows: list[int]) -> None:
+    """torch has the kernel's operator on a CPU, too. Runs without rows leave a gradient of zeros."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(sum(rows), 16, dtype=dtype), [torch.randn(8, 16, dtype=dtype) for _ in rows]
+    by_kernel, by_loop = (with_gradients(product, x, weights, rows) for product in (_by_kernel, _by_loop))
+    run_of_row = [run for run, count in enumerate(rows) for _ in range(count)]
+    expected = torch.stack([weights[run] @ row for run, row in zip(run_of_row, x, strict=True)])
+    tolerance = {"rtol": 0.02, "atol": 0.05} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(by_loop[0], expected, **tolerance)
+    for ours, theirs in zip(by_kernel, by_loop, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    assert torch.equal(grouped_product(x, weights, torch.tensor(rows)), by_loop[0]), "which is the loop on a CPU"
+
+
+@pytest.mark.parametrize("rows", [[4, 0, 7, 1, 0, 3, 2, 5], [0] * EXPERTS, [1] * EXPERTS])
+def test_experts_at_once_equal_megatron_s_one_by_one(tmp_path: Path, rows: list[int]) -> None:
+    """To the bit, gradients of every expert included."""
+    with learner_on(save_moe(tmp_path / "m")) as learner:
+        experts = learner._policies[0].decoder.layers[0].mlp.experts
+        assert type(experts) is GroupedExperts
+        hidden, weights = torch.randn(sum(rows), 32, requires_grad=True), torch.rand(sum(rows), requires_grad=True)
+        parameters = list(experts.parameters())
+        assert len(parameters) == 2 * EXPERTS
+        found = []
+        for forward in (GroupedExperts.forward, SequentialMLP.forward):
+            output, bias = forward(experts, hidden, torch.tensor(rows), weights)
+            assert bias is None
+            found.append([output, *torch.autograd.grad(output.square().sum(), [hidden, weights, *parameters])])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
