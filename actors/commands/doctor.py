@@ -83,6 +83,7 @@ def _measured(config: RunConfig) -> list[Complaint]:
     from actors.true_on_policy import resolved
     from learner.hf_folder import read_json
 
+    typer.echo("starting the learner's ranks and an engine on a model of two layers, about a minute", err=True)
     folder = config_folder(config.model)
     config = resolved(derived(config, has_gpu=gpus_there(config) > 0), folder)
     content = read_json(folder / "config.json")

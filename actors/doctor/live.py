@@ -101,6 +101,8 @@ class _Visit:
         self._agreements: list[AgreementFact] = []
         self._update: UpdateFact | None = None
         self._repeats = True
+        self._scored: list[float] = []
+        """The learner's logprobs of the first sequence."""
 
     async def facts(self) -> DeepFacts:
         places: RankPlaces | None = None
@@ -153,7 +155,7 @@ class _Visit:
                 return
             plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(probe))
             snapshot, _ = await asyncio.gather(group.export(plan), starting)
-            self._learners = snapshot.probe_logprobs
+            self._scored = snapshot.probe_logprobs
             await self._wait(engine.take.remote(1, snapshot.buckets), "first weights of the engine")
             scored = await self._wait(engine.score.remote(probe), "probe of the engine")
             self._agreements.append(agreement("the engine and the learner", scored, snapshot.probe_logprobs))
@@ -171,13 +173,12 @@ class _Visit:
 
     async def _compare_gradients(self, group: LearnerGroup, made: Reference) -> None:
         try:
-            scored = getattr(self, "_learners", None)
-            if scored is None:  # no engine asked for the export
+            if not self._scored:  # no engine has asked for them
                 plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(self._sequences[0]))
-                scored = (await group.export(plan)).probe_logprobs
+                self._scored = (await group.export(plan)).probe_logprobs
             norms = await self._each(group, backward, self._sequences)
             off = abs(norms[0] / made.gradient_norm - 1)
-            self._agreements.insert(0, agreement("the learner and float32 on a CPU", scored, made.logprobs, off))
+            self._agreements.insert(0, agreement("the learner and float32 on a CPU", self._scored, made.logprobs, off))
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("forward and backward pass of the learner", error)
 
