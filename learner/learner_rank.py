@@ -234,9 +234,13 @@ class LearnerRank:
             token_ids: [N] int64; offsets: [S + 1] int64; loss_mask: [N] bool, False at first tokens.
         Returns: the loss before the step, nats per token.
         """
+        return self.supervised_update(token_ids, offsets, loss_mask)[0]
+
+    def supervised_update(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> tuple[float, Update]:
+        """The same, with what became of the gradient."""
         corrected = demonstration_batch(token_ids, offsets, loss_mask)
         state = self._require()
-        _, loss, _ = train_step(
+        _, loss, update = train_step(
             state.chunks,
             state.optimizer,
             corrected,
@@ -247,7 +251,7 @@ class LearnerRank:
             placement=self.placement,
             watch=PhaseTimer(self.placement.device),
         )
-        return loss
+        return loss, update
 
     # Weights out
 
