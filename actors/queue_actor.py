@@ -10,6 +10,7 @@ from actors import payloads
 from actors.carriers import QueueSnapshot, StoredGroup, Ticket
 from actors.numbered import NumberedCalls
 from actors.trajectory_queue import TrajectoryQueue
+from rollout.stacks import tell_stacks
 from rollout.trajectory import GroupFacts, Prompt
 
 _JOIN_S = 0.05
@@ -24,6 +25,7 @@ class TrajectoryQueueActor:
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, generation: int = 0) -> None:
         """Args: generation: of the run, see actors/going_back.py."""
+        tell_stacks()
         self._generation = generation
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._changed = asyncio.Condition()

@@ -17,8 +17,8 @@ ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
 
 
-REFUSES_A_START: set[str] = set()
-"""After one of these a run may end before it has begun to train."""
+REFUSES_A_START = {"freeze_worker"}
+"""After one of these a run may end before it has begun to train: the first engine didn't come up in the time for that."""
 
 
 @dataclass(frozen=True, slots=True)
