@@ -24,11 +24,13 @@ from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.going_back import Returns, kill, lost_among, raise_when_lost, what_is_done_again
 from actors.hub import model_folder
-from actors.parts import StartingPoint, start_learner, start_queue, start_service
+from actors.learner_group import LearnerGroup
+from actors.parts import StartingPoint, fill_queue, make_queue, make_sync, start_learner, start_service
 from actors.payloads import whole_snapshot
 from actors.placement import reserve
 from actors.pool import RolloutPool
 from actors.record.checkpoint_writer import CheckpointWriter
+from actors.record.fruitless import FruitlessSteps
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_teller import StepTeller
@@ -37,8 +39,7 @@ from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
 from actors.supervision import Stopwatch, abandon, counted, persistently, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
-from actors.weight_sync import WeightSync
-from correction.errors import EngineError, EvenkeelError
+from correction.errors import EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 
@@ -64,6 +65,8 @@ class Controller:
         self._point = StartingPoint(config.model, *(resume_from or ()))
         self._step, self._version = self._point.step, self._point.version
         self._generation, self._returns = 0, Returns(folder, task)
+        self._parts: dict[str, Any] = {}
+        """Actors whose death takes the run back, by name."""
         self._began = time.monotonic() - self._point.elapsed_s
         self._is_training = False
         self.ended_by: int | None = None
@@ -72,7 +75,11 @@ class Controller:
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
         self._is_asked_to_end = asyncio.Event()
+        self._first_evaluation: Evaluation | None = None
         self._last_evaluation: asyncio.Task[Evaluation | None] | None = None
+        self._is_begun, self._is_trained = self._step > 0, False
+        """Evaluated before training, or not to be; all steps that there will be are done and saved."""
+        self._fruitless = FruitlessSteps(config.max_staleness, observer.event)
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._ends_at_once = False
@@ -88,29 +95,53 @@ class Controller:
             self._observer.serve()
             try:
                 await self._start()
-                summary: RunSummary = await unless_failed(self._whole_run(), self._pool.raise_on_failure())
-                return summary
+                return await self._whatever_dies()
             finally:
                 await self._end()
 
-    async def _whole_run(self) -> RunSummary:
-        before = None
-        if self._step == 0:
-            before = await self._evaluate_now("before training")
+    async def _whatever_dies(self) -> RunSummary:
+        """The run from the start of its parts; when one of them dies, again from the checkpoint before that (going_back.py)."""
+        failure: BaseException | None = None
+        lost: list[str] = []
+        while True:
+            try:
+                beginning = self._start_parts() if failure is None else self._go_back(lost, failure)
+                await unless_failed(beginning, self._pool.raise_on_failure())
+                training = unless_failed(self._until_trained(), raise_when_lost(self._parts))
+                await unless_failed(training, self._pool.raise_on_failure())
+                return await self._finish(await unless_failed(self._evaluate_last(), self._pool.raise_on_failure()))
+            except (EvenkeelError, ray.exceptions.RayError) as error:
+                failure = error
+            lost = await lost_among(self._parts, failure)
+            try:
+                self._returns.allow(lost, failure)
+            except (EvenkeelError, ray.exceptions.RayError) as error:
+                if not self._is_trained:
+                    raise
+                self._observer.event("warning", f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
+                return await self._finish(None)
+
+    async def _until_trained(self) -> None:
+        """To the last step and its checkpoint."""
+        if not self._is_begun:
+            self._first_evaluation = await self._evaluate_now("before training")
+        self._is_begun = self._is_training = True
         gc.freeze()  # a full garbage collection need not walk through all that the imports made
-        self._is_training = True
         self._observer.phase("training")
-        await self._train_whatever_dies()
-        self._is_training = False
-        after = None if self._ends_early else await self._evaluate_last()
+        self._observer.training_begins(time.monotonic() - self._began)
+        prompts = map(self._task.train_prompt, itertools.count(self._point.prompt_position))
+        feeding = self._pool.feed(prompts, self._unfinished, self._observer.admitted)
+        await unless_failed(self._train_and_save(), feeding)
+        self._is_training, self._is_trained = False, True
+
+    async def _finish(self, after: Evaluation | None) -> RunSummary:
         await self._steps.flush()
         try:
             self._observer.keep_scatter(await self._ask(self._service.scatter))
-        except EngineError as error:
+        except (EvenkeelError, ray.exceptions.RayError) as error:
             self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
-        is_early = self._step < self._config.steps
-        ended_by = self.ended_by if is_early else None
-        return RunSummary(self._step, before, after, time.monotonic() - self._began, is_early, self._alarm, ended_by)
+        seconds, is_early = time.monotonic() - self._began, self._step < self._config.steps
+        return RunSummary(self._step, self._first_evaluation, after, seconds, is_early, self._alarm, self.ended_by if is_early else None)
 
     @property
     def _ends_early(self) -> bool:
@@ -118,58 +149,37 @@ class Controller:
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    async def _train_whatever_dies(self) -> None:
-        """To the last step and its checkpoint; when a part dies, again from the checkpoint before that (going_back.py)."""
-        failure: BaseException | None = None
-        lost: list[str] = []
-        while True:
-            try:
-                if failure is not None:
-                    await self._go_back(lost, failure)
-                self._observer.training_begins(time.monotonic() - self._began)
-                prompts = map(self._task.train_prompt, itertools.count(self._point.prompt_position))
-                feeding = self._pool.feed(prompts, self._unfinished, self._observer.admitted)
-                return await unless_failed(unless_failed(self._train_and_save(), feeding), raise_when_lost(self._parts))
-            except (EvenkeelError, ray.exceptions.RayError) as error:
-                failure = error
-            lost = await lost_among(self._parts, failure)
-            self._returns.allow(lost, failure)
-
     async def _train_and_save(self) -> None:
         await self._train()
         await self._checkpoints.insist(self._step, self._save)
         await asyncio.to_thread(self._ledger.flush)
 
-    @property
-    def _parts(self) -> dict[str, Any]:
-        """Actors whose death takes the run back, by name."""
-        return {"trajectory queue": self._queue, "correction service": self._service, **self._learner.ranks}
-
     async def _go_back(self, lost: list[str], failure: BaseException) -> None:
         """Args: lost: names of parts."""
-        reached = {"step": self._step, "version": self._version}
+        reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
         self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
         await self._withdraw()
         self._point, said = await asyncio.to_thread(self._returns.point, self._config.model)
         self._generation += 1
-        self._observer.event("warning", what_is_done_again(lost, failure, self._point, **reached, generation=self._generation))
+        self._observer.event("warning", what_is_done_again(lost, failure, self._point, **reached))
         for level, sentence in said:
             self._observer.event(level, sentence)
         self._step, self._version = self._point.step, self._point.version
         self._observer.go_back(self._point.totals)
         self._alarms = AlarmResponse(self._config, self._point.replacement)
         self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
-        await self._start_queue()
+        self._make_queue()
         self._pool.serve(self._queue, self._generation)
-        await self._start_the_others()
+        await self._start_parts()
 
     async def _withdraw(self) -> None:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
         await self._evaluations.abandon()
         await self._pool.withdraw()
-        self._learner.kill()
-        kill(self._queue, self._service)
-        await self._sync.close()
+        kill(*self._parts.values())
+        self._parts.clear()
+        if hasattr(self, "_sync"):
+            await self._sync.close()
         for what, ending in (("checkpoint under way", self._checkpoints.finished), ("lines of the last steps", self._steps.flush)):
             try:
                 await wait_for(ending(), what, deadline_s=_END_S)
@@ -187,22 +197,23 @@ class Controller:
             compared = partial(self._ask, self._service.compared, batch.version, (result.values,))
             await check_batch(config, compared, step=self._step + 1, observer=self._observer)
             await self._publish()  # engines take it while we go on
-            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, [group.group_id for group in batch.groups])
+            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, batch.group_ids, self._sync.version)
             self._step += 1
-            trained = [group.prompt_id for group in batch.groups]
-            self._ledger.settle(self._step, trained=trained, discarded=discarded, outstanding=outstanding, counts=counts)
+            self._ledger.settle(self._step, trained=batch.prompt_ids, discarded=discarded, outstanding=outstanding, counts=counts)
             self._steps.end_step(self._step, self._version, batch, result, self._watch.read(), counts, discarded)
+            self._fruitless.note(self._step, batch, result)
             if self._checkpoints.is_due(self._step):
                 await self._save()
             await self._answer_alarms()
             self._evaluations.begin_if_due(self._step, self._version)
 
     async def _publish(self) -> None:
-        """The new weights, as the next version."""
+        """The new weights, as the next version, if the engines are to have it."""
         self._version += 1
         self._observer.trained()
-        with self._watch.phase("publish"):
-            await self._sync.publish()
+        if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
+            with self._watch.phase("publish"):
+                await self._sync.publish()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
         """A short call to the queue or the service, which may run twice."""
@@ -218,8 +229,8 @@ class Controller:
 
     async def _ask_for_batch(self) -> PreparedBatch | ForwardRequest:
         deadlines = self._config.deadlines
-        return await wait_for(
-            self._service.next_batch.remote(self._version),
+        return await persistently(
+            lambda: self._service.next_batch.remote(self._version),
             f"batch of version {self._version} <- correction service",
             deadline_s=deadlines.batch_s + 30.0,
             counts_from=self._pool.last_progress,
@@ -253,14 +264,21 @@ class Controller:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         await self._evaluations.finished()
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
+        if self._sync.version < self._version:
+            await self._sync.publish()
         await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
         return await self._evaluations.whole(when, self._step, self._version)
 
     async def _evaluate_last(self) -> Evaluation | None:
         """None if an interrupt leaves it out: the last checkpoint is on disk, and whoever wants the run to end has waited for that."""
+        if self._ends_early:
+            return None
         self._last_evaluation = asyncio.create_task(self._evaluate_now("after training"))
-        await asyncio.wait({self._last_evaluation})
-        return None if self._last_evaluation.cancelled() else self._last_evaluation.result()
+        try:
+            await asyncio.wait({self._last_evaluation})
+            return None if self._last_evaluation.cancelled() else self._last_evaluation.result()
+        finally:
+            abandon(self._last_evaluation)
 
     async def _save(self) -> None:
         """Take a checkpoint of everything. The learner is idle, and nothing of the queue is between two places."""
@@ -287,37 +305,29 @@ class Controller:
         self._folder.keep_model_files(model_folder(self._point.weights))
         workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
-        await self._start_queue()
+        self._make_queue()
         self._places = await reserve(config)  # before engines take the GPUs
         self._start_pool()
-        await unless_failed(self._start_the_others(), self._pool.raise_on_failure())
 
-    async def _start_queue(self) -> None:
+    def _make_queue(self) -> None:
         self._checkpoints.saved_step = self._step
         self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._point.state, self._observer.event)
-        self._queue, self._unfinished = await start_queue(self._config, self._point, self._generation)
+        self._parts["trajectory queue"] = self._queue = make_queue(self._config, self._generation)
 
-    async def _start_the_others(self) -> None:
-        """All but queue and pool, which are there; to the first receipt of each engine."""
+    async def _start_parts(self) -> None:
+        """At the starting point, to the first receipt of each engine; the queue and the pool are there."""
         config, observer = self._config, self._observer
-        self._learner, infos = await start_learner(config, self._point, self._places)
+        self._unfinished = await fill_queue(self._queue, config, self._point)
+        made: Callable[[LearnerGroup], None] = lambda learner: self._parts.update(learner.ranks)  # noqa: E731
+        self._learner, infos = await start_learner(config, self._point, self._places, made)
         for info in infos:
             observer.joined(info)
         for note in self._alarms.notes():
             observer.event("info", note)
-        self._service: Any = start_service(config, self._point, self._alarms.correction, self._queue)
+        self._parts["correction service"] = self._service = start_service(config, self._point, self._alarms.correction, self._queue)
         self._steps.follow(self._service)
-        self._sync = WeightSync(
-            config.weight_sync,
-            self._learner,
-            probe_ids=self._held_out[0].token_ids,
-            sync_s=config.deadlines.sync_s,
-            on_receipt=self._receipt,
-            on_probe=observer.probed,
-            on_dirty=observer.dirty,
-            on_failure=self._pool.report_unsyncable,
-            generation=self._generation,
-        )
+        probe_ids, pool = self._held_out[0].token_ids, self._pool
+        self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)
         observer.follow(self._pool, self._learner)
         await self._first_sync()
 
@@ -351,8 +361,6 @@ class Controller:
         except Exception as error:  # must not stand in place of what ended the run
             self._observer.event("warning", f"the last step's numbers may be incomplete: {error}")
         self._checkpoints.abandon()
-        if self._last_evaluation is not None:
-            abandon(self._last_evaluation)
         endings: dict[str, Callable[[], Any]] = {
             "_evaluations": lambda: self._evaluations.abandon(),
             "_service": lambda: self._service.stop.remote(),
@@ -363,8 +371,7 @@ class Controller:
             if hasattr(self, part):
                 with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
                     await wait_for(end(), f"end of {part.strip('_')}", deadline_s=_END_S)
-        if hasattr(self, "_learner"):
-            self._learner.kill()
+        kill(*self._parts.values())
 
     @contextlib.contextmanager
     def _handled_interrupts(self) -> Iterator[None]:

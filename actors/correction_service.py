@@ -28,6 +28,7 @@ from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.forwards import ForwardRequests
 from actors.gap_split import GapSplit
 from actors.loop_clock import LoopClock
+from actors.numbered import NumberedCaller
 from actors.scatter import ScatterReservoir
 from actors.supervision import wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -38,11 +39,13 @@ from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics import clipped_tokens, diagnose
 from correction.divergence import Estimator, estimate
+from correction.errors import LateError
 from correction.monitor import Monitor
 from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.config import RolloutConfig
 from rollout.packing import pack_groups
+from rollout.stacks import tell_stacks
 from rollout.trajectory import Group, GroupFacts
 
 if TYPE_CHECKING:
@@ -59,7 +62,6 @@ _OF_THE_BOUNDS = ("rejected_share",)
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
     """What the service needs of the run's configuration."""
-
     correction: CorrectionConfig
     """To begin with: the run's, or the one that an alarm has put in its place."""
     has_reference: bool
@@ -94,7 +96,6 @@ def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
 @dataclass(frozen=True, slots=True)
 class _Undiagnosed:
     """What diagnostics need of a batch that the learner has or had."""
-
     corrected: CorrectedBatch
     split: Mapping[str, float]
     correction: CorrectionConfig
@@ -105,7 +106,8 @@ class CorrectionService:
 
     def __init__(self, config: ServiceConfig, queue: Any, monitor_state: Mapping[str, Any] | None = None) -> None:
         """Args: monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run."""
-        self._config, self._queue = config, queue
+        tell_stacks()
+        self._config, self._queue, self._books = config, queue, NumberedCaller(queue)
         self._correction = self._next_correction = config.correction
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
@@ -115,6 +117,8 @@ class CorrectionService:
         self._waiting_to_observe = 0
         self._forwards = ForwardRequests()
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
+        self._given: tuple[int, PreparedBatch | None] = (-1, None)
+        """The last batch that was asked for, by its version, until it is trained: it may be lost on its way, and is asked for again."""
         self._undiagnosed: dict[int, _Undiagnosed] = {}
         """By version: the batch ahead, the one that the learner has, and the one before, which is diagnosed while it has that."""
         self._references: dict[int, Tensor] = {}
@@ -131,23 +135,34 @@ class CorrectionService:
     async def next_batch(self, version: int) -> PreparedBatch | ForwardRequest:
         """The batch of `version`, at which the learner stands, idle; the one after it is begun before this returns.
 
-        If the batch needs something of the learner first, this returns what: answer by `forwarded`, and ask again.
+        If the batch needs something of the learner first, this returns what: answer by `forwarded`, and ask again. Asked again for the
+        same version, the answer is the same.
+        Raises: LateError for a version before the last one.
         """
         self._clock.start()
-        if self._ahead is None or self._ahead[0] != version:
-            self._ahead = (version, asyncio.create_task(self._prepare(version)))
-        # The deadline counts from the learner's asking, not from the work ahead: that may rest while the learner trains.
+        if version == (last := self._given[0]) and self._given[1] is not None:
+            return self._given[1]
+        if version <= last:
+            raise LateError(f"batch of version {version}: asked for after that of version {last} was trained")
+        ahead = self._ahead if self._ahead is not None and self._ahead[0] == version else self._begin(version)
+        # The deadline counts from the learner's asking: the work ahead may rest while the learner trains.
         prepared = await wait_for(
-            self._prepared_or_request(self._ahead[1]),
+            self._prepared_or_request(ahead[1]),
             f"batch of version {version} <- trajectory queue",
             deadline_s=self._config.deadlines.batch_s,
             detail=lambda: self._queue.waiting_for.remote(version),
         )
         if isinstance(prepared, ForwardRequest):
             return prepared
-        self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v >= version - 1}
-        self._ahead = (version + 1, asyncio.create_task(self._prepare(version + 1)))
+        if self._given[0] == last:  # no other call for the same batch has come first
+            self._given = version, prepared
+            self._undiagnosed = {v: batch for v, batch in self._undiagnosed.items() if v >= version - 1}
+            self._begin(version + 1)
         return prepared
+
+    def _begin(self, version: int) -> tuple[int, asyncio.Task[PreparedBatch]]:
+        self._ahead = (version, asyncio.create_task(self._prepare(version)))
+        return self._ahead
 
     async def _prepared_or_request(self, preparing: asyncio.Task[PreparedBatch]) -> PreparedBatch | ForwardRequest:
         """Whichever comes first; the preparation goes on whatever becomes of this wait."""
@@ -182,6 +197,8 @@ class CorrectionService:
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
         reference = self._references.pop(version, None)
+        if version == self._given[0]:
+            self._given = version, None
         if trained is None or self._waiting_to_observe:
             return None
         self._waiting_to_observe += 1
@@ -253,8 +270,7 @@ class CorrectionService:
         # One batch is prepared at a time, so this holds for all of it.
         self._correction = self._next_correction
         keeping = asyncio.create_task(self._gap_split.keep(version)) if self._gap_split.keeps(version) else None
-        groups: list[Group] = []
-        pending: list[Group] = []
+        groups, pending = list[Group](), list[Group]()
         forwards: list[tuple[list[Group], asyncio.Task[tuple[dict[str, Tensor], float]]]] = []
         while len(groups) < self._config.groups_per_step:
             chunk = await self._draw(version, self._config.groups_per_step - len(groups))
@@ -313,24 +329,22 @@ class CorrectionService:
         lost are sampled again."""
         while True:
             # Without a group for long the batch's deadline speaks; this one is for a queue that doesn't answer.
-            call, limit_s = self._queue.draw.remote(version, places, _POLL_S), _POLL_S + ANSWER_S
-            drawn = await wait_for(call, f"groups of version {version} <- trajectory queue", deadline_s=limit_s, notice_s=ANSWER_S)
+            what, limit_s = f"groups of version {version} <- trajectory queue", _POLL_S + ANSWER_S
+            drawn = await self._books.ask("draw", version, places, _POLL_S, what=what, deadline_s=limit_s, notice_s=ANSWER_S)
             if not drawn:
                 continue
-            kept: list[StoredGroup] = []
-            given_up: dict[str, list[int]] = {}
+            kept, given_up = list[StoredGroup](), dict[str, list[int]]()
             for group in drawn:
                 if reason := self._worthless(group.facts):
                     given_up.setdefault(reason, []).append(group.group_id)
                 else:
                     kept.append(group)
             for reason, group_ids in given_up.items():
-                discarding = self._queue.discard.remote(group_ids, reason)
-                await wait_for(discarding, f"discard of {len(group_ids)} groups <- trajectory queue", deadline_s=ANSWER_S)
+                what = f"discard of {len(group_ids)} groups <- trajectory queue"
+                await self._books.ask("discard", group_ids, reason, what=what, deadline_s=ANSWER_S)
             groups, lost = await payloads.fetched(kept, deadline_s=self._config.deadlines.batch_s)
             if lost:
-                losing = self._queue.lose.remote(lost)
-                await wait_for(losing, f"loss of {len(lost)} groups -> trajectory queue", deadline_s=ANSWER_S)
+                await self._books.ask("lose", lost, what=f"loss of {len(lost)} groups -> trajectory queue", deadline_s=ANSWER_S)
             if groups:
                 return groups
 
@@ -357,8 +371,10 @@ class CorrectionService:
 
     async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Tensor], float]:
         """What the learner says of the groups' tokens, by its field of PackedBatch, and how long that took."""
+        if not (packed := await asyncio.to_thread(self._pack, groups, version)).num_tokens:  # all their answers are masked
+            return {}, 0.0
         return await self._forwards.ask(
-            await asyncio.to_thread(self._pack, groups, version),
+            packed,
             version=version,
             wants_proximal=self._needs_forward,
             wants_reference=self._wants_reference(version),
@@ -370,7 +386,7 @@ class CorrectionService:
     ) -> tuple[PackedBatch, float]:
         """The batch with what the learner said of the chunks put where their groups stand in it."""
         # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
-        whole: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {} if batch.num_tokens else {"proximal_logprobs": batch.behavior_logprobs}
         seconds = 0.0
         sequences: dict[int, list[int]] = {}
         for i, group_id in enumerate(batch.group_ids.tolist()):

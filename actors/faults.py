@@ -36,32 +36,33 @@ class LossBook:
 
     def __init__(self) -> None:
         self._losses: deque[tuple[float, str]] = deque()
-        self._in_vain = 0
+        self.in_vain = 0
+        """Losses since a group was last finished."""
 
     def lost(self, now: float, node: str = "") -> None:
         """Args: now: seconds. node: its id; empty: not known."""
         self._losses.append((now, node))
-        self._in_vain += 1
+        self.in_vain += 1
         self._forget(now)
 
     def worked(self) -> None:
         """A group was finished."""
-        self._in_vain = 0
+        self.in_vain = 0
 
     def pause_s(self, size: int) -> float:
         """Seconds before the next replacement starts; none while no more were lost in a row than the pool has workers.
 
         Args: size: workers that the pool is to have.
         """
-        repeated = self._in_vain - size
+        repeated = self.in_vain - size
         return 0.0 if repeated <= 0 else min(_LONGEST_PAUSE_S, 2.0 ** min(repeated, 16))
 
     def check(self, size: int, last: str) -> None:
         """Raises: EngineError when replacing has gone on for too long without a single finished group."""
         budget = max(_LEAST_BUDGET, 3 * size)
-        if self._in_vain > budget:
+        if self.in_vain > budget:
             raise EngineError(
-                f"{self._in_vain} rollout workers were lost one after the other, and not one group was finished in between: another would "
+                f"{self.in_vain} rollout workers were lost one after the other, and not one group was finished in between: another would "
                 f"end like them. The last: {last}"
             )
 

@@ -12,12 +12,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from actors.carriers import ForwardRequest, PreparedBatch
-from actors.supervision import wait_for
+from actors.supervision import persistently, wait_for
 from correction.errors import DeadlineExceeded
 
 if TYPE_CHECKING:  # torch and Megatron: not in the driver
@@ -65,8 +66,9 @@ async def next_batch(
         at_sampling = None
         if found.scored_since is not None:
             at_sampling = await learner.at_sampling(found.batch, version=found.version, oldest=found.scored_since)
-        answer = service.forwarded.remote(found.number, proximal, reference, at_sampling, time.monotonic() - began)
-        await wait_for(answer, f"logprobs at version {found.version} -> correction service", deadline_s=deadline_s)
+        answer = found.number, proximal, reference, at_sampling, time.monotonic() - began
+        what = f"logprobs at version {found.version} -> correction service"
+        await persistently(partial(service.forwarded.remote, *answer), what, deadline_s=deadline_s)
     return found
 
 
@@ -108,12 +110,14 @@ class ForwardRequests:
             del self._answers[request.number]
 
     async def take(self) -> ForwardRequest:
-        """The oldest one that is still waited for; waits until there is one."""
+        """The oldest one without an answer that is still waited for; waits until there is one. Taken again, it is the same: who took it
+        first may have told nobody."""
         while True:
             while self._waiting:
-                request = self._waiting.popleft()
-                if request.number in self._answers:
-                    return request
+                answer = self._answers.get(self._waiting[0].number)
+                if answer is not None and not answer.done():
+                    return self._waiting[0]
+                self._waiting.popleft()
             self._changed.clear()
             await self._changed.wait()
 

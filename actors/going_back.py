@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from actors.parts import StartingPoint
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.run_folder import RunFolder
-from correction.errors import ActorLost, DeadlineExceeded
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded
 from rollout.tasks import Task
 
 MOST_RETURNS = 3
@@ -54,15 +54,19 @@ async def raise_when_lost(parts: Mapping[str, Any]) -> None:
 
 
 async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str]:
-    """Names of these actors whose process is gone; if none is, and the error is a deadline, of those that don't answer."""
+    """Names of these actors whose process is gone; if none is, and the error is a deadline, of those that don't answer.
+
+    An answer that is lost for good, though all of them are there, is a loss, too: nobody knows whether the call has run.
+    """
     asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(_until_one_is_gone(list(asked.values())), _ANSWER_S)
     gone = [name for name, task in asked.items() if task.done() and task.result()]
-    silent = [name for name, task in asked.items() if not task.done()] if isinstance(error, DeadlineExceeded) else []
+    is_late = isinstance(error, DeadlineExceeded | ActorUnavailable)
+    silent = [name for name, task in asked.items() if not task.done()] if is_late else []
     for task in asked.values():
         task.cancel()
-    return gone or silent
+    return gone or silent or (["an answer"] if isinstance(error, ActorLost) else [])
 
 
 def kill(*actors: Any) -> None:

@@ -13,7 +13,7 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +28,7 @@ from actors.placement import RankPlaces
 from actors.supervision import USUAL_START, wait_for
 from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
+from rollout.stacks import tell_stacks
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from torch import Tensor
@@ -53,6 +54,7 @@ class LearnerRankActor:
     """
 
     def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
+        tell_stacks()
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
         self._calls = 0
@@ -132,6 +134,7 @@ class LearnerRankActor:
         A broadcast that fails is told in the answer; the learner goes on.
         """
         from correction.engines.weight_spec import WeightSpec
+        from learner.export import weight_checksums
 
         self._in_order(number, "export of the weights", version)
         began = time.monotonic()
@@ -144,9 +147,8 @@ class LearnerRankActor:
             if plan.broadcasts and not error:
                 error = self._send(piece)
             if plan.stores:
-                bucket = self._stage(piece)
-                references.append(ray.put(bucket))
-                checksums |= checksums_of(bucket) if plan.checksums else {}
+                references.append(ray.put(self._stage(piece)))
+                checksums |= weight_checksums(piece.items()) if plan.checksums else {}  # where the piece is
         probe = self._score(plan.probe_ids) if plan.probe_ids else []
         if self._rank != 0:
             return None
@@ -251,15 +253,18 @@ class LearnerGroup:
 
     @classmethod
     async def start(
-        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float
+        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float,
+        made: Callable[[LearnerGroup], None] = lambda _: None,
     ) -> tuple[LearnerGroup, list[ActorInfo]]:
         """Start the ranks and load the model.
 
+        Args: made: is given the group while its ranks start; one that doesn't come up has to be ended, too.
         Returns: the group, and for each rank its process id and metrics endpoint.
         """
         config, world_size, actor = places.config, places.config.world_size, ray.remote(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
         group = cls(ranks, version=version, step_s=step_s)
+        made(group)
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]

@@ -26,9 +26,11 @@ from actors.rollout_worker import WorkerSettings
 from actors.supervision import counted, unwrapped, wait_for
 from actors.weight_sync import WeightSync
 from actors.workers import PoolObserver, WorkerHandle, WorkerState
-from correction.errors import EngineError, EvenkeelError
+from correction.errors import ActorLost, EngineError, EvenkeelError
 
 log = logging.getLogger("evenkeel.pool")
+_STARTS = 3
+"""So often, in a row, a process may be killed while it starts as the pool's first."""
 
 
 class Membership(ABC):
@@ -202,8 +204,9 @@ class Membership(ABC):
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
         self._progressed = self._now()
         self._losses.lost(self._now(), worker.info.node if worker.info else "")
-        if never_worked and not self._has_begun and not self._workers:
-            self._fail(error if isinstance(error, EvenkeelError) else EngineError(f"rollout worker {worker.name} {reason}"))
+        if never_worked and not self._has_begun and not self._workers and not self._may_start_again(error):
+            is_told = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
+            self._fail(error if error and is_told else EngineError(f"rollout worker {worker.name} {reason}"))
         else:
             try:
                 self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
@@ -211,6 +214,10 @@ class Membership(ABC):
             except EngineError as hopeless:
                 self._fail(hopeless)
         self.wake()
+
+    def _may_start_again(self, error: BaseException | None) -> bool:
+        """A process that was killed may have been so by chance; what is wrong with the settings would raise."""
+        return isinstance(error, ActorLost) and self._losses.in_vain < _STARTS
 
     def forget(self, worker: WorkerHandle) -> bool:
         """It is gone. Returns: False if that was known."""

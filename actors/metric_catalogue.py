@@ -360,6 +360,7 @@ _ROLLOUT = [
     _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),
     _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
+    _gauge("sync/read_again_tokens", _U.TOKENS, _R.SUM, "read again", "Tokens of the batch that newer weights read anew (retract)."),
     _gauge(
         "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",
         "Largest logprob difference between engine and learner on the probe, a fixed prompt, after a weight sync.",

@@ -5,6 +5,7 @@ Rollout workers hold none of it, and outlive these: see going_back.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from actors.hub_name import absolute
 from actors.hub_nodes import fetch_where_ranks_are
 from actors.learner_group import LearnerGroup
 from actors.placement import RankPlaces
+from actors.pool import RolloutPool
 from actors.queue_actor import TrajectoryQueueActor
+from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint
 from actors.resume import TrainingState
-from actors.supervision import wait_for
+from actors.supervision import persistently
+from actors.weight_sync import WeightSync
 from correction.config import CorrectionConfig
+from rollout.trajectory import SyncReceipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +72,61 @@ class StartingPoint:
         return f"the checkpoint of step {self.step}" if self.checkpoint else "its beginning (it has no checkpoint)"
 
 
-async def start_queue(config: RunConfig, point: StartingPoint, generation: int) -> tuple[Any, list[Ticket]]:
-    """Returns: the queue's actor, and tickets that have to be sampled again."""
+def make_queue(config: RunConfig, generation: int) -> Any:
+    """The queue's actor, empty."""
     queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(
         groups_per_step=config.groups_per_step, max_staleness=config.max_staleness, generation=generation
     )
     lower_priority(queue)
+    return queue
+
+
+async def fill_queue(queue: Any, config: RunConfig, point: StartingPoint) -> list[Ticket]:
+    """Give it what it held at the point. Returns: tickets that have to be sampled again."""
     if point.state is None:
-        return queue, []
-    restored = queue.restore.remote(point.state.queue)
-    return queue, await wait_for(restored, "contents -> trajectory queue", deadline_s=config.deadlines.start_s)
+        return []
+    content, what = point.state.queue, "contents -> trajectory queue"
+    tickets: list[Ticket] = await persistently(lambda: queue.restore.remote(content), what, deadline_s=config.deadlines.start_s)
+    return tickets
 
 
-async def start_learner(config: RunConfig, point: StartingPoint, places: RankPlaces) -> tuple[LearnerGroup, list[ActorInfo]]:
-    """Its ranks with the point's weights, and optimizer if that is a checkpoint."""
+async def start_learner(
+    config: RunConfig, point: StartingPoint, places: RankPlaces, made: Callable[[LearnerGroup], None]
+) -> tuple[LearnerGroup, list[ActorInfo]]:
+    """Its ranks with the point's weights, and optimizer if that is a checkpoint. Args: made: is given them as they begin to start."""
     deadlines = config.deadlines
     limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
     await fetch_where_ranks_are(absolute(point.model) if config.needs_reference else point.weights, places, deadlines)
-    learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, **limits)
+    learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, made=made, **limits)
     if point.checkpoint is not None:
         await learner.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
     if config.needs_reference:
         await learner.load_reference(absolute(point.model))
     return learner, infos
+
+
+def make_sync(
+    config: RunConfig,
+    learner: LearnerGroup,
+    probe_ids: Sequence[int],
+    observer: Observer,
+    pool: RolloutPool,
+    *,
+    generation: int,
+    on_receipt: Callable[[SyncReceipt], None],
+) -> WeightSync:
+    """Of the learner's weights to the pool's engines; the observer is told what goes wrong, and the pool whom to replace."""
+    return WeightSync(
+        config.weight_sync,
+        learner,
+        probe_ids=probe_ids,
+        sync_s=config.deadlines.sync_s,
+        on_receipt=on_receipt,
+        on_probe=observer.probed,
+        on_dirty=observer.dirty,
+        on_failure=pool.report_unsyncable,
+        generation=generation,
+    )
 
 
 def start_service(config: RunConfig, point: StartingPoint, correction: CorrectionConfig, queue: Any) -> Any:

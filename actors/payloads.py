@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup
-from actors.supervision import wait_for
+from actors.supervision import persistently, wait_for
 from rollout.trajectory import Group, GroupFacts
 
 
@@ -59,7 +59,8 @@ async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
     Raises: DeadlineExceeded.
     """
     snapshot: QueueSnapshot
-    snapshot, held, tickets = await wait_for(queue.snapshot.remote(), "snapshot <- trajectory queue", deadline_s=deadline_s)
+    what = "snapshot <- trajectory queue"
+    snapshot, held, tickets = await persistently(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
     groups, lost = await fetched(held, deadline_s=deadline_s)
     again = [ticket for ticket in tickets if ticket.group_id in set(lost)]
     in_flight = sorted([*snapshot.in_flight, *again], key=lambda ticket: ticket.group_id)

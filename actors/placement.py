@@ -7,19 +7,20 @@ tensor-parallel group, which talk in every layer, share one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.config import RunConfig
+from actors.config import DeadlinesConfig, RunConfig
 from actors.environment import learner_environment
 from actors.supervision import USUAL_START, wait_for
 from learner.config import LearnerConfig
 
+T = TypeVar("T")
 _POLL_S = 1.0
 _LOOK_S = 60.0
 
@@ -63,6 +64,35 @@ async def reserve(run: RunConfig) -> RankPlaces:
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
     first_gpus = await _first_gpus(config, group) if bundle.get("GPU") and group.bundle_count > 1 else {}
     return RankPlaces(config, learner_environment(run), group, in_order(nodes, addresses, first_gpus))
+
+
+async def on_their_nodes(
+    places: RankPlaces, function: Callable[..., T], *arguments: Any, what: str, limits: DeadlinesConfig, bundles: int | None = None
+) -> list[T]:
+    """Call a function once for each bundle, on its node, beside the ranks. Returns: what it returned, by bundle.
+
+    Args:
+        what: that the nodes do, for messages.
+        bundles: only the first so many of them.
+    Raises: what it raises; DeadlineExceeded past deadlines.start_s.
+    """
+    assert places.group is not None
+    task: Any = ray.remote(function)
+    asked = [
+        task.options(
+            num_cpus=0,
+            max_retries=0,
+            runtime_env={"env_vars": dict(places.environment)},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=bundle),
+        ).remote(*arguments)
+        for bundle in range(bundles or places.group.bundle_count)
+    ]
+    limit_s, notice_s = limits.start_s, limits.notice_s
+    waits = [
+        wait_for(one, f"{what} -> the node of bundle {i}", deadline_s=limit_s, notice_s=notice_s, usual_s=USUAL_START * limit_s)
+        for i, one in enumerate(asked)
+    ]
+    return list(await asyncio.gather(*waits))
 
 
 def in_order(nodes: Mapping[int, str], addresses: Mapping[str, str], first_gpus: Mapping[int, int]) -> tuple[int, ...]:

@@ -8,7 +8,9 @@ from typing import Any
 
 from actors import payloads
 from actors.carriers import QueueSnapshot, StoredGroup, Ticket
+from actors.numbered import NumberedCalls
 from actors.trajectory_queue import TrajectoryQueue
+from rollout.stacks import tell_stacks
 from rollout.trajectory import GroupFacts, Prompt
 
 _JOIN_S = 0.05
@@ -16,16 +18,19 @@ _JOIN_S = 0.05
 
 
 class TrajectoryQueueActor:
-    """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline."""
+    """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline.
+
+    Args of its methods: number: of the call, see NumberedCalls; the pool numbers its calls of each method, the correction service all.
+    """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, generation: int = 0) -> None:
         """Args: generation: of the run, see actors/going_back.py."""
+        tell_stacks()
         self._generation = generation
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._changed = asyncio.Condition()
-        self._admission: tuple[int, list[Ticket]] = (0, [])
-        self._losses: tuple[int, list[Ticket]] = (0, [])
-        """Number of the last numbered one, and its answer."""
+        self._admissions, self._losses, self._of_service = NumberedCalls(), NumberedCalls(), NumberedCalls()
+        self._restored: list[Ticket] | None = None
         self._advance: tuple[int, Any] = (-1, None)
         """Version of the last one, and its answer."""
 
@@ -52,12 +57,13 @@ class TrajectoryQueueActor:
         return max(0, self._queue.free_places)
 
     async def admit(self, prompts: list[Prompt], number: int = 0) -> list[Ticket]:
-        """Args: number: of the call, from 1; asked again under the same one, the answer is the same. 0: it is not asked again."""
-        if not number:
+        """Give places to the first prompts, as many as are free."""
+
+        async def admit() -> list[Ticket]:
             return self._queue.admit(prompts)
-        if number != self._admission[0]:
-            self._admission = (number, self._queue.admit(prompts))
-        return self._admission[1]
+
+        tickets: list[Ticket] = await self._admissions.once(number, admit)
+        return tickets
 
     async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0) -> list[int]:
         """Finished groups; those of another generation are no answers to this one's tickets. Returns: ids of those asked of the worker."""
@@ -69,32 +75,44 @@ class TrajectoryQueueActor:
         await self._notify()
         return [one.group_id for one in expected]
 
-    async def lose(self, group_ids: list[int]) -> None:
-        self._queue.lose(group_ids)
-        await self._notify()
+    async def lose(self, group_ids: list[int], number: int = 0) -> None:
+        async def lose() -> None:
+            self._queue.lose(group_ids)
+            await self._notify()
+
+        await self._of_service.once(number, lose)
 
     async def take_lost(self, number: int, timeout_s: float) -> list[Ticket]:
-        """Groups to be sampled again, after waiting up to timeout_s for the first. Args: number: of the call, as for `admit`."""
-        until = asyncio.get_running_loop().time() + timeout_s
-        await self._wait_until(lambda: number == self._losses[0] or bool(self._queue.lost), until)
-        if number != self._losses[0]:
-            self._losses = (number, self._queue.take_lost())
-        return self._losses[1]
+        """Groups to be sampled again, after waiting up to timeout_s for the first."""
 
-    async def discard(self, group_ids: list[int], reason: str) -> None:
-        self._queue.discard(group_ids, reason)
-        await self._notify()
+        async def take() -> list[Ticket]:
+            await self._wait_until(lambda: bool(self._queue.lost), asyncio.get_running_loop().time() + timeout_s)
+            return self._queue.take_lost()
+
+        lost: list[Ticket] = await self._losses.once(number, take)
+        return lost
+
+    async def discard(self, group_ids: list[int], reason: str, number: int = 0) -> None:
+        async def discard() -> None:
+            self._queue.discard(group_ids, reason)
+            await self._notify()
+
+        await self._of_service.once(number, discard)
 
     async def give_up(self, group_id: int, reason: str) -> bool:
         is_new = self._queue.give_up(group_id, reason)
         await self._notify()
         return is_new
 
-    async def draw(self, version: int, places: int, timeout_s: float) -> list[StoredGroup]:
+    async def draw(self, version: int, places: int, timeout_s: float, number: int = 0) -> list[StoredGroup]:
         """Groups for the batch of `version`; none if none has come after timeout_s.
 
         When the first has come, the next ones have a moment to join it: a call for each group would cost more than the moment.
         """
+        groups: list[StoredGroup] = await self._of_service.once(number, lambda: self._draw(version, places, timeout_s))
+        return groups
+
+    async def _draw(self, version: int, places: int, timeout_s: float) -> list[StoredGroup]:
         drawn: list[StoredGroup] = []
 
         def take() -> bool:
@@ -105,14 +123,17 @@ class TrajectoryQueueActor:
             await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
         return drawn
 
-    async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
+    async def advance(
+        self, version: int, trained: list[int], published: int | None = None
+    ) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
         """The learner has new weights, by training on these groups; they leave.
 
+        Args: published: version that the engines get; None: this one.
         Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked
             again for the same version, the answer is the same.
         """
         if version != self._advance[0]:
-            self._queue.publish(version)
+            self._queue.publish(version, published)
             self._queue.settle(trained)
             self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
             await self._notify()
@@ -129,4 +150,7 @@ class TrajectoryQueueActor:
         return replace(snapshot, finished=()), list(held), [self._queue._entries[one.group_id].ticket for one in held]
 
     async def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
-        return self._queue.restore(snapshot, held=lambda group: StoredGroup(group.facts, group))
+        """Asked again, the answer is the same."""
+        if self._restored is None:
+            self._restored = self._queue.restore(snapshot, held=lambda group: StoredGroup(group.facts, group))
+        return self._restored

@@ -39,11 +39,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor
 
 from correction import CorrectionConfig
 from correction.advantages import group_advantages
 from correction.engines.weight_bucket import WeightBucket
+from lab.float8 import in_float8, is_projection
 from lab.kept_engines import KeptEngines, RunSettings, _Run, recipe
 from lab.recorded_runs import SERIES, RecordedBatch, write_run
 from learner.learner_rank import LearnerRank
@@ -118,7 +118,6 @@ ENGINES = {
     "float8_blocks": SamplingEngine(BFLOAT16, float8_block=32),
     "moe_bfloat16": SamplingEngine((*BFLOAT16, *(f"init.architecture.{one}" for one in EXPERTS))),
 }
-_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 def onset_of(seed: int) -> int:
@@ -134,26 +133,6 @@ def at_step(disturbance: Disturbance, step: int, onset: int) -> Disturbance:
         max_staleness=1 + math.floor(share * (disturbance.max_staleness - 1)),
         mu_noise=share * disturbance.mu_noise,
     )
-
-
-def in_float8(weight: Tensor, block: int) -> Tensor:
-    """A weight [rows, columns] at the nearest float8 e4m3 times the scale of its block, in its own dtype.
-
-    Args:
-        block: rows and columns that share a scale, by which their largest entry becomes the format's largest number; 0: one for all.
-    """
-    rows, columns = weight.shape
-    height, width = (block or rows), (block or columns)
-    padded = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
-    blocks = padded.unflatten(0, (-1, height)).unflatten(2, (-1, width))  # [blocks, height, blocks, width]
-    scale = (blocks.abs().amax((1, 3), keepdim=True) / _FLOAT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
-    return rounded.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(weight.dtype)
-
-
-def is_projection(name: str) -> bool:
-    """Of attention and MLP, which float8 engines keep in float8; embeddings, head, norms and routers stay as they are."""
-    return name.endswith("_proj.weight")
 
 
 class Recorder(KeptEngines):

@@ -22,6 +22,9 @@ from learner.model_family import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
     from learner.parallel import Placement
 
+GATHER_BYTES = 2**26
+"""Of a rank's parameters that are gathered at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -140,29 +143,57 @@ def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], 
         parameter.copy_(weight)
 
 
+Bound = tuple[Rule, torch.nn.Parameter]
+
+
 @torch.no_grad()
 def export(model: torch.nn.Module, hf_config: Any, placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """HF names and whole tensors of this rank's stage, one parameter at a time. Every rank of the stage's copy must go through it; the
-    tensors may share memory with the model's.
+    """HF names and whole tensors of this rank's stage: first what every rank has, then what is gathered, GATHER_BYTES at a time. Every rank
+    of the stage's copy must go through it; the tensors may share memory with the model's.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
     of_ranks = [bind(model, family, rank) for rank in range(placement.expert_parallel)]
-    for same in zip(*of_ranks, strict=True):
+    # Shared: the last stage's copy of a tied embedding.
+    places = [same for same in zip(*of_ranks, strict=True) if not getattr(same[0][1], "shared", False)]
+    split, experts = placement.tensor_parallel > 1, placement.expert_parallel > 1
+    of_tensor = [same for same in places if split and same[0][0].is_split]
+    of_experts = [same for same in places if experts and same[0][0].is_expert]
+    gathered = {id(same) for same in (*of_tensor, *of_experts)}
+    for same in (same for same in places if id(same) not in gathered):
         rule, parameter = same[0]
-        if getattr(parameter, "shared", False):  # the last stage's copy of a tied embedding
-            continue
-        if rule.is_expert:  # on each expert-parallel rank another expert stands at this place
-            for (its_rule, _), weight in zip(same, _gathered(parameter, placement.expert_parallel, placement.expert_group), strict=True):
-                yield from zip(its_rule.hf, to_hf(its_rule, [weight], heads, hf_config.vocab_size), strict=True)
-            continue
-        parts = _gathered(parameter, placement.tensor_parallel if rule.is_split else 1, placement.tensor_group)
-        yield from zip(rule.hf, to_hf(rule, parts, heads, hf_config.vocab_size), strict=True)
+        yield from zip(rule.hf, to_hf(rule, [parameter.detach()], heads, hf_config.vocab_size), strict=True)
+    for same, parts in _gathered(of_tensor, placement.tensor_parallel, placement.tensor_group):
+        yield from zip(same[0][0].hf, to_hf(same[0][0], parts, heads, hf_config.vocab_size), strict=True)
+    for same, parts in _gathered(of_experts, placement.expert_parallel, placement.expert_group):
+        for (rule, _), weight in zip(same, parts, strict=True):  # on each rank another expert stands at this place
+            yield from zip(rule.hf, to_hf(rule, [weight], heads, hf_config.vocab_size), strict=True)
 
 
-def _gathered(parameter: Tensor, ranks: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """A parameter as each rank of a group has it, all of one shape."""
-    if ranks == 1:
-        return [parameter.detach()]
-    parts = [torch.empty_like(parameter) for _ in range(ranks)]
-    dist.all_gather(parts, parameter.detach().contiguous(), group=group)
-    return parts
+def _gathered(
+    places: Sequence[tuple[Bound, ...]], ranks: int, group: dist.ProcessGroup
+) -> Iterator[tuple[tuple[Bound, ...], list[Tensor]]]:
+    """Each place's parameter as every rank of a group has it, all of one shape and type: many by one collective, because a mixture of
+    experts has thousands of small ones."""
+    for run in _runs(places, GATHER_BYTES):
+        parameters = [same[0][1].detach() for same in run]
+        flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
+        every = flat.new_empty(ranks, len(flat))
+        dist.all_gather_into_tensor(every.view(-1), flat, group=group)
+        sizes = [parameter.numel() for parameter in parameters]
+        for same, parameter, parts in zip(run, parameters, torch.split(every, sizes, dim=1), strict=True):
+            yield same, [part.view(parameter.shape) for part in parts]
+
+
+def _runs(places: Sequence[tuple[Bound, ...]], most_bytes: int) -> Iterator[list[tuple[Bound, ...]]]:
+    """Neighbours, together up to most_bytes; a larger one by itself."""
+    run: list[tuple[Bound, ...]] = []
+    size = 0
+    for same in places:
+        nbytes = same[0][1].nbytes
+        if run and size + nbytes > most_bytes:
+            yield run
+            run, size = [], 0
+        run.append(same)
+        size += nbytes
+    if run:
+        yield run

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_bucket import WeightBucket, packed_bytes
+from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec
 from learner import hf_folder
 from learner.file_sums import leave_sum
@@ -21,24 +21,32 @@ from learner.parallel import Placement
 
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""
+EXCHANGE_BYTES = 2**28
+"""Of weights that go from one pipeline stage to the others at a time."""
 
 
 def of_all_stages(weights: Iterator[tuple[str, Tensor]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
-    """From the weights of each pipeline stage those of the model, on every rank, with one tensor on its way at a time."""
+    """From the weights of each pipeline stage those of the model, on every rank, with EXCHANGE_BYTES on their way at a time."""
     if placement.pipeline_parallel == 1:
         yield from weights
         return
     for stage in range(placement.pipeline_parallel):
-        is_mine, has_more = stage == placement.pipeline_rank, True
-        while has_more:
-            own = next(weights, None) if is_mine else None
-            head = placement.from_stage(stage, own and (own[0], own[1].shape, own[1].dtype))
-            has_more = head is not None
-            if head is not None:
-                name, shape, dtype = head
-                tensor = torch.empty(shape, dtype=dtype, device=placement.device) if own is None else own[1].contiguous()
-                dist.broadcast(tensor, group=placement.pipeline_group, group_src=stage)
-                yield name, tensor
+        pieces = in_pieces(weights if stage == placement.pipeline_rank else (), EXCHANGE_BYTES)
+        while True:
+            own = next(pieces, {})
+            specs = placement.from_stage(stage, tuple(WeightSpec.of(name, tensor) for name, tensor in own.items()))
+            if not specs:
+                break
+            memory = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=placement.device)
+            whole = {spec.name: _view(memory, place, spec) for spec, place in zip(specs, packed(specs), strict=True)}
+            for name, tensor in own.items():
+                whole[name].copy_(tensor)
+            dist.broadcast(memory, group=placement.pipeline_group, group_src=stage)
+            yield from whole.items()
+
+
+def _view(memory: Tensor, place: range, spec: WeightSpec) -> Tensor:
+    return memory[place.start : place.stop].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def in_pieces(weights: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:

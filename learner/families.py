@@ -101,8 +101,12 @@ FAMILIES: dict[str, ModelFamily] = {
     "olmoe": ModelFamily(
         "OLMoE",
         _TRUNK + _NORMS_BEFORE + _EXPERTS + _QK_NORM,
-        # SGLang knows no others.
-        supports={"clip_qkv": (None,), "norm_topk_prob": (False,), "num_key_value_heads": ("num_attention_heads",)},
+        supports={  # SGLang takes these for granted
+            "clip_qkv": (None,),
+            "norm_topk_prob": (False,),
+            "num_key_value_heads": ("num_attention_heads",),
+            "rms_norm_eps": (1e-5,),
+        },
         qk_norm="all_heads",
         experts=ExpertOptions(width="intermediate_size"),
     ),

@@ -174,16 +174,17 @@ class LearnerRank:
         the minibatch (correction.for_step), so that each step has a loss of the size of a batch's. A deferred batch has one.
         Args:
             step: number of this batch; with the seed it decides the split into minibatches.
-        Raises: ConfigError if a deferred batch is to have several optimizer steps, or a balancing loss would be scaled with the policy's;
-            DataError if nothing is in the batch.
+        Raises: ConfigError if a deferred batch is to have several optimizer steps, or a balancing loss would be scaled with the policy's.
         """
-        started = time.perf_counter()
+        started, state = time.perf_counter(), self._require()
+        if corrected.batch.num_tokens == 0:
+            skipped = self.config.total_optimizer_steps_per_batch
+            return StepResult.of_nothing(step, correction_config, state.optimizer, updates=skipped)
         watch = PhaseTimer(self.placement.device)
         with watch.phase("prepare"):
             self._check_routes(corrected.batch, is_training=True)
             shares = optimizer_steps(corrected, correction_config, self.config, step=step)
         objective = correction_objective(correction_config)
-        state = self._require()
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
         done: list[tuple[Pass, float, Update]] = [
@@ -233,9 +234,13 @@ class LearnerRank:
             token_ids: [N] int64; offsets: [S + 1] int64; loss_mask: [N] bool, False at first tokens.
         Returns: the loss before the step, nats per token.
         """
+        return self.supervised_update(token_ids, offsets, loss_mask)[0]
+
+    def supervised_update(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> tuple[float, Update]:
+        """The same, with what became of the gradient."""
         corrected = demonstration_batch(token_ids, offsets, loss_mask)
         state = self._require()
-        _, loss, _ = train_step(
+        _, loss, update = train_step(
             state.chunks,
             state.optimizer,
             corrected,
@@ -246,7 +251,7 @@ class LearnerRank:
             placement=self.placement,
             watch=PhaseTimer(self.placement.device),
         )
-        return loss
+        return loss, update
 
     # Weights out
 

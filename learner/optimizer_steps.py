@@ -27,12 +27,9 @@ def optimizer_steps(
 
     Args:
         step: number of the batch; with the seed it decides the split.
-    Raises: ConfigError if a deferred batch is to have several, or a balancing loss would be scaled with the policy's; DataError if
-        nothing is in the batch.
+    Raises: ConfigError if a deferred batch is to have several, or a balancing loss would be scaled with the policy's.
     """
     count, epochs = config.optimizer_steps_per_batch, config.epochs_per_batch
-    if corrected.batch.num_tokens == 0:
-        raise DataError(f"learner: batch of step {step} has no tokens; a step needs at least one sequence")
     obstacle = fold_obstacle(correction, is_deferred=corrected.is_deferred, has_auxiliary_loss=True)
     if config.moe_aux_loss_coefficient > 0 and obstacle is not None:
         raise ConfigError(

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision
+from correction.config import CorrectionConfig
+from correction.decision import no_counts
 from correction.engines import matrix_products
 from learner import balance
 from learner.attention import can_share_prompts
@@ -80,6 +82,33 @@ class StepResult:
     """Share of tokens and layers, in those same forward passes, in which the learner's routers chose the experts that were replayed."""
     seconds: dict[str, float]
     """By phase: prepare, forward_backward, gather, optimizer, total."""
+
+    @classmethod
+    def of_nothing(cls, step: int, correction: CorrectionConfig, optimizer: GuardedOptimizer, *, updates: int) -> StepResult:
+        """Of a batch without a single token, in which every answer was left out: the weights stay as they are.
+
+        Args: updates: that a batch has, all of them left out.
+        """
+        empty, none = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        return cls(
+            step=step,
+            loss=0.0,
+            metrics={},
+            values=StepValues(empty, FinalDecision(none, empty, no_counts(correction, empty.device), empty, none), empty),
+            entropy=None,
+            grad_norms=(0.0,) * updates,
+            group_norms={},
+            learning_rate=optimizer.learning_rate,
+            tokens=0,
+            trained_tokens=0,
+            optimizer_steps=0,
+            skipped_steps=updates,
+            overflowed_steps=0,
+            loss_scale=optimizer.loss_scale,
+            microbatches=0,
+            routing_agreement=None,
+            seconds={"total": 0.0},
+        )
 
     @property
     def target_logprobs(self) -> Tensor:

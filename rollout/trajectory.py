@@ -151,6 +151,7 @@ class AnswerFacts(_Answer):
     reward: float | None
     reward_components: dict[str, float]
     error: str | None
+    read_again_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +237,15 @@ class Trajectory(_Answer):
     @property
     def facts(self) -> AnswerFacts:
         return AnswerFacts(
-            self.response_tokens, self.version_spans, self.finish_reason, self.reward, self.reward_components, self.error
+            self.response_tokens, self.version_spans, self.finish_reason, self.reward, self.reward_components, self.error,
+            self.read_again_tokens,
         )
+
+    @property
+    def read_again_tokens(self) -> int:
+        """Of prompt and response, that newer weights read anew before they went on with it; a prompt that its group shares counts each
+        time. 0 where updates leave the KV cache as it is (in_place)."""
+        return sum(len(self.prompt_ids) + span.start for span in self.version_spans[1:]) if self.retractions else 0
 
 
 A = TypeVar("A", bound=_Answer)

@@ -23,7 +23,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "glm4": {"head_dim": 16, "attention_bias": True},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "olmoe": {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "num_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 

@@ -14,6 +14,7 @@ from actors.doctor.facts import Complaint
 from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import Request, on_nodes, requests
 from actors.doctor.paper_rules import enough, on_paper, worst_first
+from actors.plan.shape import ModelShape
 from correction.errors import ConfigError, EvenkeelError
 
 UNFIT = 1
@@ -26,6 +27,9 @@ def doctor(
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT", help="Judge the recipe for these GPUs, such as H100x8 or H100x8x4, not for those here.")
     ] = "",
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also start ranks and an engine on a model of two layers, and measure: about a minute.")
+    ] = False,
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Judge the recipe for the nodes of this file for `ray up`, such as those of deploy.")
     ] = None,
@@ -38,14 +42,19 @@ def doctor(
     first part alone, for machines that aren't there; with --cluster whether nodes that `ray up` would start offer the resources that the
     run asks for. `evenkeel train` asks the same, and stops at what can't work.
 
+    With --deep, if nothing stands in the way so far: how fast the learner's groups are, whether the learner agrees with float32 on a CPU
+    and the engine with the learner, on a model of two layers in the recipe's widths; and how long a weight update would take.
+
     Of a run's folder: how the run ended, what it waited for, which part was slow or gone, whether its books balance, and what to do.
 
     Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
     """
     if target.is_dir():
-        options = {"--gpus": gpus, "--cluster": cluster, "--json": as_json}
+        options = {"--gpus": gpus, "--deep": deep, "--cluster": cluster, "--json": as_json}
         typer.echo(_of_run(target, [*(overrides or []), *(name for name, value in options.items() if value)]))
         return
+    if deep and (gpus or cluster):
+        raise ConfigError("evenkeel doctor: --deep measures the machines that are here; leave --gpus and --cluster out")
     from rich.console import Console
 
     from actors.commands.recipe import load_config
@@ -54,12 +63,33 @@ def doctor(
 
     config = load_config(RunConfig, target, overrides or [])
     complaints, rows = _of_cluster(config, cluster) if cluster else _found(config, gpus)
+    if deep and all(one.severity != "fail" for one in complaints):
+        complaints = worst_first([*complaints, *_measured(config)])
     if as_json:
         typer.echo(json.dumps(in_json(complaints, rows), indent=2))
     else:
         show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
     if any(one.severity == "fail" for one in complaints):
         raise typer.Exit(UNFIT)
+
+
+def _measured(config: RunConfig) -> list[Complaint]:
+    from actors.cluster import gpus_there
+    from actors.deadlines import with_deadlines
+    from actors.derived import derived
+    from actors.doctor.deep_rules import in_the_deep
+    from actors.doctor.live import deep_facts
+    from actors.hub import config_folder
+    from actors.true_on_policy import resolved
+    from learner.hf_folder import read_json
+
+    typer.echo("starting the learner's ranks and an engine on a model of two layers, about a minute", err=True)
+    folder = config_folder(config.model)
+    config = resolved(derived(config, has_gpu=gpus_there(config) > 0), folder)
+    content = read_json(folder / "config.json")
+    size = ModelShape.read(folder).weight_bytes(config.learner.resolved_dtype)
+    config = with_deadlines(config, size)
+    return in_the_deep(deep_facts(config, content), config)
 
 
 def _of_run(folder: Path, beside: list[str]) -> str:

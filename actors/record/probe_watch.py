@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from actors.probe_limits import ProbeLimits
 from actors.supervision import counted
 
-
-@dataclass(frozen=True, slots=True)
-class ProbeLimits:
-    """Nats by which logprobs of a prompt may differ between engine and learner at equal weights."""
-
-    largest: float
-    """At any token."""
-    median: float
-    """At half of them: a difference that has no token to itself is no accident of rounding."""
-
-    @classmethod
-    def of(cls, dtype: str, largest: float | None = None) -> ProbeLimits:
-        """Of weights of a type; `largest`: as configured, and then alone.
-
-        bfloat16: public comparisons of SGLang or vLLM with Megatron have means of 0.008 (Qwen3-8B, largest 0.24) to 0.03 nats (DeepSeek-V3,
-        largest 0.1). float16 has three bits more, and so an eighth.
-        """
-        if largest is not None:
-            return cls(largest, float("inf"))
-        return {"float32": cls(1e-3, float("inf")), "bfloat16": cls(0.5, 0.02), "float16": cls(0.0625, 0.0025)}[dtype]
+__all__ = ["ProbeLimits", "ProbeWatch"]
 
 
 class ProbeWatch:

@@ -37,6 +37,7 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
         "staleness/mean": sum(age * n for age, n in ages.items()) / tokens,
         "staleness/max": max(ages),
         "staleness/mixed_version_share": sum(t.is_mixed for t in valid) / len(valid),
+        "sync/read_again_tokens": sum(t.read_again_tokens for t in valid),
     }
     numbers |= {f"staleness/tokens/{min(age, 8)}{'+' if age >= 8 else ''}": float(n) for age, n in sorted(ages.items())}
     for name in sorted({name for t in valid for name in t.reward_components}):

@@ -34,12 +34,12 @@ from actors.queue_actor import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
-from correction.errors import DeadlineExceeded
+from correction.errors import DeadlineExceeded, LateError
 from correction.monitor import MonitorConfig, State
 from learner.config import LearnerConfig
 from learner.step import StepValues
-from rollout.config import RolloutConfig
-from rollout.trajectory import Group
+from rollout.config import MaskOverlong, RolloutConfig
+from rollout.trajectory import FinishReason, Group
 from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put, trajectory
 
 GROUPS = 4
@@ -324,6 +324,49 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
     play(scenario)
 
 
+@pytest.mark.parametrize("steps", [1, 2], ids=["without a forward", "with forwards"])
+def test_a_batch_of_answers_that_were_all_cut_is_one_without_tokens(steps: int) -> None:
+    """Nothing is asked of the learner about it, and its diagnosis says of no token anything."""
+
+    async def scenario() -> None:
+        masked = ROLLOUT.model_copy(update={"overlong": MaskOverlong()})
+        scene = Scene(steps=steps, rollout=masked)
+        whole = [answered(ticket) for ticket in await scene.admit(0, GROUPS)]
+        cut = [replace(g, trajectories=tuple(replace(t, finish_reason=FinishReason.LENGTH) for t in g.trajectories)) for g in whole]
+        waiting = asyncio.create_task(scene.next_batch(0))
+        await scene.put(*cut)
+        prepared = await waiting
+        assert (prepared.tokens, len(prepared.groups), scene.learner.asked) == (0, GROUPS, [])
+        found = await scene.observe(prepared)
+        assert found.events == () and not any(name.startswith("rho") for name in found.diagnostics)
+        await scene.service.stop()
+
+    play(scenario)
+
+
+def test_a_batch_that_is_asked_for_twice_is_one_batch() -> None:
+    """Its answer was lost on the way, before or after the service had it: the groups are drawn once, and the batch after it begun once."""
+
+    async def scenario() -> None:
+        scene = Scene(steps=1)
+        tickets = await scene.admit(0, 2 * GROUPS)
+        asked = [asyncio.create_task(scene.service.next_batch(0)) for _ in range(2)]
+        await scene.put(*map(answered, tickets[:GROUPS]))
+        first, second = await asyncio.gather(*asked)
+        again = await scene.service.next_batch(0)
+        assert first is second is again
+        await scene.put(*map(answered, tickets[GROUPS:]))
+        await scene.queue.advance(1, [one.group_id for one in first.groups])
+        following = await scene.next_batch(1)
+        assert {one.group_id for one in following.groups} == {ticket.group_id for ticket in tickets[GROUPS:]}
+        await scene.observe(following)
+        with pytest.raises(LateError, match="batch of version 0: asked for after that of version 1"):
+            await scene.service.next_batch(0)
+        await scene.service.stop()
+
+    play(scenario)
+
+
 def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
     async def scenario() -> None:
         scene = Scene(deadlines=DeadlinesConfig(batch_s=0.3))
@@ -339,7 +382,7 @@ def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
 def test_a_queue_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the draw nor the question what the batch lacks gets an answer: the error still comes, and says who is silent."""
 
-    async def silent(*_: Any) -> Any:
+    async def silent(*_: Any, **__: Any) -> Any:
         await asyncio.sleep(60.0)
 
     async def scenario() -> None:

@@ -40,12 +40,13 @@ def test_a_request_that_was_given_up_is_not_handed_out() -> None:
         second, third = ask(requests, "second"), ask(requests, "third")
         taken = await taking
         assert (taken.batch, taken.version, taken.wants_proximal, taken.wants_reference) == ("second", 3, True, False)
-        assert (await requests.take()).batch == "third"
+        assert (await requests.take()) is taken, "whoever took it may have told nobody"
         proximal: Any = SimpleNamespace(logprobs=torch.ones(1), routed_experts=None)
         requests.answer(taken.number - 1, proximal, None, None, 1.0)
         requests.answer(taken.number, proximal, None, None, 2.0)
         found, seconds = await second
         assert list(found) == ["proximal_logprobs"] and seconds == 2.0 and not third.done()
+        assert (await requests.take()).batch == "third"
         third.cancel()
 
     asyncio.run(scenario())

@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from actors.going_back import MOST_RETURNS, Returns, lost_among, raise_when_lost
 from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import RolloutWorker
-from correction.errors import ActorLost, DeadlineExceeded, EngineError, LateError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, LateError
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompts, put
 
@@ -51,9 +51,10 @@ def without_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"queue": Part(UNREACHABLE, UNREACHABLE, GONE), "rank": Part("silent")}, EngineError("places"), ["queue"]),
         ({"queue": Part(UNREACHABLE, ALIVE), "rank": Part(ALIVE)}, EngineError("places"), []),
         ({"queue": Part(ALIVE), "rank": Part("silent")}, DeadlineExceeded("step"), ["rank"]),
+        ({"queue": Part(ALIVE), "rank": Part(ALIVE)}, ActorUnavailable("step"), ["an answer"]),
         ({"queue": Part(ALIVE), "rank": Part("silent")}, EngineError("of another kind, while a step is under way"), []),
     ],
-    ids=["dead", "none", "unreachable, then dead", "unreachable for a moment", "hangs", "busy"],
+    ids=["dead", "none", "unreachable, then dead", "unreachable for a moment", "hangs", "answer lost", "busy"],
 )
 def test_a_part_is_lost_if_it_is_dead_or_hangs(parts: dict[str, Any], error: Exception, expected: list[str]) -> None:
     assert asyncio.run(lost_among(parts, error)) == expected

@@ -103,6 +103,43 @@ def test_a_finished_group_stays_with_its_worker_until_the_queue_asks_for_it() ->
     asyncio.run(scenario())
 
 
+def test_a_worker_ends_when_the_queue_has_what_was_finished_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been told of group 0, which would go with the process; one that it doesn't ask for is waited for a few seconds."""
+
+    class Sampler:
+        closed_at = -1.0
+
+        async def close(self) -> None:
+            self.closed_at = asyncio.get_running_loop().time()
+
+    class Queue:
+        async def put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
+            return [one.group_id for one in groups]
+
+    async def at_once(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(asyncio, "to_thread", at_once)  # simulated time has no threads
+        ended = []
+        for is_fetched in (True, False):
+            worker, sampler = idle_worker(FakeActor(Queue())), Sampler()
+            worker._sampler, worker._temporary = sampler, Path("none")  # type: ignore[assignment]
+            worker._endpoint = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+            await worker._finish(group(Ticket(0, prompt(0), 0)))
+            began = asyncio.get_running_loop().time()
+            stopping = asyncio.ensure_future(worker.stop())
+            await asyncio.sleep(1.0)
+            assert sampler.closed_at < 0
+            if is_fetched:
+                await worker.payloads([0])
+            await stopping
+            ended.append(sampler.closed_at - began)
+        assert ended == [pytest.approx(1.0, abs=0.03), pytest.approx(5.0, abs=0.03)]
+
+    simulate(scenario)
+
+
 def test_a_queue_that_is_silent_for_ninety_seconds_is_waited_for() -> None:
     """It is asked again after a minute, which it may be any number of times."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from actors.carriers import GroupSummary, WorkerLoad
-from actors.record.step_report import rollout_metrics, sync_metrics, worker_metrics
+from actors.carriers import GroupSummary, PreparedBatch, WorkerLoad
+from actors.record.step_report import batch_metrics, rollout_metrics, sync_metrics, worker_metrics
+from correction.config import CorrectionConfig
+from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
 
 
 def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> None:
@@ -47,3 +49,26 @@ def test_a_probe_that_came_without_a_receipt_is_told() -> None:
     """A full engine answers the probe of a version in a later step than that of its receipt."""
     assert sync_metrics([], [0.5, 0.25]) == {"sync/probe_max_abs_difference": 0.5}
     assert sync_metrics([], []) == {}
+
+
+def answer(spans: list[tuple[int, int, int]], *, retractions: int, reward: float | None = 1.0) -> Trajectory:
+    """To a prompt of 100 tokens."""
+    tokens = spans[-1][2]
+    ids, logprobs = tuple(range(tokens)), (-1.0,) * tokens
+    found = tuple(VersionSpan(*span) for span in spans)
+    return Trajectory("p", tuple(range(100)), ids, logprobs, found, FinishReason.STOP, retractions=retractions, reward=reward)  # type: ignore[arg-type]
+
+
+def test_what_newer_weights_read_again_is_counted() -> None:
+    """Prompt and answer so far, at each change of version: 100 + 7, and 100 + 20; nothing where the cache was kept, or nothing changed, and
+    nothing for a retraction for want of memory."""
+    answers = (
+        answer([(3, 0, 7), (4, 7, 20), (5, 20, 30)], retractions=2),
+        answer([(3, 0, 7), (4, 7, 20)], retractions=0),
+        answer([(4, 0, 12)], retractions=0),
+        answer([(4, 0, 12)], retractions=1, reward=0.0),
+    )
+    facts = Group(0, Prompt("p", "", (1,), ""), answers, 3).facts
+    assert [one.read_again_tokens for one in facts.trajectories] == [107 + 120, 0, 0, 0]
+    batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), 0.0, 0.0)
+    assert batch_metrics(batch, correct_at=1.0)["sync/read_again_tokens"] == 227

@@ -189,6 +189,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path, change: dict[
         ("mixtral", {"head_dim": 24}, "head_dim = 24"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv = 8\.0"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06 .* supports 1e-05"),
         ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads = 2 .* supports num_attention_heads"),
         ("glm4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}, "partial_rotary_factor"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = sliding_attention"),

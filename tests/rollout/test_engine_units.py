@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
+from correction.engines import checksum
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, RequestError, SyncError
@@ -22,9 +24,46 @@ from rollout.trajectory import ExpertShape, FinishReason, Trajectory, VersionSpa
 from rollout.weight_update import UpdateCheck
 
 
-def test_checksum_is_sha256_of_dtype_shape_and_bytes() -> None:
-    tensor = torch.tensor([[1.0, -0.0], [float("nan"), 3.5]])
-    assert tensor_checksum(tensor) == hashlib.sha256(b"torch.float32(2, 2)" + tensor.numpy().tobytes()).hexdigest()
+def checksum_by_integers(tensor: Tensor) -> str:
+    """The same with Python's integers, word by word."""
+
+    def mixed(x: int) -> int:
+        x ^= x >> 30
+        x = x * 0xBF58476D1CE4E5B9 % 2**64
+        return x ^ x >> 27
+
+    golden = 0x9E3779B97F4A7C15
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    for start in range(0, len(words), checksum.ROW_WORDS):
+        row = words[start : start + checksum.ROW_WORDS]
+        total = sum(mixed((word ^ mixed((place + 1) * golden % 2**64)) * golden % 2**64) for place, word in enumerate(row))
+        digest.update((total % 2**64).to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("elements", [0, 1, 3, 64, 65, 1001])
+def test_checksum_is_that_of_integers_however_many_rows_are_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch, elements: int, at_once: int
+) -> None:
+    """Rows of 16 words, the last one cut; tensors of a number of bytes that 8 doesn't divide, or that begin anywhere."""
+    monkeypatch.setattr(checksum, "ROW_WORDS", 16)
+    monkeypatch.setattr(checksum, "ROWS_AT_ONCE", {"cpu": at_once})
+    tensor = torch.cat([torch.tensor([-0.0, float("nan")]), torch.randn(1001)])[:elements]
+    for one in (tensor, tensor.bfloat16(), tensor[1:], tensor.bfloat16()[1:], tensor.to(torch.float8_e4m3fn)):
+        assert tensor_checksum(one) == checksum_by_integers(one)
+
+
+def test_only_sums_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of a GPU isn't copied to the host for it."""
+    asked: list[int] = []
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor, own=Tensor.tolist: asked.append(tensor.numel()) or own(tensor))
+    for name in ("cpu", "numpy", "to", "item"):
+        monkeypatch.setattr(Tensor, name, lambda *_, **__: pytest.fail("the tensor is read"))
+    tensor_checksum(torch.zeros(5 * checksum.ROW_WORDS, dtype=torch.float32))
+    assert asked == [3]
 
 
 def test_checksum_sees_one_bit_and_nothing_else() -> None:
@@ -38,11 +77,11 @@ def test_checksum_sees_one_bit_and_nothing_else() -> None:
     assert len(set(checksums)) == len(checksums)
 
 
-def test_checksum_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(1001).bfloat16()
-    whole = tensor_checksum(tensor)
-    monkeypatch.setattr("correction.engines.checksum.CHUNK_BYTES", 64)
-    assert tensor_checksum(tensor) == whole
+def test_checksum_sees_words_that_change_places() -> None:
+    tensor = torch.arange(4 * checksum.ROW_WORDS)
+    exchanged, moved = tensor.clone(), tensor.roll(checksum.ROW_WORDS)
+    exchanged[:2] = tensor[:2].flip(0)
+    assert len({tensor_checksum(one) for one in (tensor, exchanged, moved)}) == 3
 
 
 def test_arguments_on_a_cpu_and_on_cuda() -> None:

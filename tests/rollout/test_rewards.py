@@ -148,6 +148,9 @@ def test_math_verify_compares_as_mathematics_and_its_time_out_is_ours() -> None:
     """math-verify itself calls a comparison that takes five seconds "unequal", which would train as a wrong answer."""
     half, wrong = scored(reward(kind="math_verify", deadline_s=60), r"so $\boxed{0.5}$", "$2$", prompt=asked(r"\frac{1}{2}"))
     assert (half.reward, wrong.reward) == (1.0, 0.0)
+    worked = "He had 4 / 2 = <<4/2=2>>2 of them.\n#### 1,002"  # as GSM8K's answers end
+    at_the_end, on_the_way = scored(reward(kind="math_verify", deadline_s=60), r"\boxed{1002}", r"\boxed{2}", prompt=asked(worked))
+    assert (at_the_end.reward, on_the_way.reward) == (1.0, 0.0)
     (power,) = scored(reward(kind="math_verify", deadline_s=1.5), "$5^{5^{5^5}}$", prompt=asked(r"\frac{1}{2}"))
     assert power.reward is None and power.error is not None and "more than 1.5 s" in power.error
     (unreadable,) = scored(reward(kind="math_verify", deadline_s=60), "1", prompt=asked(" "))

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,8 @@ class Faults:
         """Wait for the next call of their method."""
         self._held_up_until = 0.0
         self.learner_slowness = 1.0
+        self.rejected = 0
+        """So many of the learner's next batches are rejected to the last token."""
         self.crash: Fault | None = None
         """The driver ends with this step of the loop."""
         self.interrupt: Callable[[int], None] | None = None
@@ -112,6 +114,10 @@ class Faults:
         for fault in self._faults:
             if fault not in self.played:
                 cluster.loop.call_at(max(fault.at, cluster.loop.time()), self._play, fault)
+
+    def end(self) -> None:
+        """The driver has ended; what is still to come befalls the next one."""
+        self._cluster = None
 
     @property
     def last_end(self) -> float:
@@ -183,8 +189,11 @@ class Faults:
             health.garbage += int(fault.lasts)
 
     def _break_update(self, fault: Fault) -> None:
-        if health := self._health(fault):
-            health.breaks_updates += int(fault.lasts)
+        assert self._cluster is not None
+        everybody = range(len(self._cluster.alive(WORKER))) if fault.what == "everybody" else [fault.target]
+        for target in everybody:  # what is read from one store breaks for all who read it
+            if health := self._health(replace(fault, target=target)):
+                health.breaks_updates += int(fault.lasts)
 
     def _no_node(self, fault: Fault) -> None:
         self._held_up_until = fault.at + fault.lasts
@@ -192,6 +201,9 @@ class Faults:
     def _slow_learner(self, fault: Fault) -> None:
         self.learner_slowness = 5.0
         self._later(fault.lasts, lambda: setattr(self, "learner_slowness", 1.0))
+
+    def _reject_batches(self, fault: Fault) -> None:
+        self.rejected += int(fault.lasts)
 
     def _full_disk(self, fault: Fault) -> None:
         self._disk.is_full = self._disk.was_full = True
@@ -228,7 +240,7 @@ class Faults:
 
 
 _HEARTBEAT_S = 30.0
-_COUNTED = {"garbage", "break_update", "damage_update"}
+_COUNTED = {"garbage", "break_update", "damage_update", "reject_batches"}
 
 
 def damage(checkpoint: Path, how: str) -> None:

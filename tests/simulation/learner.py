@@ -47,6 +47,10 @@ class Weights:
         name = zlib.crc32(f"{self.name}/{sorted(groups)}/{learner}".encode()) >> 1  # a token id has 31 bits
         return Weights(name, self.version + 1, (*self.trained, *groups), (*self.ancestors, self.name))
 
+    def after_none_of(self, groups: Sequence[int]) -> Weights:
+        """The same, as another version: all tokens of these groups were rejected."""
+        return Weights(self.name, self.version + 1, (*self.trained, *groups), (*self.ancestors, self.name))
+
     def save(self, folder: Path) -> None:
         (folder / WEIGHTS).write_text(json.dumps([self.name, self.version, self.trained, self.ancestors]))
 
@@ -66,13 +70,14 @@ class SimulatedLearner:
     def step(self, corrected: Any, correction: Any, *, step: int) -> StepResult:
         batch = corrected.batch
         self._world.books.trains(self.weights, batch)
-        self.weights = self.weights.after(batch.group_ids.unique().tolist(), self._number)
+        groups, is_rejected = batch.group_ids.unique().tolist(), self._world.rejects_batch()
+        self.weights = self.weights.after_none_of(groups) if is_rejected else self.weights.after(groups, self._number)
         self._world.books.trained(self.weights)
         decided: Any = SimpleNamespace(before_update=None)
         return StepResult(
             step=step,
             loss=0.5,
-            metrics={},
+            metrics={"kept_share": 0.0 if is_rejected else 1.0},
             values=StepValues(batch.behavior_logprobs, decided, batch.behavior_logprobs),
             entropy=None,
             grad_norms=(1.0,),
@@ -80,8 +85,8 @@ class SimulatedLearner:
             learning_rate=1e-3,
             tokens=len(batch.token_ids),
             trained_tokens=int(batch.loss_mask.sum()),
-            optimizer_steps=1,
-            skipped_steps=0,
+            optimizer_steps=int(not is_rejected),
+            skipped_steps=int(is_rejected),
             overflowed_steps=0,
             loss_scale=None,
             microbatches=1,

@@ -280,7 +280,7 @@ class SimulatedRay:
             except Exception as error:
                 ref.fail(_as_ray_says(error, function.__name__))
 
-        self.loop.call_later(self.delay(f"task {function.__name__}", 0.01, 0.5), run)
+        self.loop.call_later(self.delay(f"task {function.__name__}", 0.2, 3.0), run)
         return ref
 
     # -- calls -------------------------------------------------------------------------------------------------------

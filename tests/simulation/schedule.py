@@ -11,10 +11,14 @@ from typing import Any
 
 from actors.config import RunConfig
 
-_START_S, _STEP_S = 10.0, 7.0
-"""An undisturbed run's: faults begin while that would be under way."""
+_START_S, _STEP_S, _END_S = 10.0, 7.0, 5.0
+"""An undisturbed run's: faults begin while that would be under way, or an evaluation after it."""
 ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
+
+
+REFUSES_A_START = {"freeze_worker"}
+"""After one of these a run may end before it has begun to train: the first engine didn't come up in the time for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Fault:
     lasts: float = 0.0
     """Seconds; or how many times, for what happens to the next so many answers, updates, replies."""
     what: str = ""
-    """Method of a call; for a crash: what it does to the newest checkpoint."""
+    """Method of a call; for a crash: what it does to the newest checkpoint; for an update: whose."""
 
     def __str__(self) -> str:
         rest = [self.what, f"for {self.lasts:g}" if self.lasts else "", f"of #{self.target}" if self.target else ""]
@@ -53,6 +57,8 @@ class Schedule:
     unscored: float
     """Share of answers that get no reward."""
     faults: tuple[Fault, ...]
+    publish_every: int = 1
+    """Steps from one version that the engines get to the next."""
 
     def text(self) -> str:
         """One line of JSON."""
@@ -70,13 +76,14 @@ class Schedule:
     def config(self) -> RunConfig:
         return _config(
             self.workers, self.groups_per_step, self.max_staleness, self.steps, self.checkpoint_every, self.evaluate_every,
-            self.dynamic_sampling, self.broadcasts, self.forwards,
+            self.dynamic_sampling, self.broadcasts, self.forwards, self.publish_every,
         )
 
 
 @cache
 def _config(
-    workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool
+    workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool,
+    publish: int,
 ) -> RunConfig:
     return RunConfig.model_validate(
         {
@@ -87,7 +94,7 @@ def _config(
             "dynamic_sampling": dynamic,
             "checkpoint": {"every_steps": checkpoint, "keep": 2},
             "evaluation": {"every_steps": evaluate, "problems": 6, "problems_between": 4},
-            "weight_sync": {"transport": "broadcast" if broadcasts else "object_store"},
+            "weight_sync": {"transport": "broadcast" if broadcasts else "object_store", "every_steps": publish},
             "learner": {"optimizer_steps_per_batch": 2 if forwards else 1},
             "correction": {"proximal": "recompute"},
             "deadlines": {
@@ -132,6 +139,7 @@ _FAULTS = {  # by kind: how often, how long
     "kill_learner": (1, None),
     "kill_queue": (1, None),
     "kill_service": (1, None),
+    "reject_batches": (1, (1, 2)),
 }
 _LATE = (
     "generate_groups",
@@ -146,17 +154,21 @@ _LATE = (
     "start",
     "snapshot",
 )
-_LOST = ("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places")
-_REPEATED = ("generate_groups", "put", "admit")
+_LOST = (
+    *("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
+    *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost"),
+)
+_REPEATED = ("generate_groups", "put", "admit", "draw", "advance", "next_batch", "forwarded")
+_BROKEN = ("", "", "everybody")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 
 
 def schedule_of(seed: int) -> Schedule:
     chance = random.Random(seed)
     groups, steps = chance.choice((1, 2, 2, 3, 4)), chance.choice((3, 4, 5, 6))
-    until_s = _START_S + steps * _STEP_S
+    until_s = _START_S + steps * _STEP_S + _END_S
     faults = sorted((_fault(chance, until_s) for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 6)))), key=lambda fault: fault.at)
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         workers=chance.choice((1, 1, 2, 2, 3, 4)),
         groups_per_step=groups,
@@ -170,6 +182,7 @@ def schedule_of(seed: int) -> Schedule:
         unscored=chance.choice((0.0, 0.0, 0.1, 0.4)),
         faults=tuple(faults),
     )
+    return replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)))
 
 
 def _fault(chance: random.Random, until_s: float) -> Fault:
@@ -180,7 +193,8 @@ def _fault(chance: random.Random, until_s: float) -> Fault:
         is_count = isinstance(limits[0], int)
         lasts = chance.randint(*limits) if is_count else round(limits[0] * (limits[1] / limits[0]) ** chance.random(), 1)
     # A sync that is given up may still arrive; of the others, what comes later than this ends a run by its deadline.
-    methods = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED, "crash_driver": _AFTER_A_CRASH}
+    methods: dict[str, Any] = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED}
+    methods |= {"break_update": _BROKEN, "crash_driver": _AFTER_A_CRASH}
     what = chance.choice(methods[kind]) if kind in methods else ""
     if kind == "late_call" and what == "update_weights":
         lasts = round(2.5 * lasts, 1)

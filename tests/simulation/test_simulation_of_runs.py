@@ -36,7 +36,7 @@ def test_seeds_differ_in_what_befalls_a_run() -> None:
     """Every kind of fault comes, and among those of the fast suite runs are resumed, and go through without a fault."""
     schedules = [schedule_of(seed) for seed in range(SEEDS)]
     kinds = {fault.kind for schedule in schedules for fault in schedule.faults}
-    assert len(kinds) == 23, kinds
+    assert len(kinds) == 24, kinds
     assert sum(not schedule.faults for schedule in schedules) > 10
     assert sum(any(fault.kind == "crash_driver" for fault in schedule.faults) for schedule in schedules) > 10
 
@@ -64,6 +64,32 @@ def run_of_one_worker(*, steps: int, groups_per_step: int, faults: tuple[Fault, 
     shape = {"workers": 1, "max_staleness": 1, "checkpoint_every": 1, "evaluate_every": 0, "unscored": 0.0}
     options = {"dynamic_sampling": False, "broadcasts": False, "forwards": False}
     return Schedule(seed=3, steps=steps, groups_per_step=groups_per_step, faults=faults, **shape, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["kill_learner", "kill_queue", "kill_service", "kill_worker"])
+def test_a_process_may_die_at_any_moment_from_its_start_to_the_runs_end(kind: str) -> None:
+    """In the start-up, in an evaluation before or after training, and while the run ends: one driver goes through."""
+    undisturbed = play(run_of_one_worker(steps=3, groups_per_step=2, faults=()))
+    phases = [line for line in undisturbed.trace if "evaluating" in line or line.endswith("info: training")]
+    assert len(phases) == 3 and not undisturbed.violation
+    returns = 0
+    for at in range(int(undisturbed.virtual_s) + 1):
+        outcome = play(run_of_one_worker(steps=3, groups_per_step=2, faults=(Fault(float(at), kind),)))
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 3), f"killed at {at} s"
+        returns += any("The run goes back to" in line for line in outcome.trace)
+    assert returns > 15 if kind != "kill_worker" else returns == 0
+
+
+@pytest.mark.parametrize("method", ["draw", "next_batch", "advance", "snapshot", "monitor_state"])
+def test_an_answer_that_is_lost_is_asked_for_again(method: str) -> None:
+    """The call has run, and its caller is told that the connection was lost: nothing is done twice, and the run doesn't go back for it."""
+    played = 0
+    for at in range(0, 24, 3):
+        outcome = play(run_of_one_worker(steps=3, groups_per_step=2, faults=(Fault(float(at), "lost_reply", what=method),)))
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 3), f"lost after {at} s"
+        assert not any("The run goes back to" in line for line in outcome.trace)
+        played += any("lost_reply: " in line for line in outcome.trace)
+    assert played > 3
 
 
 def test_a_crash_goes_on_at_the_checkpoint_and_a_damaged_one_is_passed_over() -> None:

@@ -29,6 +29,7 @@ import learner.model_check
 from actors import interrupts
 from actors.controller import Controller
 from actors.record import checkpoint_reader
+from actors.record.checkpoint_writer import ATTEMPTS
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import parts
 from tests.simulation.books import Books, ViolationError
@@ -37,7 +38,7 @@ from tests.simulation.engine import SimulatedEngine, SimulatedSampler
 from tests.simulation.faults import QUEUE, RANK, WORKER, Disk, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
 from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
-from tests.simulation.schedule import ENDS_A_RUN, Schedule
+from tests.simulation.schedule import ENDS_A_RUN, REFUSES_A_START, Schedule
 
 FINISH_S = 3000.0
 """Virtual seconds after the last fault within which a run has to be through."""
@@ -77,7 +78,7 @@ class World:
         self.trace: list[str] = []
         self._now = 0.0
         self.faults = Faults(schedule.faults, self.disk, lambda text: self.tells("fault", text))
-        self._drivers = 0
+        self._drivers = self._rejected = 0
         self._damaged: list[str] = []
         self._folder = root / "run"
         self._is_training = False
@@ -111,6 +112,13 @@ class World:
     @property
     def learner_slowness(self) -> float:
         return self.faults.learner_slowness
+
+    def rejects_batch(self) -> bool:
+        """Never so many in a row that the run would end."""
+        is_one = self.faults.rejected > 0 and self._rejected < ATTEMPTS - 1
+        self.faults.rejected -= is_one
+        self._rejected = self._rejected + 1 if is_one else 0
+        return is_one
 
     def called(self, caller: Process | None, process: Process, method: str, args: tuple[Any, ...], ref: Any) -> Fate:
         self.trace.append(f"{self._now:.4f} {caller.name if caller else 'driver'} -> {process.name}.{method}")
@@ -204,7 +212,7 @@ class World:
             if ended == "":
                 return
             played = {fault.kind for fault in self.faults.played[before:]}
-            is_refused_start = bool(played) and not self._is_training
+            is_refused_start = bool(played & REFUSES_A_START) and not self._is_training
             if ended not in ("crash", "stopped") and not played & ENDS_A_RUN and not is_refused_start:
                 if began < self.faults.last_end or resumes_left == 0 or not self.faults.played:
                     self.books.refuse(f"the run ended, though nothing befell it that may end it: {ended}")
@@ -301,6 +309,7 @@ class World:
     def _end(self, loop: VirtualLoop) -> None:
         """The driver's actors end with it, and so does whatever waits."""
         loop._after_step = lambda: None
+        self.faults.end()
         HERE.set(None)
         if self.cluster.driver is not None:
             self.cluster.driver.thaw()

@@ -1,0 +1,104 @@
+"""A model of two layers in the widths of another one, with random weights, and what float32 on a CPU makes of some tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from learner.config import LearnerConfig
+
+VOCABULARY = 4096
+CONTEXT = 1024
+_SEED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """By transformers, in float32, on a CPU."""
+
+    logprobs: list[float]
+    """[tokens - 1] nats, of each token of the first sequence after its first."""
+    gradient_norm: float
+    """Of the mean cross-entropy of all tokens but the sequences' first."""
+
+
+def cut_config(content: Mapping[str, Any], learner: LearnerConfig) -> dict[str, Any]:
+    """A config.json with as few layers, tokens and experts as the learner's layout can share; widths stay."""
+    cut = dict(content.get("text_config", content))
+    stages = learner.pipeline_parallel * learner.virtual_pipeline
+    cut["num_hidden_layers"] = layers = max(2, stages)
+    cut["vocab_size"] = min(cut["vocab_size"], VOCABULARY)
+    cut["max_position_embeddings"] = min(cut["max_position_embeddings"], CONTEXT)
+    if "layer_types" in cut:
+        cut["layer_types"] = list(cut["layer_types"])[:layers]
+    for key in ("num_experts", "num_local_experts"):
+        if cut.get(key):
+            ranks = learner.expert_parallel
+            cut[key] = min(cut[key], -(-2 * cut["num_experts_per_tok"] // ranks) * ranks)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(cut.get(key), int):
+            cut[key] = min(cut[key], cut["vocab_size"] - 1)
+        else:
+            cut.pop(key, None)
+    cut.pop("quantization_config", None)
+    return cut
+
+
+def write_config(folder: Path, content: Mapping[str, Any]) -> Path:
+    """All that an engine reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def make_model(folder: Path, content: Mapping[str, Any], dtype: str) -> None:
+    """The folder with the same weights wherever it is made; on a node that has it already, nothing.
+
+    Args: dtype: numbers that the weights are rounded to; they are kept in float32.
+    """
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "config.json").exists():
+            partial = write_config(folder.with_suffix(".partial"), content)
+            _model(partial, dtype).save_pretrained(partial)
+            partial.rename(folder)
+
+
+def remove_model(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def reference(folder: Path, sequences: Sequence[Sequence[int]]) -> Reference:
+    """Args: sequences: token ids, all of one length."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([list(one) for one in sequences])
+    logprobs = torch.log_softmax(model(ids).logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
+    (-logprobs.mean()).backward()  # type: ignore[no-untyped-call]
+    squares = sum(float(one.grad.double().square().sum()) for one in model.parameters() if one.grad is not None)
+    return Reference(logprobs[0].tolist(), squares**0.5)
+
+
+def _model(folder: Path, dtype: str) -> Any:
+    """Weights of the size that makes each layer matter: matrices keep the size of what goes through them, norms are not all 1."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(_SEED)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(mean=1.0, std=0.1)
+            else:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            parameter.copy_(parameter.to(getattr(torch, dtype)).float())
+    return model

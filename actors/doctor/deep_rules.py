@@ -1,0 +1,118 @@
+"""Rules of the third layer: what was measured on ranks and an engine, against what has to be right and what would be slow.
+
+Each rule is a function of (facts, config) that yields complaints; the config has its deadlines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from actors.config import RunConfig
+from actors.doctor.deep_facts import DeepFacts
+from actors.doctor.facts import Complaint
+from actors.doctor.paper_rules import gib, worst_first
+from actors.probe_limits import ProbeLimits
+
+DeepRule = Callable[[DeepFacts, RunConfig], Iterator[Complaint]]
+
+SLOWEST_INSIDE = 2e10
+"""Bytes a second between GPUs of a node: PCIe 4 x16 has 25 GB/s or so, NVLink 200 and more."""
+SLOWEST_BETWEEN = 2e9
+"""Bytes a second between nodes: a network of 25 Gb/s has 3 GB/s; learners want 100 Gb/s and more."""
+GRADIENT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}
+"""Relative difference of the gradient's norm from float32's, by type of weights and activations: 8 and 11 bits of mantissa round each of
+some hundred operations on the way back; a wrong term shows in tens of per cent."""
+
+
+def all_parts_ran(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
+    for what, reason in facts.broken:
+        yield Complaint("fail", f"{what}: {reason}")
+
+
+def collectives_are_right(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
+    for one in facts.collectives:
+        if not one.is_right:
+            yield Complaint(
+                "fail",
+                f"{one.operation} over {one.ranks} {one.group} ranks gave wrong numbers",
+                "Look for transports that don't work there (ray.env.NCCL_P2P_DISABLE: '1', ray.env.NCCL_DEBUG: INFO)",
+            )
+
+
+def collectives_are_fast(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
+    for one in facts.collectives:
+        place = "inside a node" if one.is_inside_a_node else "between nodes"
+        text = f"{one.operation} of {gib(one.bytes)} over {one.ranks} {one.group} ranks {place}: {_rate(one.bus_bytes_per_s)}"
+        least = SLOWEST_INSIDE if one.is_inside_a_node else SLOWEST_BETWEEN
+        if facts.on_gpus and one.is_right and one.bus_bytes_per_s < least:
+            remedy = (
+                "Look at nvidia-smi topo -m, and whether containers share /dev/shm and IPC"
+                if one.is_inside_a_node
+                else "Name the fast network: ray.env.NCCL_SOCKET_IFNAME, ray.env.NCCL_IB_HCA"
+            )
+            yield Complaint("warn", f"{text}, less than {_rate(least)}", remedy)
+        else:
+            yield Complaint("note", text)
+
+
+def both_sides_agree(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
+    limits = ProbeLimits.of(facts.dtype, config.weight_sync.max_probe_difference)
+    for one in facts.agreements:
+        text = f"{one.sides} differ by up to {one.largest:.2g} nats, median {one.median:.2g}, on a model of two layers in {facts.dtype}"
+        if not (one.largest <= limits.largest and one.median <= limits.median):  # not a number is no agreement
+            yield Complaint("fail", f"{text}: more than rounding does", "evenkeel diff-engines names the first operator that differs")
+        else:
+            yield Complaint("note", text)
+        if one.gradient is not None and not one.gradient <= GRADIENT[facts.dtype]:
+            yield Complaint(
+                "fail",
+                f"the learner's gradient has a norm {100 * one.gradient:.2g} % off float32's on a CPU: more than rounding does",
+                "Set learner.layers: local, and tell of it",
+            )
+
+
+def seeds_repeat(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
+    if not facts.repeats:
+        yield Complaint("warn", "the engine's answers to the same seeds differ: a resumed run would sample others than one that went on")
+
+
+def updates_meet_their_deadlines(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
+    if facts.update is None:
+        return
+    publish_s, pause_s = predicted(facts)
+    text = f"expect {publish_s:.3g} s to publish a version of {gib(facts.version_bytes)}, and {pause_s:.3g} s of an engine's pause"
+    measured = f"measured with {gib(facts.update.bytes)} under 8 requests"
+    if publish_s > config.deadlines.sync_s:
+        yield Complaint(
+            "warn",
+            f"{text} ({measured}): more than deadlines.sync_s = {config.deadlines.sync_s:.3g}, after which an engine counts as lost",
+            "Lower deadlines.bytes_per_s, or raise deadlines.sync_s",
+        )
+    else:
+        yield Complaint("note", f"{text} ({measured})")
+
+
+DEEP_RULES: tuple[DeepRule, ...] = (
+    all_parts_ran,
+    collectives_are_right,
+    collectives_are_fast,
+    both_sides_agree,
+    seeds_repeat,
+    updates_meet_their_deadlines,
+)
+
+
+def predicted(facts: DeepFacts) -> tuple[float, float]:
+    """(seconds to publish a version, seconds of an engine's pause) of the whole model: both grow with the bytes, if with anything."""
+    assert facts.update is not None
+    scale = max(1.0, facts.version_bytes / facts.update.bytes)
+    return scale * (facts.update.export_s + facts.update.take_s), scale * facts.update.pause_s
+
+
+def in_the_deep(facts: DeepFacts, config: RunConfig) -> list[Complaint]:
+    """All complaints of the third layer, the worst first."""
+    return worst_first([found for rule in DEEP_RULES for found in rule(facts, config)])
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

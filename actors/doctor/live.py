@@ -1,0 +1,240 @@
+"""The doctor's live layer: the learner's ranks and an engine, where the run would put them, on a model of two layers.
+
+Ranks, their groups, the export and the engine are those of a run: what is asked of them here is what a run asks of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.carriers import ExportPlan, WeightSnapshot
+from actors.cluster import Cluster, lower_priority
+from actors.config import RunConfig
+from actors.devices import check_received
+from actors.doctor.cut_model import Reference, cut_config, make_model, reference, remove_model, write_config
+from actors.doctor.deep_facts import AgreementFact, CollectiveFact, DeepFacts, UpdateFact
+from actors.doctor.on_ranks import backward, collectives
+from actors.environment import worker_environment
+from actors.learner_group import LearnerGroup
+from actors.placement import RankPlaces, on_their_nodes, reserve
+from actors.plan.shape import ModelShape
+from actors.supervision import wait_for
+from correction.errors import EvenkeelError
+
+_TOKENS = 48
+"""Of a sequence."""
+_REQUESTS, _ANSWER = 8, 64
+"""In flight while the weights change, and the tokens of each."""
+_TENSOR_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
+
+
+class CheckedEngine:
+    """An engine as a rollout worker has it, without tasks and rewards. Used as a Ray actor (async)."""
+
+    async def start(self, config: RunConfig, content: Mapping[str, Any]) -> None:
+        from rollout.engine import RolloutEngine
+
+        rollout = config.rollout
+        if rollout.engine.resolved_device == "cuda":
+            check_received("the engine", rollout.gpus_per_worker, ray.get_gpu_ids())
+        self._folder = tempfile.TemporaryDirectory(prefix="evenkeel-doctor-")
+        folder = write_config(Path(self._folder.name), content)
+        engine = rollout.engine.model_copy(update={"context_length": None})
+        self._engine = await RolloutEngine.start(folder, engine, name="the engine", has_weights=False)
+
+    async def take(self, version: int, buckets: Sequence[Any]) -> tuple[int, float, float]:
+        """(bytes, seconds, seconds of the pause)"""
+        began = time.monotonic()
+        receipt = await self._engine.update_weights(version, list(await asyncio.gather(*buckets)))
+        return receipt.bytes, time.monotonic() - began, receipt.pause_s
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._engine.score(token_ids)
+
+    async def answer(self, prompt: Sequence[int]) -> list[list[int]]:
+        """Token ids of some answers; their seeds are always the same."""
+        asked = {"max_tokens": _ANSWER, "samples": _REQUESTS, "seeds": list(range(_REQUESTS)), "ignore_stop": True}
+        return [list(one.response_ids) for one in await self._engine.generate(list(prompt), **asked)]  # type: ignore[arg-type]
+
+    async def stop(self) -> None:
+        await self._engine.shutdown()
+        self._folder.cleanup()
+
+
+def deep_facts(config: RunConfig, content: Mapping[str, Any]) -> DeepFacts:
+    """Start ranks and an engine, measure, end them. What fails is told in the facts.
+
+    Args:
+        config: with devices, types and deadlines.
+        content: of the model's config.json.
+    Raises: ConfigError, EngineError if Ray can't be started or joined.
+    """
+    with Cluster(config):
+        return asyncio.run(_Visit(config, content).facts())
+
+
+class _Visit:
+    """One measurement, part by part."""
+
+    def __init__(self, config: RunConfig, content: Mapping[str, Any]) -> None:
+        self._config, self._content = config, cut_config(content, config.learner)
+        self._dtype = config.learner.resolved_dtype
+        self._whole = ModelShape.of(content.get("text_config", content)).weight_bytes(self._dtype)
+        self._folder = Path(tempfile.gettempdir()) / f"evenkeel-doctor-{uuid.uuid4().hex[:8]}"
+        draw = random.Random(0)
+        count = max(2, 2 * config.learner.data_parallel)
+        self._sequences = [[draw.randrange(self._content["vocab_size"]) for _ in range(_TOKENS)] for _ in range(count)]
+        self._broken: list[tuple[str, str]] = []
+        self._collectives: list[CollectiveFact] = []
+        self._agreements: list[AgreementFact] = []
+        self._update: UpdateFact | None = None
+        self._repeats = True
+        self._scored: list[float] = []
+        """The learner's logprobs of the first sequence."""
+
+    async def facts(self) -> DeepFacts:
+        places: RankPlaces | None = None
+        group: LearnerGroup | None = None
+        engine: Any = None
+        try:
+            places = await reserve(self._config)
+            engine = _create_engine(self._config)
+            starting = asyncio.ensure_future(self._wait(engine.start.remote(self._config, self._content), "start of the engine"))
+            made, group = await self._ask_the_ranks(places)
+            await self._ask_the_engine(engine, starting, group)
+            if made is not None and group is not None:
+                await self._compare_gradients(group, made)
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._tell("ranks and engine", error)
+        finally:
+            await self._end(places, group, engine)
+        on_gpus = self._config.learner.resolved_device == "cuda"
+        found = tuple(self._collectives), tuple(self._agreements), self._update, self._repeats, tuple(self._broken)
+        return DeepFacts(self._dtype, self._whole, on_gpus, *found)
+
+    async def _ask_the_ranks(self, places: RankPlaces) -> tuple[Reference | None, LearnerGroup | None]:
+        """Collectives, and the forward pass against the reference."""
+        config = self._config
+        try:
+            limits = config.deadlines
+            await on_their_nodes(places, make_model, self._folder, self._content, self._dtype, what="a model of two layers", limits=limits)
+            wanted = on_their_nodes(places, reference, self._folder, self._sequences, what="reference", limits=limits, bundles=1)
+            starts = LearnerGroup.start(
+                places, self._folder, version=0, bind="127.0.0.1", start_s=limits.start_s, step_s=limits.step_s
+            )
+            references, (group, _) = await asyncio.gather(wanted, starts)
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._tell("start of the learner", error)
+            return None, None
+        try:
+            nbytes = _TENSOR_BYTES[config.learner.resolved_device]
+            by_rank = await self._each(group, collectives, nbytes)
+            self._collectives = slowest([one for facts in by_rank for one in facts])
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._tell("collectives of the learner", error)
+        return references[0], group
+
+    async def _ask_the_engine(self, engine: Any, starting: asyncio.Future[Any], group: LearnerGroup | None) -> None:
+        """The learner's weights there, by way of the object store; the probe; an update under requests."""
+        probe = self._sequences[0]
+        try:
+            if group is None:
+                await starting
+                return
+            plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(probe))
+            snapshot, _ = await asyncio.gather(group.export(plan), starting)
+            self._scored = snapshot.probe_logprobs
+            await self._wait(engine.take.remote(1, snapshot.buckets), "first weights of the engine")
+            scored = await self._wait(engine.score.remote(probe), "probe of the engine")
+            self._agreements.append(agreement("the engine and the learner", scored, snapshot.probe_logprobs))
+            before = await self._wait(engine.answer.remote(probe), "answers of the engine")
+            self._update = await self._update_under_requests(engine, snapshot)
+            self._repeats = before == await self._wait(engine.answer.remote(probe), "answers of the engine")
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._tell("the engine", error)
+
+    async def _update_under_requests(self, engine: Any, snapshot: WeightSnapshot) -> UpdateFact:
+        under_way = asyncio.ensure_future(self._wait(engine.answer.remote(self._sequences[1]), "answers during an update"))
+        nbytes, take_s, pause_s = await self._wait(engine.take.remote(2, snapshot.buckets), "an update under requests")
+        await under_way
+        return UpdateFact(nbytes, snapshot.seconds, take_s, pause_s)
+
+    async def _compare_gradients(self, group: LearnerGroup, made: Reference) -> None:
+        try:
+            if not self._scored:  # no engine has asked for them
+                plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(self._sequences[0]))
+                self._scored = (await group.export(plan)).probe_logprobs
+            norms = await self._each(group, backward, self._sequences)
+            off = abs(norms[0] / made.gradient_norm - 1)
+            self._agreements.insert(0, agreement("the learner and float32 on a CPU", self._scored, made.logprobs, off))
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._tell("forward and backward pass of the learner", error)
+
+    async def _each(self, group: LearnerGroup, function: Any, *arguments: Any) -> list[Any]:
+        """In every rank's process, at the same time."""
+        calls = {name: rank.__ray_call__.remote(function, *arguments) for name, rank in group.ranks.items()}
+        return list(await asyncio.gather(*(self._wait(call, f"{function.__name__} <- {name}") for name, call in calls.items())))
+
+    async def _wait(self, call: Any, what: str) -> Any:
+        return await wait_for(call, what, deadline_s=self._config.deadlines.start_s)
+
+    def _tell(self, what: str, error: BaseException) -> None:
+        self._broken.append((what, (str(error).strip().splitlines() or [type(error).__name__])[-1]))
+
+    async def _end(self, places: RankPlaces | None, group: LearnerGroup | None, engine: Any) -> None:
+        if engine is not None:
+            stopping = engine.stop.remote()
+            await asyncio.to_thread(ray.wait, [stopping], timeout=20.0)
+            ray.kill(engine)
+        if group is not None:
+            group.kill()
+        if places is not None and places.group is not None:
+            with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):  # a node that is gone has nothing to remove
+                await on_their_nodes(places, remove_model, self._folder, what="end", limits=self._config.deadlines)
+            ray.util.remove_placement_group(places.group)
+
+
+def _create_engine(config: RunConfig) -> Any:
+    """With what a rollout worker asks Ray for."""
+    on_gpu = config.rollout.engine.resolved_device == "cuda"
+    engine = (
+        ray.remote(CheckedEngine)
+        .options(
+            num_cpus=1,
+            num_gpus=config.rollout.gpus_per_worker if on_gpu else 0,
+            resources={config.ray.rollout_resource: 1},
+            max_concurrency=64,
+            runtime_env={"env_vars": worker_environment(config)},
+        )
+        .remote()
+    )
+    lower_priority(engine)
+    return engine
+
+
+def slowest(found: Sequence[CollectiveFact]) -> list[CollectiveFact]:
+    """Of each kind of group the one that took longest; it is right if all are."""
+    kinds = {one.group: [other for other in found if other.group == one.group] for one in found}
+    worst = [max(same, key=lambda one: one.seconds) for same in kinds.values()]
+    wrong = {one.group: one for one in found if not one.is_right}
+    return [wrong.get(one.group, one) for one in worst]
+
+
+def agreement(sides: str, one: Sequence[float], other: Sequence[float], gradient: float | None = None) -> AgreementFact:
+    """Args: one, other: logprobs of the same tokens."""
+    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    if not all(map(math.isfinite, differences)):
+        return AgreementFact(sides, math.inf, math.inf, gradient)
+    return AgreementFact(sides, max(differences), statistics.median(differences), gradient)

@@ -1,0 +1,55 @@
+"""Steps from which nothing was learned, because nothing of their batch was left: each is said, and too many in a row end the run.
+
+Such a step is a skipped one: the weights stay, the version grows, its groups count as trained. A batch whose answers are all right or all
+wrong is another matter: it has no gradient either, but the next one may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from actors.carriers import PreparedBatch
+from actors.record.checkpoint_writer import ATTEMPTS
+from correction.errors import DataError
+from rollout.trajectory import FinishReason
+
+if TYPE_CHECKING:  # torch and Megatron: not in the driver
+    from learner.step import StepResult
+
+
+class FruitlessSteps:
+    """Counts them."""
+
+    def __init__(self, max_staleness: int, tell: Callable[[str, str], None]) -> None:
+        """Args: tell: takes an event's level and text."""
+        # The weights stay, so that after max_staleness steps all tokens are of the present ones: what is rejected then is so again.
+        self._most, self._tell = max_staleness + ATTEMPTS, tell
+        self._in_a_row = 0
+
+    def note(self, step: int, batch: PreparedBatch, result: StepResult) -> None:
+        """Look at a step. Raises: DataError if it is the last of too many in a row."""
+        reason = _why_nothing_was_left(batch, result)
+        self._in_a_row = self._in_a_row + 1 if reason else 0
+        if not reason:
+            return
+        if self._in_a_row >= self._most:
+            raise DataError(f"nothing was learned in {self._most} steps in a row, to step {step}: {reason}")
+        self._tell("warning", f"step {step} is skipped ({self._in_a_row} of {self._most} in a row end the run): {reason}")
+
+
+def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
+    """Empty: something was."""
+    if result.trained_tokens == 0:
+        answers = [answer for group in batch.groups for answer in group.valid]
+        cut = sum(answer.finish_reason is FinishReason.LENGTH for answer in answers)
+        return (
+            f"{cut} of its {len(answers)} answers were cut at rollout.sampling.max_tokens, and the others are empty; rollout.overlong "
+            "leaves cut ones out. Raise max_tokens, or set rollout.overlong.kind to train or penalise"
+        )
+    if result.metrics.get("kept_share") == 0.0:
+        return (
+            f"the correction rejected all {result.trained_tokens} tokens of its batch: correction.rejection or correction.veto is narrower "
+            "than what lies between the sampled and the trained logprobs. Widen it, or look in the report at what they differ by"
+        )
+    return ""

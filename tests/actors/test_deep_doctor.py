@@ -1,0 +1,170 @@
+"""The doctor's live layer: its rules with facts that are made up, the model that it cuts out, and a whole visit on gloo."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.commands.cli import app
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.deadlines import with_deadlines
+from actors.derived import derived
+from actors.doctor.cut_model import CONTEXT, VOCABULARY, cut_config, make_model, reference
+from actors.doctor.deep_facts import AgreementFact, CollectiveFact, DeepFacts, UpdateFact
+from actors.doctor.deep_rules import GRADIENT, in_the_deep, predicted
+from actors.doctor.live import agreement, slowest
+from correction.errors import ConfigError
+from learner.config import LearnerConfig
+from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B
+from tests.e2e.launch import RECIPE, evenkeel
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+REDUCE = CollectiveFact("tensor_parallel", "all_reduce", 2, 256 << 20, 1e-3, True)
+UPDATE = UpdateFact(1 << 30, 0.5, 1.0, 0.25)
+HEALTHY = DeepFacts("bfloat16", 16 << 30, True, (REDUCE,), (AgreementFact("the engine and the learner", 0.2, 0.01),), UPDATE)
+
+
+def eight(*overrides: str) -> RunConfig:
+    return with_deadlines(derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", overrides), has_gpu=True), 16 << 30)
+
+
+def said(facts: DeepFacts, *overrides: str) -> list[tuple[str, str]]:
+    return [(one.severity, str(one)) for one in in_the_deep(facts, eight(*overrides))]
+
+
+def test_of_a_healthy_machine_only_numbers_are_told() -> None:
+    """An all_reduce over two ranks passes its tensor once; the whole version is 16 times what was sent."""
+    assert said(HEALTHY) == [
+        ("note", "all_reduce of 0.25 GiB over 2 tensor_parallel ranks inside a node: 268 GB/s"),
+        ("note", "the engine and the learner differ by up to 0.2 nats, median 0.01, on a model of two layers in bfloat16"),
+        ("note", "expect 24 s to publish a version of 16 GiB, and 4 s of an engine's pause (measured with 1 GiB under 8 requests)"),
+    ]
+
+
+def slow(seconds: float, **facts: Any) -> tuple[CollectiveFact, ...]:
+    return (replace(REDUCE, seconds=seconds, **facts),)
+
+
+def differing(**facts: Any) -> tuple[AgreementFact, ...]:
+    return (replace(HEALTHY.agreements[0], **facts),)
+
+
+@pytest.mark.parametrize(
+    ("facts", "severity", "words"),
+    [
+        ({"broken": (("collectives of the learner", "it hung"),)}, "fail", "collectives of the learner: it hung"),
+        ({"collectives": slow(1e-3, is_right=False)}, "fail", "all_reduce over 2 tensor_parallel ranks gave wrong numbers. Look for"),
+        ({"collectives": slow(0.02)}, "warn", "inside a node: 13.4 GB/s, less than 20 GB/s. Look at nvidia-smi topo -m"),
+        ({"collectives": slow(0.2, is_inside_a_node=False)}, "warn", "between nodes: 1.34 GB/s, less than 2 GB/s. Name the fast network"),
+        ({"agreements": differing(largest=0.6)}, "fail", "differ by up to 0.6 nats, median 0.01, on a model of two layers in bfloat16: m"),
+        ({"agreements": differing(median=0.03)}, "fail", "median 0.03"),
+        ({"agreements": differing(largest=float("nan"))}, "fail", "differ by up to nan nats"),
+        ({"agreements": differing(gradient=0.2)}, "fail", "the learner's gradient has a norm 20 % off float32's"),
+        ({"agreements": differing(gradient=float("nan"))}, "fail", "a norm nan % off"),
+        ({"repeats": False}, "warn", "answers to the same seeds differ"),
+        ({"update": replace(UPDATE, take_s=400.0)}, "warn", "expect 6.41e+03 s to publish a version of 16 GiB"),
+    ],
+)
+def test_a_rule_of_what_was_measured(facts: dict[str, Any], severity: str, words: str) -> None:
+    found = said(replace(HEALTHY, **facts))
+    assert [(s, t) for s, t in found if words in t and s == severity], found
+    assert [s for s, _ in found if s != "note"] == [severity], "and nothing else is complained of"
+
+
+def test_limits_go_by_the_type_and_gloo_may_be_slow() -> None:
+    on_cpu = replace(HEALTHY, dtype="float32", on_gpus=False, collectives=slow(10.0), agreements=differing(largest=2e-4))
+    assert {severity for severity, _ in said(on_cpu)} == {"note"}
+    beyond = said(replace(on_cpu, agreements=differing()))
+    assert beyond[0][0] == "fail" and "0.2 nats" in beyond[0][1] and "in float32: more than rounding does" in beyond[0][1]
+    assert GRADIENT["float32"] < GRADIENT["float16"] < GRADIENT["bfloat16"]
+
+
+def test_a_version_takes_no_less_than_the_part_of_it_that_was_measured() -> None:
+    assert predicted(replace(HEALTHY, version_bytes=1 << 20)) == (1.5, 0.25)
+
+
+def test_of_each_kind_of_group_the_slowest_is_told_and_a_wrong_one_first() -> None:
+    wrong = replace(REDUCE, seconds=1e-4, is_right=False)
+    data = replace(REDUCE, group="data_parallel", ranks=4)
+    assert slowest([REDUCE, replace(REDUCE, seconds=0.5), data]) == [replace(REDUCE, seconds=0.5), data]
+    assert slowest([REDUCE, wrong]) == [wrong]
+
+
+def test_an_agreement_of_numbers_that_are_none_is_none() -> None:
+    assert agreement("x", [-1.0, -2.0, -3.0], [-1.5, -2.0, -3.1]).largest == 0.5
+    assert agreement("x", [-1.0, float("nan")], [-1.0, -1.0]).largest == float("inf")
+
+
+def test_what_is_cut_keeps_widths_and_fits_the_layout() -> None:
+    """Stages, shares of experts and the vocabulary that is left have to come out even."""
+    dense = cut_config(QWEN3_8B | {"layer_types": ["full_attention"] * 36, "eos_token_id": 151_645}, LearnerConfig(pipeline_parallel=4))
+    assert (dense["num_hidden_layers"], len(dense["layer_types"]), dense["vocab_size"]) == (4, 4, VOCABULARY)
+    assert dense["hidden_size"] == QWEN3_8B["hidden_size"] and dense["eos_token_id"] == VOCABULARY - 1
+    assert dense["max_position_embeddings"] == CONTEXT
+    experts = cut_config(QWEN3_30B_A3B, LearnerConfig(expert_parallel=4, data_parallel=4))
+    assert (experts["num_hidden_layers"], experts["num_experts"]) == (2, 16)
+    small = cut_config(QWEN3_8B | {"vocab_size": 512, "max_position_embeddings": 128}, LearnerConfig())
+    assert (small["vocab_size"], small["max_position_embeddings"]) == (512, 128)
+
+
+def test_the_reference_is_that_of_the_rounded_weights_and_its_gradient_that_of_the_loss(tmp_path: Path) -> None:
+    """The gradient's norm by a difference quotient along the gradient itself: d loss / d t of weights + t g is |g|^2."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    content = json.loads((save_tiny_model(tmp_path / "whole", **shape) / "config.json").read_text())
+    folder, sequences = tmp_path / "cut", [[1, 5, 9, 200, 7, 3], [4, 4, 100, 2, 8, 11]]
+    make_model(folder, cut_config(content, LearnerConfig()), "bfloat16")
+    found = reference(folder, sequences)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert all(torch.equal(p, p.bfloat16().double()) for p in model.parameters())
+    ids = torch.tensor(sequences)
+
+    def loss() -> Any:
+        return -torch.log_softmax(model(ids).logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()
+
+    loss().backward()
+    step, losses = 1e-3, []
+    with torch.no_grad():
+        for factor in (step, -2 * step):  # to one side, and back to the other
+            for parameter in model.parameters():
+                parameter += factor * parameter.grad
+            losses.append(float(loss()))
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(found.gradient_norm**2, rel=5e-3)
+    assert len(found.logprobs) == 5 and max(found.logprobs) < 0
+
+
+def test_deep_is_for_machines_that_are_here() -> None:
+    done = CliRunner().invoke(app, ["doctor", str(RECIPE), "--deep", "--gpus", "H100x8"])
+    assert isinstance(done.exception, ConfigError) and "leave --gpus and --cluster out" in str(done.exception)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout", "kinds"),
+    [
+        ("qwen3", ["learner.tensor_parallel=2", "learner.sequence_parallel=true"], ["tensor_parallel"]),
+        ("qwen3_moe", ["learner.data_parallel=2", "learner.expert_parallel=2"], ["data_parallel", "expert_parallel"]),
+    ],
+)
+def test_a_visit_on_gloo(tmp_path: Path, family: str, layout: list[str], kinds: list[str]) -> None:
+    """Everything is measured, agrees to float32's rounding, and nothing is left."""
+    model = save_tiny_model(save_tiny_tokenizer(tmp_path / "model"), family, tie=False)
+    before = set(Path("/tmp").glob("evenkeel-doctor-*"))
+    done = evenkeel("doctor", str(RECIPE), "--deep", "--json", f"model={model}", *layout, timeout_s=300.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    notes = [one["sentence"] for one in findings if one["level"] == "note"]
+    assert [kind for kind in kinds if any(f"{kind} ranks inside a node" in note for note in notes)] == kinds
+    assert sum("in float32" in note for note in notes) == 2, "learner with reference, engine with learner"
+    assert any(note.startswith("expect ") for note in notes)
+    assert not [one for one in findings if one["level"] == "fail"]
+    assert set(Path("/tmp").glob("evenkeel-doctor-*")) == before

@@ -1,0 +1,28 @@
+"""docs/gpu.md: what it says closes a finding is there, and no step is called run on a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "gpu.md").read_text()
+ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if re.match(r"\| [AB]\d+ \|", line)]
+
+
+def test_every_finding_has_a_row_in_order() -> None:
+    assert [row[0] for row in ROWS] == [f"A{i}" for i in range(15)] + [f"B{i}" for i in range(1, 15)]
+
+
+def test_what_is_closed_names_a_test_that_exists_and_what_is_open_names_none() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name, _, state, by in ROWS:
+        tests, files = re.findall(r"`(test_\w+)`", by), re.findall(r"`(tests/[\w/]+\.py)`", by)
+        assert bool(tests or files) == (state != "open"), f"{name}: {state}"
+        assert [one for one in tests if f"def {one}(" not in sources] == [] and [one for one in files if not (ROOT / one).is_file()] == []
+
+
+def test_every_step_says_where_it_was_run() -> None:
+    steps = [line for line in PAGE.splitlines() if re.match(r"\| \d+\. ", line)]
+    assert len(steps) >= 15
+    assert [line for line in steps if len(line.split("|")) != 5 or not line.split("|")[3].strip()] == []
