@@ -213,6 +213,14 @@ class PreparedBatch:
     examples: tuple[Example, ...] = ()
     """Of the first groups."""
 
+    @property
+    def group_ids(self) -> list[int]:
+        return [group.group_id for group in self.groups]
+
+    @property
+    def prompt_ids(self) -> list[str]:
+        return [group.prompt_id for group in self.groups]
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:

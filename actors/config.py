@@ -57,6 +57,9 @@ class WeightSyncConfig(Settings):
 
     transport: Literal["object_store", "broadcast"] = "object_store"
     """object_store: for any pool, workers may come and go. broadcast: torch.distributed, for a fixed pool (NCCL on GPUs, gloo on CPUs)."""
+    every_steps: PositiveInt = 1
+    """Steps from one version that the engines get to the next; evaluated ones go out besides. Fewer pauses, and tokens that are older by up
+    to every_steps - 1 versions, which max_staleness has to allow."""
     bucket_bytes: PositiveInt = 256 << 20
     """Weights travel in buckets of about this many bytes."""
     max_probe_difference: PositiveFloat | None = None
@@ -238,6 +241,16 @@ class RunConfig(Settings):
             raise ValueError(
                 f"learner.moe_aux_loss_coefficient = {learner.moe_aux_loss_coefficient} with this correction: {obstacle}. Set it to 0, or "
                 "turn batch normalisation and kept counts off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_get_weights_in_time(self) -> RunConfig:
+        every = self.weight_sync.every_steps
+        if every > self.max_staleness + 1:
+            raise ValueError(
+                f"weight_sync.every_steps = {every} with max_staleness = {self.max_staleness}: before the next version goes out, the "
+                f"engines' is {every - 1} steps old, and all that they sample would be too old. Set max_staleness to {every - 1} or more"
             )
         return self
 

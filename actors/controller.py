@@ -118,7 +118,7 @@ class Controller:
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 if not self._is_trained:
                     raise
-                self._observer.event("warning", f"the evaluation after training is left out ({error}); `evenkeel evaluate` can make it")
+                self._observer.event("warning", f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
                 return await self._finish(None)
 
     async def _until_trained(self) -> None:
@@ -197,10 +197,9 @@ class Controller:
             compared = partial(self._ask, self._service.compared, batch.version, (result.values,))
             await check_batch(config, compared, step=self._step + 1, observer=self._observer)
             await self._publish()  # engines take it while we go on
-            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, [group.group_id for group in batch.groups])
+            discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, batch.group_ids, self._sync.version)
             self._step += 1
-            trained = [group.prompt_id for group in batch.groups]
-            self._ledger.settle(self._step, trained=trained, discarded=discarded, outstanding=outstanding, counts=counts)
+            self._ledger.settle(self._step, trained=batch.prompt_ids, discarded=discarded, outstanding=outstanding, counts=counts)
             self._steps.end_step(self._step, self._version, batch, result, self._watch.read(), counts, discarded)
             self._fruitless.note(self._step, batch, result)
             if self._checkpoints.is_due(self._step):
@@ -209,11 +208,12 @@ class Controller:
             self._evaluations.begin_if_due(self._step, self._version)
 
     async def _publish(self) -> None:
-        """The new weights, as the next version."""
+        """The new weights, as the next version, if the engines are to have it."""
         self._version += 1
         self._observer.trained()
-        with self._watch.phase("publish"):
-            await self._sync.publish()
+        if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
+            with self._watch.phase("publish"):
+                await self._sync.publish()
 
     async def _ask(self, method: Any, *arguments: Any) -> Any:
         """A short call to the queue or the service, which may run twice."""
@@ -264,6 +264,8 @@ class Controller:
         """Evaluate on all held-out problems with the published weights in every engine, and wait for it."""
         await self._evaluations.finished()
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
+        if self._sync.version < self._version:
+            await self._sync.publish()
         await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
         return await self._evaluations.whole(when, self._step, self._version)
 

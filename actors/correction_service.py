@@ -45,6 +45,7 @@ from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.config import RolloutConfig
 from rollout.packing import pack_groups
+from rollout.stacks import tell_stacks
 from rollout.trajectory import Group, GroupFacts
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ _OF_THE_BOUNDS = ("rejected_share",)
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
     """What the service needs of the run's configuration."""
-
     correction: CorrectionConfig
     """To begin with: the run's, or the one that an alarm has put in its place."""
     has_reference: bool
@@ -96,7 +96,6 @@ def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
 @dataclass(frozen=True, slots=True)
 class _Undiagnosed:
     """What diagnostics need of a batch that the learner has or had."""
-
     corrected: CorrectedBatch
     split: Mapping[str, float]
     correction: CorrectionConfig
@@ -107,6 +106,7 @@ class CorrectionService:
 
     def __init__(self, config: ServiceConfig, queue: Any, monitor_state: Mapping[str, Any] | None = None) -> None:
         """Args: monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run."""
+        tell_stacks()
         self._config, self._queue, self._books = config, queue, NumberedCaller(queue)
         self._correction = self._next_correction = config.correction
         self._monitor = Monitor(config.monitor.thresholds)

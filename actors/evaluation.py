@@ -235,10 +235,14 @@ class Evaluations:
         self.counts_from: Callable[[], float] | None = None
         """Time of the event loop before which nobody was there to answer."""
 
+    def is_due(self, step: int) -> bool:
+        """Whether there is an evaluation beside training after this step."""
+        every = self._settings.every_steps
+        return every > 0 and step % every == 0 and step < self._steps
+
     def begin_if_due(self, step: int, version: int) -> None:
         """After a step: start the evaluation beside training, unless one is running; it ends whenever it ends."""
-        every = self._settings.every_steps
-        if not every or step % every or step >= self._steps:
+        if not self.is_due(step):
             return
         if self._beside is not None and not self._beside.done():
             self._observer.event("info", f"evaluation of step {step} left out: the one before is still running")

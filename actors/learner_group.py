@@ -28,6 +28,7 @@ from actors.placement import RankPlaces
 from actors.supervision import USUAL_START, wait_for
 from correction.errors import DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
+from rollout.stacks import tell_stacks
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from torch import Tensor
@@ -53,6 +54,7 @@ class LearnerRankActor:
     """
 
     def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
+        tell_stacks()
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
         self._calls = 0

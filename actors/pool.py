@@ -242,7 +242,7 @@ class RolloutPool(Membership):
     def wake(self) -> None:
         """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
         self._changed.set()
-        if self._is_stopping:
+        if self._is_stopping or not self._work:  # hundreds of workers need not be looked through for nothing
             return
         current = [w for w in self._joined() if self._is_current(w)]
         soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time

@@ -10,6 +10,7 @@ from actors import payloads
 from actors.carriers import QueueSnapshot, StoredGroup, Ticket
 from actors.numbered import NumberedCalls
 from actors.trajectory_queue import TrajectoryQueue
+from rollout.stacks import tell_stacks
 from rollout.trajectory import GroupFacts, Prompt
 
 _JOIN_S = 0.05
@@ -24,6 +25,7 @@ class TrajectoryQueueActor:
 
     def __init__(self, *, groups_per_step: int, max_staleness: int, generation: int = 0) -> None:
         """Args: generation: of the run, see actors/going_back.py."""
+        tell_stacks()
         self._generation = generation
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._changed = asyncio.Condition()
@@ -121,14 +123,17 @@ class TrajectoryQueueActor:
             await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
         return drawn
 
-    async def advance(self, version: int, trained: list[int]) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
+    async def advance(
+        self, version: int, trained: list[int], published: int | None = None
+    ) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
         """The learner has new weights, by training on these groups; they leave.
 
+        Args: published: version that the engines get; None: this one.
         Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked
             again for the same version, the answer is the same.
         """
         if version != self._advance[0]:
-            self._queue.publish(version)
+            self._queue.publish(version, published)
             self._queue.settle(trained)
             self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
             await self._notify()

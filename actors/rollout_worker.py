@@ -28,6 +28,7 @@ from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
+from rollout.stacks import tell_stacks
 from rollout.temporary_files import own_folder, remove
 from rollout.trajectory import FinishReason, Group, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
@@ -79,6 +80,7 @@ class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
     def __init__(self, name: str, settings: WorkerSettings, queue: Any) -> None:
+        tell_stacks()
         self._name, self._settings, self._queue = name, settings, queue
         self._finished: list[GroupFacts] = []
         """Not yet handed over; the next is beside it."""
@@ -86,6 +88,8 @@ class RolloutWorker:
         """Groups themselves, by their id, until the queue asks for them."""
         self._asked_update = 0
         """Number of the newest one; an older one whose weights arrive late would take the engine back."""
+        self._newest = (0, -1)
+        """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
         self._handing_over = asyncio.Lock()
         self._generation = 0
         self._under_way: set[asyncio.Task[Any]] = set()
@@ -231,9 +235,7 @@ class RolloutWorker:
             generation: of the version; the receipt names both.
         Raises: SyncError, and the engine is dirty if it had begun to take them; not begun, if others are asked for meanwhile.
         """
-        began = time.monotonic()
-        self._asked_update += 1
-        this_update = self._asked_update
+        began, this_update = time.monotonic(), self._number_of_update(version, generation)
         fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
         if checksums:
             await asyncio.to_thread(require_checksums, fetched, checksums)
@@ -241,6 +243,13 @@ class RolloutWorker:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
         receipt = await self._sampler.engine.update_weights(version, fetched)
         return await self._receipt(replace(receipt, generation=generation), began, with_checksums=bool(checksums))
+
+    def _number_of_update(self, version: int, generation: int) -> int:
+        if (generation, version) < self._newest:
+            raise SyncError(f"rollout worker {self._name}: weights v{version} were asked for after v{self._newest[1]}; those stay")
+        self._newest = generation, version
+        self._asked_update += 1
+        return self._asked_update
 
     async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
         """Join the learner's broadcast group."""
@@ -250,9 +259,9 @@ class RolloutWorker:
         await self._sampler.engine.leave_weight_group(name)
 
     async def receive_weights(self, version: int, buckets: list[list[WeightSpec]], group: str, generation: int = 0) -> SyncReceipt:
-        """Take the weights that the learner broadcasts."""
+        """Take the weights that the learner broadcasts. Raises: as `update_weights`."""
         began = time.monotonic()
-        self._asked_update += 1
+        self._number_of_update(version, generation)
         receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
         return await self._receipt(replace(receipt, generation=generation), began, with_checksums=False)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import ray.exceptions
@@ -22,6 +24,9 @@ T = TypeVar("T")
 USUAL_START = 1 / 3
 """Share of its deadline: if the start of an engine or a rank takes longer, its notices become warnings."""
 
+HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
+"""Is told, in tasks of this context, of each long wait that has used half of its deadline: its name."""
+_LONG_S = 60.0
 _AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between attempts to reach an actor that is unavailable: a network that comes back within half a minute costs nothing."""
 
@@ -52,14 +57,19 @@ async def wait_for(
     Raises: DeadlineExceeded; EvenkeelError kinds of the other process, as themselves; ActorLost when its process is gone, or its answer.
     """
     clock = asyncio.get_running_loop().time
-    began = clock()
+    began, half_over = clock(), HALF_OVER.get() if _LONG_S <= deadline_s < math.inf else None
     task = asyncio.ensure_future(_as_coroutine(awaitable))
     try:
         while True:
             counted_s = clock() - max(began, counts_from() if counts_from else began)
-            done, _ = await asyncio.wait({task}, timeout=max(0.0, min(notice_s, deadline_s - counted_s)))
+            until_s = min(notice_s, deadline_s - counted_s, *([deadline_s / 2 - counted_s] if half_over else []))
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, until_s))
             if done:
                 return task.result()
+            if half_over and clock() - max(began, counts_from() if counts_from else began) >= deadline_s / 2:
+                half_over(what)
+                half_over = None
+                continue
             waited = clock() - began
             clause = f" ({await _ask(detail)})" if detail else ""
             if clock() - max(began, counts_from() if counts_from else began) >= deadline_s:

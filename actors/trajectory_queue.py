@@ -51,7 +51,8 @@ class TrajectoryQueue:
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
-        self.version = 0
+        self.version = self.published = 0
+        """Of the learner's weights, and of those that the engines have or get: not every version goes out (weight_sync.every_steps)."""
         self.admitted = self.trained = self.discarded = 0
         self.discarded_by_reason: Counter[str] = Counter()
         self._next_group_id = 0
@@ -60,7 +61,7 @@ class TrajectoryQueue:
         # What follows is known from the entries, and kept beside them: a run holds thousands, and looks at every finished one.
         self._by_state: Counter[GroupState] = Counter()
         self._undrawn: Counter[int] = Counter()
-        """Groups that no batch has, by the version of their admission; at most max_staleness + 1 versions."""
+        """Groups that no batch has, by the published version at their admission; at most max_staleness + 1 versions."""
         self._finished: list[int] = []
         """A heap of the finished groups' ids; some may have been discarded since."""
         self.lost: list[int] = []
@@ -70,14 +71,16 @@ class TrajectoryQueue:
 
     @property
     def free_places(self) -> int:
-        """Groups that may be admitted now without any becoming too old."""
-        return (self.max_staleness + 1) * self.groups_per_step - (self.admitted - self.trained - self.discarded)
+        """Groups that may be admitted now without any becoming too old: as many as find a place in the steps that published weights have
+        left."""
+        steps = self.max_staleness + 1 - (self.version - self.published)
+        return steps * self.groups_per_step - (self.admitted - self.trained - self.discarded)
 
     def admit(self, prompts: Sequence[Prompt]) -> list[Ticket]:
         """Give places to the first prompts, as many as are free; the caller keeps the rest."""
         tickets = []
         for prompt in prompts[: max(0, self.free_places)]:
-            ticket = Ticket(self._next_group_id, prompt, self.version)
+            ticket = Ticket(self._next_group_id, prompt, self.published)
             self._hold(_Entry(ticket, GroupState.ADMITTED))
             self._next_group_id += 1
             self.admitted += 1
@@ -193,11 +196,15 @@ class TrajectoryQueue:
             self._release(entry)
         self.trained += len(group_ids)
 
-    def publish(self, version: int) -> None:
-        """The learner has new weights."""
-        if version < self.version:
-            raise LedgerError(f"weight version {version} after {self.version}: versions only grow")
-        self.version = version
+    def publish(self, version: int, published: int | None = None) -> None:
+        """The learner has new weights. Args: published: version that the engines get, if it is an older one."""
+        published = version if published is None else published
+        if not (self.version <= version and self.published <= published <= version):
+            raise LedgerError(
+                f"weight version {version}, published {published}, after {self.version}, published {self.published}: versions only grow, "
+                "and the learner's is the newest"
+            )
+        self.version, self.published = version, published
 
     # -- books -------------------------------------------------------------------------------------------------------
 
@@ -270,7 +277,7 @@ class TrajectoryQueue:
         """Take over a snapshot; returns the tickets that have to be sampled again. Args: held: what is to stand for a finished group."""
         if self._entries:
             raise DataError("TrajectoryQueue.restore needs an empty queue")
-        self.version = snapshot.version
+        self.version = self.published = snapshot.version  # engines get what the learner goes on from
         self._next_group_id = snapshot.next_group_id
         self.admitted, self.trained, self.discarded = snapshot.admitted, snapshot.trained, snapshot.discarded
         self.discarded_by_reason = Counter(snapshot.discarded_by_reason)

@@ -107,6 +107,7 @@ class WeightSync:
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._published: _Publication | None = None
+        self._turn = asyncio.Lock()
         self._generation = generation
         self._broadcast = _BroadcastGroup(learner, sync_s, generation) if config.transport == "broadcast" else None
 
@@ -191,6 +192,8 @@ class WeightSync:
             try:
                 published = await self._stored(self._published)
                 checksums = await self._checksums(published) if not target.is_verified else {}
+                async with self._turn:  # one call to a turn of the event loop: hundreds at once would hold it up for a second
+                    await asyncio.sleep(0)
                 if published is not self._published:  # a newer one was published meanwhile
                     continue
                 version = published.version

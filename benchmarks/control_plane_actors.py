@@ -3,10 +3,11 @@
     python benchmarks/control_plane_actors.py [--workers 10,50,100] [--groups 64] [--tokens 1000] [--rate 300000] [--steps 6] [--hosts 1]
 
 Engines sleep and hand over groups of real size, cut from made-up buffers; a learner of one rank answers with logprobs near the sampled
-ones. Many workers share a process. Printed for each number of workers and of groups: processor seconds and peak anonymous memory for each
-million tokens trained, process by process; how long a place that has become free waits for its group (p50, p99); what the learner waits
-between two steps; from publishing a version to the last worker's receipt; how late the driver's event loop was; and the tokens a second at
-which the first of the single processes would have no time left. With --profile also in which functions of their event loops.
+ones. Many workers share a process. Printed for each number of workers and of groups: processor seconds for each million tokens trained,
+process by process, what of them a process takes in that time without any work, and by how much its anonymous memory has grown; how long a
+place that has become free waits for its group (p50, p99); what the learner waits between two steps; from publishing a version to the last
+worker's receipt; how late the driver's event loop was; and the tokens a second at which the first of the single processes would have no
+time left. With --profile also in which functions of their event loops.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from actors.record.step_report import batch_metrics, learned_numbers
 from actors.rollout_worker import WorkerSettings
 from actors.scaling import ScalingDecision
+from actors.supervision import unless_failed
 from actors.weight_sync import WeightSync
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WorkerHost
@@ -67,6 +69,8 @@ class Figures:
     tokens: int = 0
     seconds: float = 0.0
     late_s: float = 0.0
+    idle: dict[str, float] = field(default_factory=dict)
+    """Of each process, as Uses.idle_share."""
 
 
 class QuietObserver:
@@ -153,7 +157,7 @@ class ReplayedRun:
         host = ray.remote(WorkerHost).options(num_cpus=0, max_concurrency=4096)
         self.observer = QuietObserver(self.figures)
         self.pool = ReplayPool(of_workers, deadlines, self.queue, self.observer)
-        self.pool.hosts = [host.remote(of_workers, self.queue, shape.tokens, shape.step_s / 2) for _ in range(shape.hosts)]
+        self.pool.hosts = [host.remote(of_workers, self.queue, shape.tokens, shape.step_s / 4) for _ in range(shape.hosts)]
         self.sync = WeightSync(
             WeightSyncConfig(), self.learner, probe_ids=[], sync_s=_RECEIPT_S, on_receipt=lambda _: self.pool.wake(),
             on_probe=lambda *_: None, on_dirty=lambda target, reason: print(f"  dirty: {reason}"),
@@ -170,19 +174,22 @@ class ReplayedRun:
         """All workers, with the weights of version 0. Raises: TimeoutError if they take too long, or what the pool fails with."""
         self.pool.start()
         self.pool.follow(self.sync)
-        failing = asyncio.ensure_future(self.pool.raise_on_failure())
         async with asyncio.timeout(_JOIN_S):
-            while self.pool.counts()[0] < self.shape.workers:
-                await asyncio.wait({failing}, timeout=0.1)
-                if failing.done():
-                    failing.result()
-        failing.cancel()
+            await self.pool.until(lambda: self.pool.counts()[0] == self.shape.workers)
         await self.sync.publish()
         await self.sync.receipts(0, deadline_s=_RECEIPT_S)
 
     async def train(self, uses: Uses) -> dict[str, tuple[float, int]]:
-        """Steps that don't count, then those that do. Returns: of each process, CPU seconds and bytes of these, besides."""
-        feeding = asyncio.create_task(self.pool.feed(prompts(), [], self.observer.admitted))
+        """Steps that don't count, then those that do. Returns: of each process, CPU seconds and bytes of these, besides.
+
+        Raises: what the pool fails with.
+        """
+        return await unless_failed(self._steps(uses), self._failing())
+
+    async def _failing(self) -> None:
+        await asyncio.gather(self.pool.feed(prompts(), [], self.observer.admitted), self.pool.raise_on_failure())
+
+    async def _steps(self, uses: Uses) -> dict[str, tuple[float, int]]:
         clock, figures = LoopClock(), self.figures
         clock.start()
         ended = began = time.monotonic()
@@ -194,7 +201,6 @@ class ReplayedRun:
             ended = await self._step(step, ended)
         figures.seconds, figures.late_s = time.monotonic() - began, clock.read()
         used = uses.end()
-        feeding.cancel()
         await asyncio.wait(self._waits, timeout=_RECEIPT_S)
         return used
 
@@ -231,7 +237,9 @@ async def run(shape: ReplayedShape, *, profiled: bool) -> tuple[Figures, dict[st
     replayed = ReplayedRun(shape)
     try:
         await replayed.join()
-        return replayed.figures, await replayed.train(Uses(replayed.actors, profiled=profiled))
+        uses = Uses(replayed.actors, profiled=profiled)
+        replayed.figures.idle = await uses.idle_share()
+        return replayed.figures, await replayed.train(uses)
     finally:
         await replayed.close()
 
@@ -266,7 +274,9 @@ def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int
     print(f"{shape.workers} workers, {shape.groups} groups and {millions / steps:.2f} million tokens a step, {rate:.0f} thousand a second")
     for name, (cpu_s, grown) in used.items():
         held = 2 * millions / steps  # of this batch and the next
-        print(f"  {name:8} {cpu_s / millions:7.3f} CPU s for a million tokens, {grown / 2**20 / held:6.0f} MiB for a million in flight")
+        idle = found.idle[name] * found.seconds / millions
+        memory = f"{grown / 2**20:.0f} MiB more with {held:.1f} million tokens in flight"
+        print(f"  {name:8} {cpu_s / millions:7.3f} CPU s for a million tokens ({idle:.3f} of them without any work), {memory}")
     print(f"  a free place has its group after {_of(found.admission_s, 0.5):.3f} s (p50), {_of(found.admission_s, 0.99):.3f} s (p99)")
     gap_s, receipts_s = statistics.median(found.gap_s), statistics.median(found.receipts_s)
     print(

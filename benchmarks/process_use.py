@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import cProfile
 import io
 import os
@@ -14,6 +15,7 @@ import psutil
 import ray
 
 _EVERY_S = 0.1
+_IDLE_S = 5.0
 _SHOWN = 25
 """Functions of a profile."""
 
@@ -60,6 +62,13 @@ class Uses:
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
+
+    async def idle_share(self) -> dict[str, float]:
+        """By process: CPU seconds of a second in which nothing is asked of it (Ray's own threads, heartbeats)."""
+        for use in self._uses.values():
+            use.begin()
+        await asyncio.sleep(_IDLE_S)
+        return {name: use.cpu_s / _IDLE_S for name, use in self._uses.items()}
 
     def begin(self) -> None:
         """What follows counts."""

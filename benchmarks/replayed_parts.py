@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -42,7 +43,7 @@ class ReplayedEngine:
         self._version = 0
         self.engine = self
 
-    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0) -> Group:
+    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: Any = None) -> Group:
         lengths = [min(len(self._ids), max(1, int(self._tokens * self._random.lognormvariate(-0.125, 0.5)))) for _ in range(SAMPLES)]
         await asyncio.sleep(self._seconds * max(lengths) / self._tokens)
         answers = tuple(self._answer(prompt, n, i % 2, admitted_version) for i, n in enumerate(lengths))
@@ -85,6 +86,7 @@ class WorkerHost:
     async def start(self, name: str, version: int) -> ActorInfo:
         worker = RolloutWorker(name, self._settings, self._queue)
         worker._endpoint = NoEndpoint()  # type: ignore[assignment]
+        worker._end_notice = SimpleNamespace(told=asyncio.Event())  # type: ignore[assignment]
         worker._sampler = ReplayedEngine(self._tokens, self._seconds, int(name))  # type: ignore[assignment]
         self._workers[name] = worker
         return ActorInfo("rollout", name, os.getpid(), "")

@@ -93,6 +93,7 @@ def shape_of(config: RunConfig) -> RunShape:
         slots=rollout.slots_per_worker,
         max_running_requests=rollout.engine.max_running_requests,
         retracts=rollout.engine.weight_update_mode == "retract",
+        every_steps=config.weight_sync.every_steps,
     )
 
 

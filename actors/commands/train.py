@@ -27,15 +27,17 @@ from actors.plan.shape import ModelShape
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
+from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
 from actors.run_summary import RunSummary
-from actors.supervision import counted
+from actors.supervision import HALF_OVER, counted
 from actors.true_on_policy import resolved
 from correction.errors import DataError, EvenkeelError
 from learner.hf_folder import HFWeights, read_config
 from learner.model_check import check_trainable
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
+from rollout.stacks import tell_stacks
 from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
 
@@ -180,6 +182,8 @@ def _run_in(
             with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
+                tell_stacks()
+                HALF_OVER.set(StackCollector(folder).half_over)
                 summary = _run_controller(controller)
     except BaseException as error:
         folder.event("error", _said(error))  # the terminal has it from whoever catches it

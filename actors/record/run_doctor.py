@@ -13,6 +13,7 @@ from pathlib import Path
 
 from actors.metrics import StepMetrics
 from actors.record.run_folder import RunEvent, RunFolder
+from actors.record.stack_gist import newest_gist
 from correction.errors import ConfigError, DataError
 from learner.file_sums import read_manifest_of_files, verify
 
@@ -73,6 +74,8 @@ class RunDiagnosis:
     """Medians of the recent steps, by metric."""
     waits: tuple[Wait, ...]
     troubles: tuple[Trouble, ...]
+    stacks: tuple[str, ...]
+    """Where each process stood when a wait was half over, the last time that one was."""
     books: str
     last_events: tuple[RunEvent, ...]
 
@@ -124,6 +127,7 @@ def diagnose(folder: RunFolder) -> RunDiagnosis:
         pace=_pace(metrics),
         waits=_waits(events),
         troubles=_troubles(events),
+        stacks=newest_gist(folder.path),
         books=_books(folder.path / "ledger.jsonl", metrics),
         last_events=tuple(events[-LAST_EVENTS:]),
     )
@@ -138,6 +142,7 @@ def page(found: RunDiagnosis) -> str:
     lines += _section(f"Pace, medians of the last {RECENT_STEPS} steps", [f"{name:<28} {value:.3g}" for name, value in found.pace.items()])
     lines += _section("Longest waits", [_wait_line(wait) for wait in found.waits[:5]])
     lines += _section("Warnings and errors, by kind", [_trouble_line(trouble) for trouble in found.troubles[-8:]])
+    lines += _section("Stacks", found.stacks)
     lines += _section("Books", [found.books])
     lines += _section("Last events", [f"{event.time}  {event.level:<8}{event.text}" for event in found.last_events])
     return "\n".join(lines)

@@ -29,6 +29,8 @@ class RunShape:
     max_running_requests: int
     retracts: bool = True
     """weight_update_mode: requests in flight are read again after a weight update."""
+    every_steps: int = 1
+    """weight_sync.every_steps: from one version that the engines get to the next."""
 
 
 @dataclass(frozen=True, slots=True)

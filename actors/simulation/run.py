@@ -48,6 +48,11 @@ def simulate(
     """
     if min(shape.workers, shape.slots, shape.groups_per_step, shape.samples_per_group, steps) < 1:
         raise ConfigError(f"a simulation of {shape}, {steps} steps: workers, slots, groups, samples and steps have to be at least 1")
+    if shape.every_steps > shape.max_staleness + 1:
+        raise ConfigError(
+            f"a simulation with weight_sync.every_steps = {shape.every_steps} and max_staleness {shape.max_staleness}: every answer would "
+            f"be too old. Try bounds of {shape.every_steps - 1} or more"
+        )
     return _SimulatedRun(shape, costs, lengths, prompt_tokens, on_step).train(steps)
 
 
@@ -67,7 +72,7 @@ class _SimulatedRun:
         self._engines = [SimulatedEngine(name, shape, costs, lengths, step_s, self._clock, self) for name in names]
         self._sampled: dict[int, SampledGroup] = {}
         """Finished groups that the queue holds."""
-        self._version = 0
+        self._version = self._published = 0
         self._batch: list[Group] = []
         """What is drawn of the batch of version `_preparing`."""
         self._preparing = 0
@@ -110,7 +115,7 @@ class _SimulatedRun:
         if not self._work:
             return
         slots = self._shape.slots
-        ready = [engine for engine in self._engines if engine.version == self._version and len(engine.groups) < slots]
+        ready = [engine for engine in self._engines if engine.version == self._published and len(engine.groups) < slots]
         if not ready:
             return
         for engine, tickets in self._work.take(ready, self._engines):
@@ -177,11 +182,12 @@ class _SimulatedRun:
         self._learner_trains = False
         self._share_cores()
         self._train_s += train_s
-        self._clock.after(self._costs.publish_s, self._publish)
+        publish_s = 0.0 if (self._version + 1) % self._shape.every_steps else self._costs.publish_s
+        self._learner_waits_s[PUBLISH] += publish_s
+        self._clock.after(publish_s, self._step_ends)
 
-    def _publish(self) -> None:
+    def _step_ends(self) -> None:
         trained, self._training = self._training, []
-        self._learner_waits_s[PUBLISH] += self._costs.publish_s
         ages: Counter[int] = Counter()
         for group in trained:
             for version, tokens in self._sampled.pop(group.group_id).tokens_by_version.items():
@@ -189,9 +195,11 @@ class _SimulatedRun:
                     ages[self._version - version] += tokens
         self._tokens_by_staleness += ages
         self._version += 1
-        self._sync()
+        if self._version % self._shape.every_steps == 0:
+            self._published = self._version
+            self._sync()
         group_ids = tuple(group.group_id for group in trained)
-        self._queue.publish(self._version)
+        self._queue.publish(self._version, self._published)
         self._queue.settle(group_ids)
         self._steps += 1
         now = self._clock.now
@@ -205,7 +213,7 @@ class _SimulatedRun:
         if self._is_syncing:
             return
         self._is_syncing = True
-        version = self._version
+        version = self._published
         for engine in self._engines:
             engine.sync_begins()
 
@@ -217,7 +225,7 @@ class _SimulatedRun:
             for engine in self._engines:
                 engine.resume(version)
             self._is_syncing = False
-            if version < self._version:
+            if version < self._published:
                 self._sync()
             else:
                 self._dispatch()

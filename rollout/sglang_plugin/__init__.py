@@ -35,7 +35,9 @@ def register() -> None:
     # Imported here: SGLang loads this module while its own are half imported.
     from correction.engines import matrix_products
     from rollout.sglang_plugin import attention, batch_invariant, hooks, seeded_sampler, weights
+    from rollout.stacks import tell_stacks
 
+    tell_stacks()
     settings = hooks.PluginSettings.from_environment()
     if serves_on_cpu():
         attention.register(settings.attention)

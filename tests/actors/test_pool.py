@@ -18,7 +18,7 @@ from actors.config import DeadlinesConfig
 from actors.pool import RolloutPool
 from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
-from correction.errors import ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
+from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt, put
 
@@ -351,6 +351,21 @@ def test_a_first_worker_that_cannot_start_ends_the_run_with_its_own_words(monkey
         scene = Scene(monkeypatch, start_faults={"0": raised(ConfigError("rollout.reward (x:y): it raised"))})
         with pytest.raises(EvenkeelError, match=r"rollout.reward \(x:y\): it raised"):
             await scene.begin()
+
+    play(scenario)
+
+
+def test_a_first_worker_whose_process_is_killed_while_it_starts_is_replaced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What killed it may have been chance; the third time it is the end of the run, by a sentence that is no part's death."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, start_faults={"0": DEAD})
+        (await scene.begin()).cancel()
+        assert scene.joined == ["1"] and scene.killed == ["0"]
+        scene = Scene(monkeypatch, start_faults=dict.fromkeys("0123", DEAD))
+        with pytest.raises(EngineError, match=r"^rollout worker 2 did not start: start of rollout worker 2: the actor") as end:
+            await scene.begin()
+        assert not isinstance(end.value, ActorLost) and list(scene.workers) == ["0", "1", "2"]
 
     play(scenario)
 

@@ -12,7 +12,7 @@ from actors.carriers import Ticket
 from actors.simulation.clock import SimulatedClock
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.engine import SampledGroup, SimulatedEngine
-from actors.simulation.outcome import ADMISSION, FULL_ENGINES, UNDER_WAY, WEIGHTS, Outcome, SimulatedStep
+from actors.simulation.outcome import ADMISSION, FULL_ENGINES, PUBLISH, UNDER_WAY, WEIGHTS, Outcome, SimulatedStep
 from actors.simulation.run import simulate
 from correction.errors import ConfigError
 from rollout.trajectory import Prompt
@@ -100,6 +100,17 @@ def test_engines_of_a_slow_learner_wait_for_admission_and_their_tokens_are_as_ol
     assert found.tokens_by_staleness[3] == found.tokens
 
 
+def test_fewer_versions_cost_engines_fewer_waits_and_make_older_tokens() -> None:
+    """Pauses of 0.4 s a sync: engines wait for weights a third as long if every third version goes out, and an answer is one version older
+    on average, (0 + 1 + 2) / 3, than if every one does."""
+    costs = RunCosts(SPEED, learner_token_s=ROLLOUT_S / BATCH_TOKENS, sync_s=0.4, pause_s=0.4, publish_s=0.1)
+    every, third = (run(costs, steps=30, max_staleness=5, every_steps=one) for one in (1, 3))
+    assert third.engine_waits_s[WEIGHTS] / third.steps == pytest.approx(every.engine_waits_s[WEIGHTS] / every.steps / 3, rel=0.1)
+    assert third.learner_waits_s[PUBLISH] == pytest.approx(every.learner_waits_s[PUBLISH] / 3, rel=0.1)
+    mean = [sum(age * n for age, n in one.tokens_by_staleness.items()) / one.tokens for one in (every, third)]
+    assert max(third.tokens_by_staleness) <= 5 and 0.5 < mean[1] - mean[0] < 1.5
+
+
 def test_an_answer_that_met_new_weights_has_tokens_of_both() -> None:
     """One worker with room for the two groups that staleness 1 admits: a group under way at the update is sampled by both versions."""
     steps: list[SimulatedStep] = []
@@ -182,6 +193,7 @@ def test_it_agrees_with_the_pool_itself(monkeypatch: pytest.MonkeyPatch, max_sta
     sync_s=st.floats(0.0, 5.0),
     tail=st.floats(1.0, 30.0),
     cores=st.sampled_from([2.0, math.inf]),
+    every_steps=st.integers(1, 4),
 )
 def test_nothing_is_trained_twice_and_nothing_is_too_old(
     workers: int,
@@ -193,10 +205,12 @@ def test_nothing_is_trained_twice_and_nothing_is_too_old(
     sync_s: float,
     tail: float,
     cores: float,
+    every_steps: int,
 ) -> None:
     """In any shape: each batch is whole, every group is trained once, no token is older than max_staleness, versions grow one by one."""
     steps: list[SimulatedStep] = []
-    any_shape = RunShape(workers, groups_per_step, max_staleness, 2, slots, running)
+    every_steps = min(every_steps, max_staleness + 1)
+    any_shape = RunShape(workers, groups_per_step, max_staleness, 2, slots, running, every_steps=every_steps)
     costs = RunCosts(SPEED, token_s, prompt_token_s=1e-4, handover_s=0.1, publish_s=0.1, sync_s=sync_s, pause_s=sync_s / 2, cores=cores)
     lengths = AnswerLengths.lognormal(40, 40 * tail, max_tokens=2000)
     simulate(any_shape, costs, lengths, prompt_tokens=PROMPT, steps=12, on_step=steps.append)
@@ -236,6 +250,7 @@ def test_speeds_between_and_beyond_the_points() -> None:
         (lambda: DecodeSpeed(()), "decode speed"),
         (lambda: DecodeSpeed(((8, 100.0), (8, 200.0))), "8:100,8:200"),
         (lambda: run(RunCosts(SPEED, 1e-4), workers=0), "workers=0"),
+        (lambda: run(RunCosts(SPEED, 1e-4), every_steps=4), "every_steps = 4 and max_staleness 2: .* Try bounds of 3 or more"),
     ],
 )
 def test_what_makes_no_run_is_refused(make: object, words: str) -> None:

@@ -1,7 +1,8 @@
 """Admission by staleness. Behaviours locked here:
 
     admitted - trained - discarded <= (max_staleness + 1) * groups_per_step, whatever happens in whatever order
-    no group is trained more than max_staleness versions after its admission, stragglers, refills and skipped steps included
+    no group is trained more than max_staleness versions after the one that engines had at its admission, stragglers, refills and skipped
+    steps included, and versions that don't go out to engines
     when all groups are finished, a batch can be drawn whole: the places kept for the old never block
     a second delivery changes nothing; a snapshot loses nothing and keeps bound and counts
 """
@@ -33,8 +34,9 @@ from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, pu
 class QueueLife(RuleBasedStateMachine):
     """A run as the queue sees it: workers finish in any order, the service prepares one batch ahead, the driver restarts at times."""
 
-    @initialize(groups_per_step=st.integers(1, 3), max_staleness=st.integers(0, 3))
-    def start(self, groups_per_step: int, max_staleness: int) -> None:
+    @initialize(groups_per_step=st.integers(1, 3), max_staleness=st.integers(0, 3), every_steps=st.integers(1, 4))
+    def start(self, groups_per_step: int, max_staleness: int, every_steps: int) -> None:
+        self.every_steps = min(every_steps, max_staleness + 1)
         self.queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self.sampling: list[Ticket] = []
         self.drawn: list[Group] = []
@@ -84,8 +86,9 @@ class QueueLife(RuleBasedStateMachine):
     @precondition(lambda self: self.training is not None and not self.is_published)
     @rule()
     def publish(self) -> None:
-        """Also after a step that the guard skipped: the version grows by one for each batch."""
-        self.queue.publish(self.preparing)
+        """Also after a step that the guard skipped: the version grows by one for each batch. Engines get each that every_steps divides."""
+        is_out = self.preparing % self.every_steps == 0
+        self.queue.publish(self.preparing, self.preparing if is_out else self.queue.published)
         self.is_published = True
 
     @precondition(lambda self: self.is_published)
@@ -118,7 +121,9 @@ class QueueLife(RuleBasedStateMachine):
         restored = TrajectoryQueue(groups_per_step=self.queue.groups_per_step, max_staleness=self.queue.max_staleness)
         tickets = restored.restore(snapshot)
         assert sorted(t.group_id for t in tickets) == sorted(t.group_id for t in self.sampling)
-        assert restored.free_places == self.queue.free_places and restored.version == self.queue.version
+        unpublished = self.queue.version - self.queue.published  # engines get the newest
+        assert restored.free_places == self.queue.free_places + unpublished * self.queue.groups_per_step
+        assert restored.version == restored.published == self.queue.version
         self.queue, self.sampling, self.drawn = restored, tickets, []
 
     @invariant()
@@ -180,6 +185,31 @@ def test_the_example_of_the_module() -> None:
     assert [t.admitted_version for t in queue.admit(prompts(4, 9))] == [1, 1]
     assert queue.due(1) == [2, 3]
     assert train(queue, 1) == [2, 3]
+
+
+def test_places_are_those_that_published_weights_have_steps_for() -> None:
+    """Two groups a step, bound 3, every third version published: at version 0 there are places for 4 steps, at 2 for the two left of them,
+    which are taken; at 3, which goes out, for 4 again."""
+    queue, tickets = queue_with(groups_per_step=2, max_staleness=3, admitted=20)
+    assert len(tickets) == 8
+    admitted = []
+    for version in range(1, 7):
+        for one in queue.snapshot().in_flight:
+            queue.put(group(one))
+        drawn = [found.group_id for found in queue.draw(version - 1, 2)]
+        queue.publish(version, version - version % 3)
+        queue.settle(drawn)
+        admitted.append([ticket.admitted_version for ticket in queue.admit(prompts(100 * version, 100 * version + 20))])
+    assert admitted == [[], [], [3] * 6, [], [], [6] * 6]
+
+
+def test_published_versions_only_grow_and_are_none_ahead_of_the_learner() -> None:
+    queue, _ = queue_with(groups_per_step=1, max_staleness=3, admitted=0)
+    queue.publish(2, 2)
+    queue.publish(3, 2)
+    for version, published in ((4, 1), (4, 5), (2, 2)):
+        with pytest.raises(LedgerError, match=f"weight version {version}, published {published}, after 3, published 2: versions only grow"):
+            queue.publish(version, published)
 
 
 def test_a_place_is_kept_for_a_straggler() -> None:

@@ -678,3 +678,33 @@ def test_the_group_numbers_its_calls_and_stays_in_its_process() -> None:
     assert group.version == 2
     with pytest.raises(TypeError, match="stays in its process"):
         pickle.dumps(group)
+
+
+def test_hundreds_of_engines_leave_the_loop_to_others() -> None:
+    """Each is asked in a turn of the event loop of its own, in their order: a call costs half a millisecond and more."""
+    scene, turns, asked = Scene(**{f"e{i}": Engine() for i in range(200)}), 0, []
+
+    class Noting(FakeActor):
+        def __getattr__(self, name: str) -> Any:
+            if name == "update_weights":
+                asked.append(turns)
+            return super().__getattr__(name)
+
+    async def scenario() -> None:
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        await scene.join()
+        for target in scene.targets.values():
+            target.actor = Noting(target.actor.instance)
+        counting = asyncio.create_task(count())
+        await scene.publish(1)
+        await scene.sync.receipts(1, deadline_s=10.0)
+        counting.cancel()
+        assert asked == sorted(set(asked)) and len(asked) == 200
+        assert [name for name, target in scene.targets.items() if target.version == 1] == list(scene.targets)
+
+    play(scenario)

@@ -176,6 +176,24 @@ def test_an_update_whose_weights_come_after_a_newer_one_is_left_out(monkeypatch:
     asyncio.run(scenario())
 
 
+def test_a_call_for_older_weights_that_comes_late_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given up long ago, and runs after newer ones are in. In another generation of the run the same number is another version."""
+
+    async def scenario() -> None:
+        scene = Scene(monkeypatch)
+        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], {})
+        with pytest.raises(SyncError, match="weights v1 were asked for after v2; those stay"):
+            await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in BUCKETS], {})
+        with pytest.raises(SyncError, match="weights v1 were asked for after v2; those stay"):
+            await scene.worker.receive_weights(1, [], "weights-0-1")
+        assert scene.engine.version == 2 and scene.events.count("pause") == 1
+        await scene.worker.update_weights(2, [scene.arrives(bucket) for bucket in BUCKETS], {})
+        await scene.worker.update_weights(1, [scene.arrives(bucket) for bucket in BUCKETS], {}, 1)
+        assert scene.engine.version == 1 and scene.events.count("pause") == 3
+
+    asyncio.run(scenario())
+
+
 def test_what_another_thread_still_copies_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that fails: the copy of the next bucket is under way, and its memory belongs to the next update."""
     may_copy, copied = threading.Event(), threading.Event()

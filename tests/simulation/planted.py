@@ -85,6 +85,17 @@ def staleness_is_off_by_one() -> Iterator[None]:
 
 
 @contextmanager
+def places_forget_what_is_not_published() -> Iterator[None]:
+    """Groups are admitted as if the engines had the learner's version."""
+
+    def places(queue: TrajectoryQueue) -> int:
+        return (queue.max_staleness + 1) * queue.groups_per_step - (queue.admitted - queue.trained - queue.discarded)
+
+    with mock.patch.object(TrajectoryQueue, "free_places", property(places)):
+        yield
+
+
+@contextmanager
 def a_dirty_engine_gets_work() -> Iterator[None]:
     """A failed update asks for checksums next time, and takes no receipt back."""
 
@@ -177,6 +188,7 @@ BUGS: tuple[Bug, ...] = (
     a_discarded_prompt_is_not_counted,
     a_late_receipt_counts_for_the_newest_version,
     staleness_is_off_by_one,
+    places_forget_what_is_not_published,
     a_dirty_engine_gets_work,
     a_resume_forgets_what_was_being_sampled,
     the_ledger_counts_at_the_draw,

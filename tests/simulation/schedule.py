@@ -17,8 +17,8 @@ ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
 
 
-REFUSES_A_START: set[str] = set()
-"""After one of these a run may end before it has begun to train."""
+REFUSES_A_START = {"freeze_worker"}
+"""After one of these a run may end before it has begun to train: the first engine didn't come up in the time for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class Schedule:
     unscored: float
     """Share of answers that get no reward."""
     faults: tuple[Fault, ...]
+    publish_every: int = 1
+    """Steps from one version that the engines get to the next."""
 
     def text(self) -> str:
         """One line of JSON."""
@@ -74,13 +76,14 @@ class Schedule:
     def config(self) -> RunConfig:
         return _config(
             self.workers, self.groups_per_step, self.max_staleness, self.steps, self.checkpoint_every, self.evaluate_every,
-            self.dynamic_sampling, self.broadcasts, self.forwards,
+            self.dynamic_sampling, self.broadcasts, self.forwards, self.publish_every,
         )
 
 
 @cache
 def _config(
-    workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool
+    workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool,
+    publish: int,
 ) -> RunConfig:
     return RunConfig.model_validate(
         {
@@ -91,7 +94,7 @@ def _config(
             "dynamic_sampling": dynamic,
             "checkpoint": {"every_steps": checkpoint, "keep": 2},
             "evaluation": {"every_steps": evaluate, "problems": 6, "problems_between": 4},
-            "weight_sync": {"transport": "broadcast" if broadcasts else "object_store"},
+            "weight_sync": {"transport": "broadcast" if broadcasts else "object_store", "every_steps": publish},
             "learner": {"optimizer_steps_per_batch": 2 if forwards else 1},
             "correction": {"proximal": "recompute"},
             "deadlines": {
@@ -165,7 +168,7 @@ def schedule_of(seed: int) -> Schedule:
     groups, steps = chance.choice((1, 2, 2, 3, 4)), chance.choice((3, 4, 5, 6))
     until_s = _START_S + steps * _STEP_S + _END_S
     faults = sorted((_fault(chance, until_s) for _ in range(chance.choice((0, 1, 1, 2, 2, 3, 4, 6)))), key=lambda fault: fault.at)
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         workers=chance.choice((1, 1, 2, 2, 3, 4)),
         groups_per_step=groups,
@@ -179,6 +182,7 @@ def schedule_of(seed: int) -> Schedule:
         unscored=chance.choice((0.0, 0.0, 0.1, 0.4)),
         faults=tuple(faults),
     )
+    return replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)))
 
 
 def _fault(chance: random.Random, until_s: float) -> Fault:

@@ -1,0 +1,82 @@
+"""When a wait has used half of its deadline, the stacks of all processes of the run go into its folder: who waits for whom, just then."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.record.run_folder import RunFolder
+from actors.record.stack_gist import FOLDER
+from actors.supervision import wait_for
+from correction.errors import EvenkeelError
+from rollout.stacks import stacks_of
+
+_MOST = 8
+"""Collections of a run."""
+_APART_S = 120.0
+"""A second wait that is half over meanwhile is most likely for the same thing."""
+_NODE_S = 20.0
+
+
+class StackCollector:
+    """Of one run; used in the driver's event loop."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._number = len(list((folder.path / FOLDER).glob("*.txt")))
+        self._last_s = -_APART_S
+        self._collecting: asyncio.Task[None] | None = None
+
+    def half_over(self, what: str) -> None:
+        """A wait has used half of its deadline. Args: what: its name."""
+        if self._number >= _MOST or time.monotonic() - self._last_s < _APART_S:
+            return
+        self._number, self._last_s = self._number + 1, time.monotonic()
+        self._collecting = asyncio.create_task(self._collect(self._number, what))
+
+    async def _collect(self, number: int, what: str) -> None:
+        try:
+            nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+            found = await asyncio.gather(asyncio.to_thread(_own), *(self._of_node(node) for node in nodes))
+            text = "\n".join([what, "", *(part for of_one in found for part in of_one)])
+            path = await asyncio.to_thread(self._folder.write_text, f"{FOLDER}/{number:02d}.txt", text)
+        except (EvenkeelError, RayError, OSError) as error:
+            self._folder.event("warning", f"no stacks of the run's processes: {error}")
+        else:
+            self._folder.event("info", f"half of the time for {what} is over: where every process stands is in {path}")
+
+    async def _of_node(self, node: str) -> list[str]:
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        ask: Any = ray.remote(num_cpus=0)(_of_this_node).options(scheduling_strategy=where)
+        try:
+            told: list[str] = await wait_for(ask.remote(), f"stacks <- node {node[:8]}", deadline_s=_NODE_S)
+        except (EvenkeelError, RayError) as error:
+            return [f"=== node {node[:8]}: {error}\n"]
+        return told
+
+
+def _own() -> list[str]:
+    return _told([psutil.Process(os.getpid())])
+
+
+def _of_this_node() -> list[str]:
+    """In a process of Ray's: those that its daemon has started, and theirs."""
+    daemon = psutil.Process().parent()
+    return _told(daemon.children(recursive=True)) if daemon is not None else []
+
+
+def _told(processes: list[psutil.Process]) -> list[str]:
+    names = {}
+    for process in processes:
+        try:
+            names[process.pid] = (process.cmdline() or [process.name()])[0]
+        except psutil.Error:
+            continue
+    return [f"=== {names[pid]} (process {pid})\n{text}" for pid, text in sorted(stacks_of(names).items())]

@@ -1,0 +1,30 @@
+"""What stack_collector.py has left in a run's folder, in a few lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FOLDER = "stacks"
+_FRAME = re.compile(r'File "(.*?)", line (\d+) in (.+)')
+_FRAMES = 4
+"""Innermost functions that are named."""
+
+
+def newest_gist(run_dir: Path) -> tuple[str, ...]:
+    """Of the last collection: what was waited for, then a line for each process. Empty: there is none."""
+    path = max((run_dir / FOLDER).glob("*.txt"), default=None)
+    return gist(path.read_text(errors="replace"), path.name) if path is not None else ()
+
+
+def gist(text: str, name: str) -> tuple[str, ...]:
+    """Where the main thread of each process stood, innermost function first."""
+    what, *parts = re.split(r"^=== ", text, flags=re.MULTILINE)
+    return (f"{name}, when half of the time was over for {what.strip()}:", *map(_line, parts))
+
+
+def _line(part: str) -> str:
+    title, _, stacks = part.partition("\n")
+    main = stacks.strip().rpartition("\n\n")[2]  # faulthandler tells the main thread last
+    frames = [f"{Path(file).stem}:{line} {function}" for file, line, function in _FRAME.findall(main)[:_FRAMES]]
+    return f"{title}: {' < '.join(frames) or main or 'nothing'}"

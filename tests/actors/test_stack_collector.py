@@ -1,0 +1,98 @@
+"""A wait that is half over has the stacks collected, once; and what the doctor makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.record import stack_collector
+from actors.record.stack_collector import StackCollector
+from actors.record.stack_gist import newest_gist
+from actors.supervision import HALF_OVER, wait_for
+from correction.errors import DeadlineExceeded
+from tests.actors.simulated_time import simulate
+
+TEXT = """learner step 3 <- rank 0
+
+=== ray::LearnerRankActor.step (process 12)
+Thread 0x00007fc1 (most recent call first):
+  File "/lib/threading.py", line 982 in run
+
+Current thread 0x00007fc2 (most recent call first):
+  File "/lib/torch/distributed/c10d.py", line 5 in all_reduce
+  File "/repo/learner/step.py", line 300 in _gather
+
+=== sglang::scheduler (process 13)
+says nothing; state T (stopped)
+"""
+
+
+def test_the_gist_names_the_functions_in_which_each_process_stood(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks/01.txt").write_text("of another wait\n")
+    (tmp_path / "stacks/02.txt").write_text(TEXT)
+    assert newest_gist(tmp_path) == (
+        "02.txt, when half of the time was over for learner step 3 <- rank 0:",
+        "ray::LearnerRankActor.step (process 12): c10d:5 all_reduce < step:300 _gather",
+        "sglang::scheduler (process 13): says nothing; state T (stopped)",
+    )
+    assert newest_gist(tmp_path / "none") == ()
+
+
+def test_a_long_wait_is_told_once_when_half_of_its_deadline_is_over() -> None:
+    """Neither one that ends before, nor a short one, nor one that was asked for elsewhere."""
+    told: list[tuple[str, float]] = []
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        with pytest.raises(DeadlineExceeded):
+            await wait_for(asyncio.sleep(1000), "elsewhere", deadline_s=100.0)
+        HALF_OVER.set(lambda what: told.append((what, clock() - began)))
+        began = clock()
+        await wait_for(asyncio.sleep(40), "quick", deadline_s=100.0)
+        with pytest.raises(DeadlineExceeded):
+            await wait_for(asyncio.sleep(1000), "short", deadline_s=59.0)
+        began = clock()
+        with pytest.raises(DeadlineExceeded):
+            await wait_for(asyncio.sleep(1000), "long", deadline_s=100.0, notice_s=7.0, notice=lambda _: None)
+
+    simulate(scenario)
+    assert told == [("long", pytest.approx(50.0, abs=0.01))]
+
+
+def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process and of each living node's; two waits within two minutes are one collection."""
+    now = [1000.0]
+    events: list[str] = []
+    folder: Any = SimpleNamespace(path=tmp_path, event=lambda _, text: events.append(text), write_text=lambda name, text: wrote(name, text))
+
+    def wrote(name: str, text: str) -> Path:
+        (tmp_path / "stacks").mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    async def of_node(_: StackCollector, node: str) -> list[str]:
+        return [f"=== a process of {node}\nstands\n"]
+
+    monkeypatch.setattr(stack_collector.ray, "nodes", lambda: [{"NodeID": "n1", "Alive": True}, {"NodeID": "n2", "Alive": False}])
+    monkeypatch.setattr(StackCollector, "_of_node", of_node)
+    monkeypatch.setattr(stack_collector.time, "monotonic", lambda: now[0])
+
+    async def scenario() -> None:
+        collector = StackCollector(folder)
+        for number in range(12):
+            for what in (f"wait {number}", "another one for the same"):
+                collector.half_over(what)
+                assert collector._collecting is not None
+                await collector._collecting
+            now[0] += 130.0
+
+    asyncio.run(scenario())
+    files = sorted(path.name for path in (tmp_path / "stacks").iterdir())
+    assert files == [f"{number:02d}.txt" for number in range(1, 9)] and len(events) == 8
+    text = (tmp_path / "stacks/01.txt").read_text()
+    assert text.startswith("wait 0\n\n") and "=== a process of n1\nstands" in text

@@ -1,0 +1,65 @@
+"""Processes that say where they stand: one that holds Python's lock in C, one that sleeps, one that is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollout.stacks import stacks_of
+
+_CHILD = """
+import ctypes, sys, time
+from rollout.stacks import tell_stacks
+
+def sleeps_in_c_with_the_lock():
+    print("ready", flush=True)
+    while True:  # a signal ends one
+        ctypes.PyDLL(None).sleep(60)
+
+def sleeps():
+    print("ready", flush=True)
+    time.sleep(60)
+
+if "silent" not in sys.argv:
+    tell_stacks()
+    tell_stacks()
+globals()[sys.argv[1]]()
+"""
+
+
+@contextmanager
+def child(*words: str) -> Iterator[int]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", _CHILD, *words], stdout=subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait(30.0)
+
+
+def test_a_process_says_where_it_stands_though_it_is_blocked_in_c() -> None:
+    with child("sleeps_in_c_with_the_lock") as blocked, child("sleeps") as asleep:
+        for _ in range(2):  # again: only what is new
+            told = stacks_of([blocked, asleep])
+            assert told.keys() == {blocked, asleep}
+            for pid, function in ((blocked, "sleeps_in_c_with_the_lock"), (asleep, "sleeps")):
+                assert told[pid].count("most recent call first") == 1
+                assert told[pid].splitlines()[1].endswith(f" in {function}"), "the innermost function"
+
+
+def test_one_that_is_stopped_is_called_that_and_one_that_does_not_tell_is_left_alone() -> None:
+    """The signal would end it."""
+    with child("sleeps") as stopped, child("sleeps", "silent") as other:
+        os.kill(stopped, signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped, os.WSTOPPED | os.WNOWAIT)
+        assert stacks_of([stopped, other]) == {stopped: "says nothing; state T (stopped)\n"}
+        os.kill(other, 0)
+        os.kill(stopped, signal.SIGCONT)
+        assert "in sleeps" in stacks_of([stopped])[stopped]
