@@ -64,6 +64,8 @@ class SilentPool:
 
 
 class Receipts:
+    version = 2
+
     async def receipts(self, version: int, *, deadline_s: float) -> None: ...
 
 
