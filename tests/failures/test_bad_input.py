@@ -222,7 +222,7 @@ def without_a_tensor(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json: damaged, it holds no JSON object"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "unusable tokenizer"),
         (lambda folder: edited(folder, hidden_size=96), "embed_tokens.weight has shape (512, 64) instead of (512, 96)"),
-        (lambda folder: layers(folder, 3), "model.layers.2.input_layernorm.weight is missing"),
+        (lambda folder: layers(folder, 3), "model.layers.2.self_attn.q_proj.weight is missing"),
         (lambda folder: layers(folder, 1), "model.layers.1.input_layernorm.weight has no place in the model"),
         (without_a_tensor, "model.norm.weight is missing"),
         (lambda folder: edited(folder, model_type="gpt2"), "gpt2 can't be trained; supported are glm4, llama, mistral"),
