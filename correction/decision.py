@@ -176,9 +176,9 @@ def _unit_counts(view: BatchView, by_unit: UnitWeights, part: ImportanceConfig) 
     if part.only_negative:
         is_cut &= advantages < 0  # the others have weight 1 whatever their ratio: no bound was met
     found = [counted.count_nonzero()]
+    signs = advantages > 0, advantages < 0
     for chosen in (is_cut, is_zero):
-        few = advantages[chosen]
-        found += [chosen.count_nonzero(), (few > 0).count_nonzero(), (few < 0).count_nonzero()]
+        found += [chosen.count_nonzero(), *((chosen & sign).count_nonzero() for sign in signs)]
     return torch.stack(found).double()
 
 

@@ -65,7 +65,7 @@ def weight_sums(unit_weights: Tensor, mask: Tensor, keep: Tensor, segments: Segm
     if population is Population.KEPT:
         counted = segments.any(keep) & (unit_weights > 0)
     weights = masked(unit_weights, counted)
-    return torch.stack([weights.sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])
+    return torch.stack([weights.sum(dtype=torch.float64), counted.count_nonzero().double()])
 
 
 def normalizer(weight_sum: float, count: float) -> float:
