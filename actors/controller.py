@@ -60,8 +60,7 @@ class Controller:
         *,
         resume_from: tuple[Checkpoint, TrainingState] | None = None,
     ) -> None:
-        self._folder, self._task, self._observer = folder, task, observer
-        self._config = config
+        self._config, self._folder, self._task, self._observer = config, folder, task, observer
         self._point = StartingPoint(config.model, *(resume_from or ()))
         self._step, self._version = self._point.step, self._point.version
         self._generation, self._returns = 0, Returns(folder, task)
@@ -79,7 +78,6 @@ class Controller:
         self._last_evaluation: asyncio.Task[Evaluation | None] | None = None
         self._is_begun, self._is_trained = self._step > 0, False
         """Evaluated before training, or not to be; all steps that there will be are done and saved."""
-        self._fruitless = FruitlessSteps(config.max_staleness, observer.event)
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
         self._ends_at_once = False
@@ -113,6 +111,8 @@ class Controller:
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 failure = error
             lost = await lost_among(self._parts, failure)
+            if self._is_trained and self._ends_early:
+                return await self._finish(None)
             try:
                 self._returns.allow(lost, failure)
             except (EvenkeelError, ray.exceptions.RayError) as error:
@@ -164,7 +164,7 @@ class Controller:
         self._observer.event("warning", what_is_done_again(lost, failure, self._point, **reached))
         for level, sentence in said:
             self._observer.event(level, sentence)
-        self._step, self._version = self._point.step, self._point.version
+        self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
         self._observer.go_back(self._point.totals)
         self._alarms = AlarmResponse(self._config, self._point.replacement)
         self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
@@ -290,12 +290,11 @@ class Controller:
 
     async def _training_state(self) -> TrainingState:
         queue = await whole_snapshot(self._queue, deadline_s=self._config.deadlines.checkpoint_s)
-        elapsed_s = time.monotonic() - self._began
         monitor = await self._ask(self._service.monitor_state)
         totals = self._observer.totals()
         mark, replacement = await asyncio.to_thread(self._ledger.flush, queue), self._alarms.replacement
         of_run = self._task.fingerprint, self._config.model_dump(mode="json")
-        return TrainingState(self._step, self._version, elapsed_s, queue, totals, monitor, replacement, mark, *of_run)
+        return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, totals, monitor, replacement, mark, *of_run)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -310,6 +309,7 @@ class Controller:
         self._start_pool()
 
     def _make_queue(self) -> None:
+        self._fruitless = FruitlessSteps(self._config.max_staleness, self._observer.event)
         self._checkpoints.saved_step = self._step
         self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._point.state, self._observer.event)
         self._parts["trajectory queue"] = self._queue = make_queue(self._config, self._generation)
@@ -388,7 +388,7 @@ class Controller:
             if self._is_training and is_first:
                 how = "ending with a checkpoint, after the step under way if there is one (once more: at once)"
                 self._observer.event("warning", f"interrupted ({name}): {how}")
-            elif self._last_evaluation is not None and is_first:
+            elif self._last_evaluation is not None and not self._last_evaluation.done() and is_first:
                 self._observer.event("warning", f"interrupted ({name}): leaving out the evaluation after training")
                 self._last_evaluation.cancel()
             elif main is not None:

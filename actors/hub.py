@@ -41,8 +41,11 @@ def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
         said.append(f"{name} is {config.model}")
     task = config.rollout.task
     if isinstance(task, HuggingFaceTask) and not Path(task.path).exists():
-        with contextlib.suppress(Exception):
+        try:
             commit = _commit("dataset", task.path, task.revision)
+        except Exception as error:
+            said.append(f"data set {task.path}: its commit isn't known ({type(error).__name__}), so that a resume may find other rows")
+        else:
             rollout = config.rollout.model_copy(update={"task": task.model_copy(update={"revision": commit})})
             config = config.model_copy(update={"rollout": rollout})
             said.append(f"data set {task.path} at commit {commit}")

@@ -122,7 +122,8 @@ class WeightSync:
         others = len(self._targets) - len(members)
         plan = ExportPlan(
             self._config.bucket_bytes,
-            stores=not members or others > 0,
+            # One who comes while the learner stands at a version that isn't published could not be given this one any more.
+            stores=not members or others > 0 or self._config.every_steps > 1,
             broadcasts=bool(members),
             checksums=self._published is None or any(not target.is_verified for target in self._targets.values()),
             probe_ids=tuple(self._probe_ids),

@@ -13,7 +13,7 @@ set -euo pipefail
 bin=${EVENKEEL_BIN:-$PWD/.venv/bin}
 port=${RAY_PORT:-6379}
 count=${SLURM_JOB_NUM_NODES:?start it with sbatch}
-per_node=${EVENKEEL_WORKERS_PER_NODE:-${SLURM_GPUS_PER_NODE:-1}}
+per_node=${EVENKEEL_WORKERS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}}
 per_node=${per_node##*:}                      # Slurm may say h100:8
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}

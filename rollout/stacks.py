@@ -53,7 +53,7 @@ def stacks_of(pids: Iterable[int]) -> dict[int, str]:
 
 def _file_of(pid: int) -> Path | None:
     folder = Path(f"/proc/{pid}/fd")
-    return next((link for link in folder.iterdir() if _NAME in os.readlink(link)), None)
+    return next((link for link in folder.iterdir() if os.readlink(link).startswith(f"/memfd:{_NAME}")), None)
 
 
 def _state(pid: int) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from actors.commands.recipe import explain
 from actors.config import RunConfig
 from actors.deadlines import as_text, bytes_of, table
+from actors.hub import config_folder
+from actors.hub_name import HubName
+from actors.plan.shape import ModelShape
+from correction.errors import DataError
 
 _EXAMPLES = ((256, 10**9), (32_768, 60 * 10**9))
 """(tokens of an answer, bytes of the model)."""
@@ -16,7 +22,7 @@ def explained(config: RunConfig | None, section: str) -> str:
     if section and section.split(".")[0] != "deadlines":
         return keys
     if config is not None:
-        size = bytes_of(config.model)
+        size = _weight_bytes(config)
         known = f"{size / 1e9:.3g} GB of weights" if size else f"its weights, {config.model}, are not there yet, and count as none"
         return f"{keys}\n\nDeadlines of this recipe ({known}):\n{as_text(table(config, size))}"
     parts = [
@@ -24,6 +30,15 @@ def explained(config: RunConfig | None, section: str) -> str:
         for tokens, size in _EXAMPLES
     ]
     return "\n\n".join([keys, *parts])
+
+
+def _weight_bytes(config: RunConfig) -> int:
+    """Of a folder those that are there; of a name of the hub those that its config.json means, if it can be had. 0: not known."""
+    if HubName.of(config.model) is None:
+        return bytes_of(config.model)
+    with contextlib.suppress(DataError):
+        return ModelShape.read(config_folder(config.model)).weight_bytes("bfloat16")
+    return 0
 
 
 def _example(answer_tokens: int) -> RunConfig:

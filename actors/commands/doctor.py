@@ -55,6 +55,8 @@ def doctor(
         return
     if deep and (gpus or cluster):
         raise ConfigError("evenkeel doctor: --deep measures the machines that are here; leave --gpus and --cluster out")
+    if gpus and cluster:
+        raise ConfigError("evenkeel doctor: --gpus is about machines that aren't there, --cluster about those of a file; take one of them")
     from rich.console import Console
 
     from actors.commands.recipe import load_config

@@ -74,7 +74,7 @@ def _upload(folder: Path, repository: str, card: str, *, is_public: bool) -> str
     """Returns: where it is. Raises: DataError naming what the hub refuses."""
     import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi()
     try:
@@ -82,6 +82,8 @@ def _upload(folder: Path, repository: str, card: str, *, is_public: bool) -> str
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"evenkeel: {folder.parent.name}")
         if not api.file_exists(repository, _CARD):
             api.upload_file(repo_id=repository, path_or_fileobj=card.encode(), path_in_repo=_CARD, commit_message="Model card")
+    except HFValidationError as error:
+        raise ConfigError(f"evenkeel push: {repository} is no name of a repository: {error}") from error
     except (httpx.HTTPError, OfflineModeIsEnabled, LocalTokenNotFoundError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(

@@ -88,8 +88,10 @@ def _hosts(content: Mapping[str, Any], starts: Mapping[str, tuple[str, ...]], re
 
 def _offered(starts: tuple[str, ...], resource: str) -> tuple[float, float | None]:
     units, gpus = 0.0, None
-    for word in (word for start in starts for word in shlex.split(start)):
-        name, _, value = word.partition("=")
+    words = [word for start in starts for word in shlex.split(start)]
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        value = value if equals else following
         if name == "--resources":
             units = float(json.loads(value).get(resource, 0.0))
         elif name == "--num-gpus":

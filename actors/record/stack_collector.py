@@ -43,7 +43,8 @@ class StackCollector:
 
     async def _collect(self, number: int, what: str) -> None:
         try:
-            nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+            listed = await asyncio.to_thread(ray.nodes)  # asks the cluster's head, which may be what is slow
+            nodes = [node["NodeID"] for node in listed if node["Alive"]]
             found = await asyncio.gather(asyncio.to_thread(_own), *(self._of_node(node) for node in nodes))
             text = "\n".join([what, "", *(part for of_one in found for part in of_one)])
             path = await asyncio.to_thread(self._folder.write_text, f"{FOLDER}/{number:02d}.txt", text)

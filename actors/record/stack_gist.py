@@ -18,13 +18,16 @@ def newest_gist(run_dir: Path) -> tuple[str, ...]:
 
 
 def gist(text: str, name: str) -> tuple[str, ...]:
-    """Where the main thread of each process stood, innermost function first."""
+    """Where each process stood, innermost function first: its main thread, or, of one that serves calls, the thread of its event loop."""
     what, *parts = re.split(r"^=== ", text, flags=re.MULTILINE)
     return (f"{name}, when half of the time was over for {what.strip()}:", *map(_line, parts))
 
 
 def _line(part: str) -> str:
     title, _, stacks = part.partition("\n")
-    main = stacks.strip().rpartition("\n\n")[2]  # faulthandler tells the main thread last
-    frames = [f"{Path(file).stem}:{line} {function}" for file, line, function in _FRAME.findall(main)[:_FRAMES]]
-    return f"{title}: {' < '.join(frames) or main or 'nothing'}"
+    threads = stacks.strip().split("\n\n")
+    told = threads[-1]  # faulthandler tells the main thread last
+    if " in main_loop" in told:  # Ray's, of a worker process: an actor of coroutines runs them in a thread of their own
+        told = next((thread for thread in threads if " in run_forever" in thread), told)
+    frames = [f"{Path(file).stem}:{line} {function}" for file, line, function in _FRAME.findall(told)[:_FRAMES]]
+    return f"{title}: {' < '.join(frames) or told or 'nothing'}"

@@ -43,6 +43,18 @@ def test_the_gist_names_the_functions_in_which_each_process_stood(tmp_path: Path
     assert newest_gist(tmp_path / "none") == ()
 
 
+def test_an_actor_of_coroutines_stands_where_its_event_loop_stands(tmp_path: Path) -> None:
+    """Its main thread waits for calls all the time."""
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks/01.txt").write_text(
+        'a batch\n\n=== ray::CorrectionService (process 7)\n'
+        'Thread 0x1 (most recent call first):\n  File "/repo/correction/correct.py", line 9 in correct\n'
+        '  File "/lib/asyncio/base_events.py", line 600 in run_forever\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "/lib/ray/_private/worker.py", line 900 in main_loop\n'
+    )
+    assert newest_gist(tmp_path)[1] == "ray::CorrectionService (process 7): correct:9 correct < base_events:600 run_forever"
+
+
 def test_a_long_wait_is_told_once_when_half_of_its_deadline_is_over() -> None:
     """Neither one that ends before, nor a short one, nor one that was asked for elsewhere."""
     told: list[tuple[str, float]] = []

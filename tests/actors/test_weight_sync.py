@@ -115,14 +115,14 @@ class Engine:
 class Scene:
     """A sync with a learner and named engines, and what it reported."""
 
-    def __init__(self, sync_s: float = 5.0, transport: str = "object_store", **engines: Engine) -> None:
+    def __init__(self, sync_s: float = 5.0, transport: str = "object_store", every_steps: int = 1, **engines: Engine) -> None:
         self.learner = Learner()
         self.receipts: list[tuple[str, int]] = []
         self.differences: list[tuple[str, int, float]] = []
         self.dirty: list[tuple[str, str]] = []
         self.failures: list[tuple[str, str]] = []
         self.sync = WeightSync(
-            WeightSyncConfig.model_validate({"transport": transport}),
+            WeightSyncConfig.model_validate({"transport": transport, "every_steps": every_steps}),
             self.learner,  # type: ignore[arg-type]
             probe_ids=[1, 2, 3],
             sync_s=sync_s,
@@ -494,6 +494,23 @@ def test_a_broadcast_makes_one_pass_and_no_copy_in_the_store() -> None:
 
     play(scenario)
     assert all(e.taken == [(0, True)] and e.received == [1, 2] for e in engines.values())
+
+
+def test_versions_that_have_to_last_are_stored_beside_the_broadcast() -> None:
+    """An engine that joins while the learner stands at a version that isn't published gets the last one, at once."""
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", every_steps=2, a=Engine())
+        await scene.join()
+        await scene.publish(2)
+        scene.learner.version = 3
+        late = SyncTarget("late", FakeActor(engine := Engine()))
+        scene.sync.join(late)
+        await scene.sync.receipts(2, deadline_s=5.0)
+        assert plans(scene) == [(0, True, False), (2, True, True)]
+        assert engine.taken == [(2, True)] and late.version == 2
+
+    play(scenario)
 
 
 def test_an_engine_that_needs_what_was_broadcast_has_it_copied_once_for_all() -> None:

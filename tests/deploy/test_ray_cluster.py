@@ -115,6 +115,13 @@ def test_hosts_that_detect_their_gpus_are_not_judged_by_them(tmp_path: Path) -> 
     assert found(bare, *ASKED[LOCAL]) == []
 
 
+def test_a_value_may_be_a_word_of_its_own(tmp_path: Path) -> None:
+    """As Ray's command line takes it."""
+    spaced = tmp_path / "cluster.yaml"
+    spaced.write_text(LOCAL.read_text().replace("--num-gpus=8 --resources=", "--num-gpus 8 --resources "))
+    assert "--num-gpus 8" in spaced.read_text() and found(spaced, *ASKED[LOCAL]) == []
+
+
 def test_a_pool_that_grows_on_hosts_of_ones_own_is_noted() -> None:
     (complaint,) = found(LOCAL, "rollout.workers=4", "rollout.min_workers=1", "rollout.max_workers=12")
     assert complaint.severity == "note" and "starts and frees none" in complaint.sentence
