@@ -18,7 +18,7 @@ from tests.failures.books import check_books
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-STEPS, GROUPS, EVERY = 12, 4, 3
+STEPS, GROUPS, EVERY = 18, 4, 6
 PARTS = {"LearnerRankActor": "learner rank 0", "TrajectoryQueueActor": "trajectory queue", "CorrectionService": "correction service"}
 
 
