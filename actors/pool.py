@@ -156,7 +156,7 @@ class RolloutPool(Membership):
                 if not worker.has_worked:
                     worker.has_worked = True
                     self._observer.event("info", workers.first_work(worker))
-                worker.resyncs, self._progressed = 0, self._now()
+                worker.resyncs, self._progressed, worker.worked_at = 0, self._now(), self._now()
                 self._losses.worked()
                 self._groups.finished(ticket.group_id, worker.name)
                 self._work.forget(ticket.group_id)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ class SyncTarget:
     """Compares the logprobs of the fixed prompt."""
     unprobed: int = 0
     """Versions since the last comparison that came to an end."""
+    received_at: float = -math.inf
+    """When its last receipt came: time of the event loop."""
 
 
 @dataclass(slots=True)
@@ -257,7 +260,7 @@ class WeightSync:
             target.is_verified = True
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
-        target.version = receipt.version
+        target.version, target.received_at = receipt.version, asyncio.get_running_loop().time()
         self._on_receipt(receipt)
         if snapshot.probe_logprobs:
             probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)

@@ -41,12 +41,14 @@ class Mortal:
         self.finished: list[int] = []
         self.dead = asyncio.Event()
         self.is_frozen = False
+        self.loads = 0
 
     async def start(self, *_: Any) -> ActorInfo:
         await asyncio.sleep(START_S)
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1", node=self.world.node_of(self.name))
 
     async def load(self) -> WorkerLoad:
+        self.loads += 1
         await self._living(self._answer())
         return WorkerLoad(1.0, 2.0, 3, 4)
 
@@ -485,6 +487,29 @@ def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.Monke
         assert 30.0 <= world.now - froze <= 37.0 and "missed its heartbeat" in world.lost[0]
         await world.all_done(8)
         assert sorted(world.finished) == list(range(8))
+
+    play(scenario)
+
+
+def test_a_worker_that_has_just_finished_something_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hundreds of workers the questions would be a large part of what the driver does. Idle again it is asked every 5 s."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=1, places=8)
+
+        async def one_after_the_other(mortal: Mortal, ticket: Ticket) -> Outcome:
+            await asyncio.sleep(4.0 * (ticket.group_id + 1))
+            await put(world.queue, group(ticket))
+            return GroupSummary(ticket.group_id, 4, 2, (), 0.1, mortal.name)
+
+        world.sample = one_after_the_other
+        await world.begin()
+        await world.all_done(1)
+        asked = world.mortals["0"].loads
+        await world.all_done(8)
+        assert world.mortals["0"].loads == asked
+        await asyncio.sleep(62.0)
+        assert 11 <= world.mortals["0"].loads - asked <= 12
 
     play(scenario)
 
