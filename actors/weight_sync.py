@@ -166,7 +166,7 @@ class WeightSync:
             if asyncio.get_running_loop().time() > until:
                 raise DeadlineExceeded(f"weight sync v{version} -> workers {', '.join(missing)}: no receipt in {deadline_s:.0f} s")
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
-            await (asyncio.wait(tasks, timeout=1.0, return_when=asyncio.FIRST_COMPLETED) if tasks else asyncio.sleep(0.05))
+            await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
 
     async def close(self) -> None:
         for name in list(self._targets):

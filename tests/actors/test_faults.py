@@ -18,6 +18,7 @@ import ray.exceptions
 import actors.workers
 from actors.carriers import FAILED, LOST, ActorInfo, GroupFailure, GroupSummary, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
+from actors.dispatch import WaitingWork
 from actors.faults import GroupBook, LossBook
 from actors.pool import RolloutPool
 from actors.queue_actor import TrajectoryQueueActor
@@ -510,6 +511,30 @@ def test_a_worker_that_has_just_finished_something_is_not_asked_whether_it_lives
         assert world.mortals["0"].loads == asked
         await asyncio.sleep(62.0)
         assert 11 <= world.mortals["0"].loads - asked <= 12
+
+    play(scenario)
+
+
+def test_hundreds_of_workers_are_looked_through_for_many_changes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receipts come each millisecond while groups wait: the pool looks each 4 ms, not with each receipt; and all groups find a worker."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=200, places=400)
+        await world.begin()
+        looks: list[float] = []
+        take = WaitingWork.take
+        monkeypatch.setattr(WaitingWork, "take", lambda self, *workers: looks.append(world.now) or take(self, *workers))
+        for worker in world.pool._joined():
+            worker.sync.version = -1  # a version is out, and nobody has it yet
+        await asyncio.sleep(GROUP_S / 2)
+        looks.clear()
+        for worker in world.pool._joined():
+            worker.sync.version = 0
+            world.pool.wake()
+            await asyncio.sleep(0.001)
+        assert len(looks) > 3 and all(later - earlier > 0.0039 for earlier, later in itertools.pairwise(looks))
+        await world.all_done(400)
+        assert sorted(world.finished) == list(range(400))
 
     play(scenario)
 
