@@ -35,6 +35,8 @@ class TrajectoryQueueActor:
         self._restored: list[Ticket] | None = None
         self._advance: tuple[int, Any] = (-1, None)
         """Version of the last one, and its answer."""
+        self._workers: dict[str, Any] = {}
+        """Handles, by name."""
 
     def _notify(self) -> None:
         """Something has changed: wake those whose wait is over, and no others; a run has thousands of changes."""
@@ -71,12 +73,18 @@ class TrajectoryQueueActor:
         tickets: list[Ticket] = await self._admissions.once(number, admit)
         return tickets
 
-    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0) -> list[int]:
-        """Finished groups; those of another generation are no answers to this one's tickets. Returns: ids of those asked of the worker."""
+    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0, name: str = "") -> list[int]:
+        """Finished groups; those of another generation are no answers to this one's tickets. Returns: ids of those asked of the worker.
+
+        Args: worker: its handle; None: the one that came with the first call of this name, as to send it each time takes longer than all
+            else of a call.
+        """
+        if worker is not None:
+            self._workers[name] = worker
         if generation != self._generation:
             return []
         expected = list({one.group_id: one for one in groups if self._queue.expects(one.group_id)}.values())
-        for group in payloads.stored(expected, worker):
+        for group in payloads.stored(expected, self._workers[name]):
             self._queue.put(group)
         self._notify()
         return [one.group_id for one in expected]
