@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ class SyncTarget:
     """Compares the logprobs of the fixed prompt."""
     unprobed: int = 0
     """Versions since the last comparison that came to an end."""
+    received_at: float = -math.inf
+    """When its last receipt came: time of the event loop."""
 
 
 @dataclass(slots=True)
@@ -163,7 +166,7 @@ class WeightSync:
             if asyncio.get_running_loop().time() > until:
                 raise DeadlineExceeded(f"weight sync v{version} -> workers {', '.join(missing)}: no receipt in {deadline_s:.0f} s")
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
-            await (asyncio.wait(tasks, timeout=1.0, return_when=asyncio.FIRST_COMPLETED) if tasks else asyncio.sleep(0.05))
+            await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
 
     async def close(self) -> None:
         for name in list(self._targets):
@@ -257,7 +260,7 @@ class WeightSync:
             target.is_verified = True
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
-        target.version = receipt.version
+        target.version, target.received_at = receipt.version, asyncio.get_running_loop().time()
         self._on_receipt(receipt)
         if snapshot.probe_logprobs:
             probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)
