@@ -230,7 +230,7 @@ class LearnerRankActor:
         """Join the weight group of a fixed pool as its rank 0 (rank 0 of the learner only)."""
         from learner.broadcast import WeightBroadcaster
 
-        self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s)
+        self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s, self._learner.placement.device)
 
     def close_broadcast(self) -> None:
         if self._broadcaster is not None:
