@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from torch import Tensor
 
 from actors.carriers import ExportPlan
 from actors.learner_group import LearnerRankActor
 from correction.correct import correct
+from correction.engines.checksum import tensor_checksum
+from correction.engines.float8 import in_float8
 from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
@@ -56,6 +59,24 @@ def test_rank_zero_alone_answers_of_a_batch(tmp_path: Path) -> None:
     n = batch.num_tokens
     assert held[0][:3] == [n, n, 2 * n] and held[0][3] >= 3 * n
     assert held[1] == [0, 0, 0, 0]
+
+
+def test_float8_leaves_the_learner_s_own_weights_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engines get, with checksums of that, is made of the bfloat16 weights; those are the same afterwards."""
+    stored: dict[str, Tensor] = {}
+    monkeypatch.setattr(ray, "put", lambda bucket: stored.update({name: one.clone() for name, one in bucket.tensors().items()}))
+    with learner_on(save_model(tmp_path / "m"), dtype="bfloat16") as learner:
+        before = {name: one.clone() for piece in learner.weights() for name, one in piece.items()}
+        actor = LearnerRankActor(LearnerConfig(dtype="bfloat16"), 0, bind="")
+        actor._learner = learner
+        snapshot = actor.export(1, 0, ExportPlan(8_000, checksums=True, float8=True))
+        after = {name: one for piece in learner.weights() for name, one in piece.items()}
+        assert before.keys() == after.keys() and all(torch.equal(one, after[name]) for name, one in before.items())
+    expected = in_float8(before)
+    assert len(expected) > len(before) and {one.dtype for one in before.values()} == {torch.bfloat16}
+    assert {name: tensor_checksum(one) for name, one in expected.items()} == {name: tensor_checksum(one) for name, one in stored.items()}
+    assert snapshot is not None and snapshot.checksums == {name: tensor_checksum(one) for name, one in expected.items()}
+    assert {spec.name for bucket in snapshot.specs for spec in bucket} == expected.keys()
 
 
 def test_what_is_broadcast_are_the_learner_s_own_tensors() -> None:
