@@ -95,6 +95,7 @@ class WeightSync:
         on_dirty: Callable[[SyncTarget, str], None],
         on_failure: Callable[[SyncTarget, str], None],
         generation: int = 0,
+        float8: bool = False,
     ) -> None:
         """
         Args:
@@ -104,8 +105,10 @@ class WeightSync:
             on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
             generation: of the run; only receipts of its versions count.
+            float8: engines hold their projections so.
         """
         self._config, self._learner, self._sync_s = config, learner, sync_s
+        self._plan = ExportPlan(config.bucket_bytes, float8=float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
@@ -123,8 +126,8 @@ class WeightSync:
         """Export the learner's present weights and start sending them to every engine. They are handed out from here on, not before."""
         members = await self._members()
         others = len(self._targets) - len(members)
-        plan = ExportPlan(
-            self._config.bucket_bytes,
+        plan = replace(
+            self._plan,
             # One who comes while the learner stands at a version that isn't published could not be given this one any more.
             stores=not members or others > 0 or self._config.every_steps > 1,
             broadcasts=bool(members),
@@ -231,7 +234,7 @@ class WeightSync:
         return published
 
     async def _copy(self, published: _Publication) -> None:
-        copy = await self._learner.export(ExportPlan(self._config.bucket_bytes, checksums=True))
+        copy = await self._learner.export(replace(self._plan, checksums=True))
         published.snapshot = replace(published.snapshot, buckets=copy.buckets, checksums=copy.checksums)
 
     async def _checksums(self, published: _Publication) -> dict[str, str]:

@@ -38,7 +38,7 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
     from correction.engines import matrix_products
-    from rollout.sglang_plugin import attention, batch_invariant, hooks, seeded_sampler, weights
+    from rollout.sglang_plugin import attention, batch_invariant, float8, hooks, seeded_sampler, weights
     from rollout.stacks import tell_stacks
 
     tell_stacks()
@@ -47,6 +47,8 @@ def register() -> None:
         attention.register(settings.attention)
         hooks.use_plain_host_memory()
         matrix_products.use_fastest()
+        if settings.float8:
+            float8.register()
     if settings.batch_invariant:
         batch_invariant.register(settings.projection_parts)
     seeded_sampler.register()
