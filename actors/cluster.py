@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -202,10 +202,11 @@ def check_ray(settings: RayConfig) -> None:
         )
 
 
-def beside_the_driver(actor: type, *, max_concurrency: int) -> Any:
+def beside_the_driver(actor: type, *, max_concurrency: int, environment: Mapping[str, str] | None = None) -> Any:
     """An actor class, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(actor).options(num_cpus=0, max_concurrency=max_concurrency, scheduling_strategy=here)
+    variables = {"env_vars": dict(environment or {})}
+    return ray.remote(actor).options(num_cpus=0, max_concurrency=max_concurrency, scheduling_strategy=here, runtime_env=variables)
 
 
 def lower_priority(actor: Any) -> None:

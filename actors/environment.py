@@ -7,6 +7,10 @@ from actors.config import RunConfig
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For what computes on the CPU of a machine with GPUs: Ray hides none from an actor that asks for none."""
 
+OF_BATCHES = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+"""Of who hands packed batches on: their tensors cross the object store as they lie in memory, and are read where they lie there. Without
+it torch copies and checks each of them on both sides. Nobody writes to a batch once it is handed over."""
+
 _OF_RANKS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: kernels start in the order of the calls, communication before what hides it
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # packed batches have another length each: fixed segments would not fit the next one
@@ -21,7 +25,7 @@ _SURVIVES_A_GROUP = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
 def learner_environment(config: RunConfig) -> dict[str, str]:
     """Of each rank; what the user has set in ray.env wins."""
-    own = {"OMP_NUM_THREADS": str(config.learner.threads)}
+    own = {"OMP_NUM_THREADS": str(config.learner.threads)} | OF_BATCHES
     if config.learner.resolved_device == "cpu":
         own |= _NO_GPU
     else:

@@ -15,6 +15,7 @@ from actors.carriers import ActorInfo, Ticket
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
+from actors.environment import OF_BATCHES
 from actors.hub_name import absolute
 from actors.hub_nodes import fetch_where_ranks_are
 from actors.learner_group import LearnerGroup
@@ -142,6 +143,7 @@ def make_sync(
         on_dirty=observer.dirty,
         on_failure=pool.report_unsyncable,
         generation=generation,
+        float8=config.rollout.engine.has_float8,
     )
 
 
@@ -160,6 +162,6 @@ def start_service(config: RunConfig, point: StartingPoint, correction: Correctio
         examples=config.metrics.trajectories_per_step,
     )
     monitor = point.state.monitor if point.state else None
-    service = beside_the_driver(CorrectionService, max_concurrency=64).remote(settings, queue, monitor)
+    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES).remote(settings, queue, monitor)
     lower_priority(service)
     return service

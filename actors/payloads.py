@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +43,7 @@ async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[
 
     Raises: DeadlineExceeded.
     """
-    values = asyncio.gather(*(value_of(one.payload) for one in groups), return_exceptions=True)
-    found = await wait_for(values, f"tokens of {len(groups)} groups <- object store", deadline_s=deadline_s)
+    found = await wait_for(_values(groups, deadline_s), f"tokens of {len(groups)} groups <- object store", deadline_s=deadline_s)
     lost = []
     for one, value in zip(groups, found, strict=True):
         if isinstance(value, ray.exceptions.RayError):
@@ -51,6 +51,15 @@ async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[
         elif isinstance(value, BaseException):
             raise value
     return [value for value in found if not isinstance(value, BaseException)], lost
+
+
+async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:
+    """What the payloads refer to, or the error of each that can't be read. Args: limit_s: for the thread that reads them."""
+    references = [one.payload for one in groups]
+    if all(isinstance(one, ray.ObjectRef) for one in references):
+        with suppress(ray.exceptions.RayError):  # of one of them, which isn't said
+            return list(await asyncio.to_thread(ray.get, references, timeout=limit_s))  # one by one takes several times as long
+    return await asyncio.gather(*(value_of(one) for one in references), return_exceptions=True)
 
 
 async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:

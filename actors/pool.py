@@ -36,6 +36,10 @@ _MAX_RESYNCS = 3
 _CALL = "a worker's call"
 _ANSWERS = 32
 """Of an evaluation, in one call to a worker."""
+_FEW = 64
+"""Workers that are looked through at once when something changes; more are when the changes of some milliseconds have come together."""
+_LOOK_S = 2e-5
+"""For each of them. The receipts of hundreds of workers come within a second, and to look through them all takes milliseconds."""
 
 
 class RolloutPool(Membership):
@@ -47,6 +51,7 @@ class RolloutPool(Membership):
         self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._groups = GroupBook()
+        self._will_look = False
         self._lost_with: dict[Questions, int] = {}
         """Engines, by the part of an evaluation that they were asked."""
 
@@ -156,7 +161,7 @@ class RolloutPool(Membership):
                 if not worker.has_worked:
                     worker.has_worked = True
                     self._observer.event("info", workers.first_work(worker))
-                worker.resyncs, self._progressed = 0, self._now()
+                worker.resyncs, self._progressed, worker.worked_at = 0, self._now(), self._now()
                 self._losses.worked()
                 self._groups.finished(ticket.group_id, worker.name)
                 self._work.forget(ticket.group_id)
@@ -242,7 +247,18 @@ class RolloutPool(Membership):
     def wake(self) -> None:
         """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
         self._changed.set()
-        if self._is_stopping or not self._work:  # hundreds of workers need not be looked through for nothing
+        if self._will_look or self._is_stopping or not self._work:  # hundreds of workers need not be looked through for nothing
+            return
+        if len(self._workers) <= _FEW:
+            self._hand_out()
+            return
+        self._will_look = True
+        asyncio.get_running_loop().call_later(_LOOK_S * len(self._workers), self._hand_out)
+
+    def _hand_out(self) -> None:
+        """Workers take what waits."""
+        self._will_look = False
+        if self._is_stopping:
             return
         current = [w for w in self._joined() if self._is_current(w)]
         soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,27 +29,34 @@ class TrajectoryQueueActor:
         tell_stacks()
         self._generation = generation
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
-        self._changed = asyncio.Condition()
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        """What each caller waits for, and what wakes it."""
         self._admissions, self._losses, self._of_service = NumberedCalls(), NumberedCalls(), NumberedCalls()
         self._restored: list[Ticket] | None = None
         self._advance: tuple[int, Any] = (-1, None)
         """Version of the last one, and its answer."""
+        self._workers: dict[str, Any] = {}
+        """Handles, by name."""
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        """Something has changed: wake those whose wait is over, and no others; a run has thousands of changes."""
+        for ready, woken in list(self._waiting):
+            if not woken.done() and ready():
+                woken.set_result(None)
 
-    async def _wait_until(self, ready: Any, deadline: float) -> bool:
+    async def _wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Wait for a change that makes ready() true; False at the deadline (seconds of the event loop)."""
-        async with self._changed:
-            while not ready():
-                remaining = deadline - asyncio.get_running_loop().time()
-                if remaining <= 0:
-                    return False
-                try:
-                    await asyncio.wait_for(self._changed.wait(), remaining)
-                except TimeoutError:
-                    return bool(ready())
+        if ready():
+            return True
+        waiting = ready, asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiting[1]
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting.remove(waiting)
         return True
 
     async def wait_for_places(self, timeout_s: float) -> int:
@@ -65,20 +73,26 @@ class TrajectoryQueueActor:
         tickets: list[Ticket] = await self._admissions.once(number, admit)
         return tickets
 
-    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0) -> list[int]:
-        """Finished groups; those of another generation are no answers to this one's tickets. Returns: ids of those asked of the worker."""
+    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0, name: str = "") -> list[int]:
+        """Finished groups; those of another generation are no answers to this one's tickets. Returns: ids of those asked of the worker.
+
+        Args: worker: its handle; None: the one that came with the first call of this name, as to send it each time takes longer than all
+            else of a call.
+        """
+        if worker is not None:
+            self._workers[name] = worker
         if generation != self._generation:
             return []
         expected = list({one.group_id: one for one in groups if self._queue.expects(one.group_id)}.values())
-        for group in payloads.stored(expected, worker):
+        for group in payloads.stored(expected, self._workers[name]):
             self._queue.put(group)
-        await self._notify()
+        self._notify()
         return [one.group_id for one in expected]
 
     async def lose(self, group_ids: list[int], number: int = 0) -> None:
         async def lose() -> None:
             self._queue.lose(group_ids)
-            await self._notify()
+            self._notify()
 
         await self._of_service.once(number, lose)
 
@@ -95,13 +109,13 @@ class TrajectoryQueueActor:
     async def discard(self, group_ids: list[int], reason: str, number: int = 0) -> None:
         async def discard() -> None:
             self._queue.discard(group_ids, reason)
-            await self._notify()
+            self._notify()
 
         await self._of_service.once(number, discard)
 
     async def give_up(self, group_id: int, reason: str) -> bool:
         is_new = self._queue.give_up(group_id, reason)
-        await self._notify()
+        self._notify()
         return is_new
 
     async def draw(self, version: int, places: int, timeout_s: float, number: int = 0) -> list[StoredGroup]:
@@ -136,7 +150,7 @@ class TrajectoryQueueActor:
             self._queue.publish(version, published)
             self._queue.settle(trained)
             self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
-            await self._notify()
+            self._notify()
         answer: tuple[list[tuple[str, str]], dict[str, int], list[str]] = self._advance[1]
         return answer
 

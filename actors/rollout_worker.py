@@ -91,12 +91,14 @@ class RolloutWorker:
         self._newest = (0, -1)
         """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
         self._handing_over = asyncio.Lock()
+        self._is_known = False
+        """The queue has this worker's handle."""
         self._generation = 0
         self._under_way: set[asyncio.Task[Any]] = set()
 
     async def follow(self, queue: Any, generation: int) -> None:
         """Give up all that is under way, whose requests are aborted; groups of the next calls go to this queue."""
-        self._queue, self._generation = queue, generation
+        self._queue, self._generation, self._is_known = queue, generation, False
         for task in self._under_way:
             task.cancel()
         self._finished.clear()
@@ -168,10 +170,12 @@ class RolloutWorker:
                 return  # an earlier call took it along
             what = f"groups {[one.group_id for one in groups]} of rollout worker {self._name} -> trajectory queue"
             queue, generation = self._queue, self._generation
+            handle = None if self._is_known else self._handle()
             try:
-                taken = await patiently(lambda: queue.put.remote(groups, self._handle(), generation), what, deadline_s=ANSWER_S)
+                taken = await patiently(lambda: queue.put.remote(groups, handle, generation, self._name), what, deadline_s=ANSWER_S)
             except ActorLost as error:
                 raise LateError(str(error)) from error
+            self._is_known = queue is self._queue
             del self._finished[: len(groups)]
             for group_id in {one.group_id for one in groups}.difference(taken):
                 self._payloads.pop(group_id, None)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,8 @@ class SyncTarget:
     """Compares the logprobs of the fixed prompt."""
     unprobed: int = 0
     """Versions since the last comparison that came to an end."""
+    received_at: float = -math.inf
+    """When its last receipt came: time of the event loop."""
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class WeightSync:
         on_dirty: Callable[[SyncTarget, str], None],
         on_failure: Callable[[SyncTarget, str], None],
         generation: int = 0,
+        float8: bool = False,
     ) -> None:
         """
         Args:
@@ -103,8 +107,10 @@ class WeightSync:
             on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
             generation: of the run; only receipts of its versions count.
+            float8: engines hold their projections so.
         """
         self._config, self._learner, self._sync_s = config, learner, sync_s
+        self._plan = ExportPlan(config.bucket_bytes, float8=float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
@@ -122,8 +128,8 @@ class WeightSync:
         """Export the learner's present weights and start sending them to every engine. They are handed out from here on, not before."""
         members = await self._members()
         others = len(self._targets) - len(members)
-        plan = ExportPlan(
-            self._config.bucket_bytes,
+        plan = replace(
+            self._plan,
             # One who comes while the learner stands at a version that isn't published could not be given this one any more.
             stores=not members or others > 0 or self._config.every_steps > 1,
             broadcasts=bool(members),
@@ -165,7 +171,7 @@ class WeightSync:
             if asyncio.get_running_loop().time() > until:
                 raise DeadlineExceeded(f"weight sync v{version} -> workers {', '.join(missing)}: no receipt in {deadline_s:.0f} s")
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
-            await (asyncio.wait(tasks, timeout=1.0, return_when=asyncio.FIRST_COMPLETED) if tasks else asyncio.sleep(0.05))
+            await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
 
     async def close(self) -> None:
         for name in list(self._targets):
@@ -231,7 +237,7 @@ class WeightSync:
         return published
 
     async def _copy(self, published: _Publication) -> None:
-        copy = await self._learner.export(ExportPlan(self._config.bucket_bytes, checksums=True))
+        copy = await self._learner.export(replace(self._plan, checksums=True))
         published.snapshot = replace(published.snapshot, buckets=copy.buckets, checksums=copy.checksums)
 
     async def _checksums(self, published: _Publication) -> dict[str, str]:
@@ -260,7 +266,7 @@ class WeightSync:
             target.is_verified = True
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
-        target.version = receipt.version
+        target.version, target.received_at = receipt.version, asyncio.get_running_loop().time()
         self._on_receipt(receipt)
         if snapshot.probe_logprobs:
             probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)

@@ -74,6 +74,8 @@ class WorkerHandle:
     leaves: bool = False
     """It is or was LEAVING: that its calls fail says nothing about their groups."""
     handed_back: list[UnfinishedGroup] = field(default_factory=list)
+    worked_at: float = -math.inf
+    """When it last finished a group: time of the event loop."""
 
     @property
     def has_node(self) -> bool:
@@ -180,7 +182,8 @@ def first_work(worker: WorkerHandle) -> str:
 
 
 async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
-    """Ask a worker for its load every few seconds: whether its engine lives, it looks after itself. Returns why, when it is lost.
+    """Ask a worker for its load every few seconds: whether its engine lives, it looks after itself. Returns why, when it is lost. One that
+    has just finished a group or taken weights isn't asked.
 
     Args: limit_s: seconds without an answer.
     """
@@ -188,6 +191,8 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
     while missed < MISSES:
         if not missed:
             await asyncio.sleep(limit_s / _PROBES)
+            if asyncio.get_running_loop().time() - max(worker.worked_at, worker.sync.received_at) < limit_s / _PROBES:
+                continue
         try:
             await wait_for(worker.actor.load.remote(), what, deadline_s=limit_s / MISSES, notice=log.debug)
         except DeadlineExceeded:  # a probe, not the time: that this process stood still is none of the worker's faults

@@ -7,7 +7,8 @@ ones. Many workers share a process. Printed for each number of workers and of gr
 process by process, what of them a process takes in that time without any work, and by how much its anonymous memory has grown; how long a
 place that has become free waits for its group (p50, p99); what the learner waits between two steps; from publishing a version to the last
 worker's receipt; how late the driver's event loop was; and the tokens a second at which the first of the single processes would have no
-time left. With --profile also in which functions of their event loops.
+time left; before that, what Ray takes for a call that does nothing. With --profile also in which threads, or functions of their event
+loops.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.cluster import beside_the_driver
 from actors.config import DeadlinesConfig, EarlyWarningConfig, WeightSyncConfig
 from actors.correction_service import CorrectionService, ServiceConfig
+from actors.environment import OF_BATCHES
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
 from actors.loop_clock import LoopClock
@@ -43,6 +45,7 @@ from actors.rollout_worker import WorkerSettings
 from actors.scaling import ScalingDecision
 from actors.supervision import unless_failed
 from actors.weight_sync import WeightSync
+from benchmarks.call_floor import CallFloor
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WorkerHost
 from benchmarks.sides import ROOT, options
@@ -150,8 +153,9 @@ class ReplayedRun:
         self.queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(groups_per_step=shape.groups, max_staleness=1)
         quiet = EarlyWarningConfig(detailed=False)
         settings = ServiceConfig(CORRECTION, False, shape.groups, 1, False, rollout, LearnerConfig(), deadlines, quiet, examples=4)
-        self.service = beside_the_driver(CorrectionService, max_concurrency=64).remote(settings, self.queue)
-        self.rank = ray.remote(ReplayedRank).options(num_cpus=0).remote(shape.step_s)
+        service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
+        self.service = service.remote(settings, self.queue)
+        self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)
         self.learner = LearnerGroup([self.rank], version=0, step_s=600.0)
         of_workers = WorkerSettings(rollout, Path("model"), next(prompts()), bind="127.0.0.1", resource="rollout")
         host = ray.remote(WorkerHost).options(num_cpus=0, max_concurrency=4096)
@@ -232,12 +236,12 @@ class ReplayedRun:
             ray.kill(actor)
 
 
-async def run(shape: ReplayedShape, *, profiled: bool) -> tuple[Figures, dict[str, tuple[float, int]]]:
+async def run(shape: ReplayedShape, *, profile: str) -> tuple[Figures, dict[str, tuple[float, int]]]:
     """Of a run: what was measured, and of each process CPU seconds and bytes."""
     replayed = ReplayedRun(shape)
     try:
         await replayed.join()
-        uses = Uses(replayed.actors, profiled=profiled)
+        uses = Uses(replayed.actors, profile=profile)
         replayed.figures.idle = await uses.idle_share()
         return replayed.figures, await replayed.train(uses)
     finally:
@@ -257,14 +261,15 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e5, help="tokens a second that engines and learner aim at")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--hosts", type=int, default=1, help="processes that the workers share")
-    parser.add_argument("--profile", action="store_true", help="print in which functions of their event loops the processes are")
+    parser.add_argument("--profile", choices=("threads", "functions"), default="", help="print what of the processes takes their time")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of the actors
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp") as folder:
         ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, _temp_dir=folder)
+        print(asyncio.run(CallFloor.measured()), flush=True)
         for workers, groups in itertools.product(map(int, arguments.workers.split(",")), map(int, arguments.groups.split(","))):
             shape = ReplayedShape(workers, groups, arguments.tokens, arguments.rate, arguments.steps, arguments.hosts)
-            found, used = asyncio.run(run(shape, profiled=arguments.profile))
+            found, used = asyncio.run(run(shape, profile=arguments.profile))
             _tell(shape, found, used)
         ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""What processes take: processor time, memory, and, if asked, in which functions of their event loop."""
+"""What processes take: processor time, memory, and, if asked, in which threads and in which functions of their event loop."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import cProfile
 import io
 import os
 import pstats
+import re
 import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,22 +23,26 @@ _EVERY_S = 0.1
 _IDLE_S = 5.0
 _SHOWN = 25
 """Functions of a profile."""
+_SHOWN_THREADS = 6
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessUse:
     """Processor seconds of a process since `begin`, and by how much its anonymous memory has grown since it was met."""
 
     def __init__(self, pid: int) -> None:
-        self._process = psutil.Process(pid)
+        self._process, self.unmeant_s = psutil.Process(pid), 0.0
+        """Processor seconds of the measuring itself."""
         self._first = self.peak = self._anonymous()
         self.begin()
 
     def begin(self) -> None:
         self._cpu_s = self._now()
+        self._threads = self._by_thread()
 
     def _now(self) -> float:
         times = self._process.cpu_times()
-        return float(times.user + times.system)
+        return float(times.user + times.system) - self.unmeant_s
 
     def _anonymous(self) -> int:
         """Without what is mapped, such as the object store."""
@@ -51,12 +60,29 @@ class ProcessUse:
     def grown(self) -> int:
         return self.peak - self._first
 
+    def _by_thread(self) -> Counter[str]:
+        """Processor seconds by name."""
+        found: Counter[str] = Counter()
+        for thread in Path(f"/proc/{self._process.pid}/task").glob("*"):
+            with suppress(OSError):  # it has ended
+                name = re.sub(r"[\d.]+$", "", (thread / "comm").read_text().strip())
+                numbers = (thread / "stat").read_text().rpartition(")")[2].split()
+                found[name] += (int(numbers[11]) + int(numbers[12])) / _TICKS
+        return found
+
+    @property
+    def threads(self) -> str:
+        """Processor seconds since `begin` of those that took most; Ray's own have names of their own."""
+        most = (self._by_thread() - self._threads).most_common(_SHOWN_THREADS)
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in most)
+
 
 class Uses:
     """Of this process, the driver, and of actors, looked at ten times a second."""
 
-    def __init__(self, actors: Mapping[str, Any], *, profiled: bool) -> None:
-        self._actors, self._profiled = actors, profiled
+    def __init__(self, actors: Mapping[str, Any], *, profile: str) -> None:
+        """Args: profile: what `end` prints besides: "threads" or "functions"; empty: nothing."""
+        self._actors, self._profile = actors, profile
         pids = {"driver": os.getpid()} | dict(zip(actors, _all(actors, _pid), strict=True))
         self._uses = {name: ProcessUse(pid) for name, pid in pids.items()}
         self._is_over = threading.Event()
@@ -74,16 +100,18 @@ class Uses:
         """What follows counts."""
         for use in self._uses.values():
             use.begin()
-        if self._profiled:
+        if self._profile == "functions":
             _begin_profile(None)
             _all(self._actors, _begin_profile)
 
     def end(self) -> dict[str, tuple[float, int]]:
-        """CPU seconds since `begin` and bytes, by process; prints the profiles."""
+        """CPU seconds since `begin` and bytes, by process; prints what was asked for."""
         used = {name: (use.cpu_s, use.grown) for name, use in self._uses.items()}
         self._is_over.set()
         self._watcher.join()
-        if self._profiled:
+        if self._profile == "threads":
+            print("\n".join(f"  threads of {name}: {use.threads}" for name, use in self._uses.items()), flush=True)
+        if self._profile == "functions":
             texts = [_end_profile(None), *_all(self._actors, _end_profile)]
             for name, text in zip(["driver", *self._actors], texts, strict=True):
                 print(f"-- {name}\n{text}", flush=True)
@@ -93,6 +121,7 @@ class Uses:
         while not self._is_over.wait(_EVERY_S):
             for use in self._uses.values():
                 use.look()
+            self._uses["driver"].unmeant_s = time.thread_time()
 
 
 def _all(actors: Mapping[str, Any], what: Any) -> list[Any]:

@@ -5,13 +5,14 @@ reads the names and settings where there is no engine yet.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"
@@ -39,6 +40,8 @@ class PluginSettings(BaseModel):
     """Batch-invariant operators, attention included, in place of SGLang's."""
     projection_parts: int = 1
     """If batch-invariant: products of which a projection back to the residual is the sum."""
+    float8: bool = False
+    """The engine's projections are in float8."""
     group_timeout_s: float = 60.0
     """A collective of the weight-update group fails after this; torch's own default would block the scheduler for 30 minutes."""
 
@@ -60,6 +63,8 @@ def register(group_timeout_s: float) -> None:
     HookRegistry.register("sglang.srt.mem_cache.common.maybe_cache_unfinished_req", _leave_out_what_was_found, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _sleep, HookType.AFTER)
     HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_timeout, HookType.AROUND)
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    HookRegistry.register(f"{updater}._update_weights_from_flattened_bucket", keep_mapped, HookType.BEFORE)
 
 
 def use_plain_host_memory() -> None:
@@ -103,3 +108,15 @@ def _sleep(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     """A paused scheduler sleeps until the next message, as an idle one does with `sleep_on_idle`. SGLang's loop spins while it is paused,
     and so takes a core from whoever prepares the weights that it waits for."""
     scheduler.maybe_sleep_on_idle()
+
+
+_mapped: deque[UntypedStorage] = deque(maxlen=2)
+"""As many as the owner has halves of shared memory (rollout.weight_transfer.SharedStaging)."""
+
+
+def keep_mapped(_updater: Any, flattened_tensor_bucket_dict: dict[str, Any], **__: Any) -> None:
+    """The shared memory in which a bucket came stays mapped until the next comes in it: to map it anew, and to have each of its pages found
+    again, takes time, and the engine is paused meanwhile."""
+    storage = flattened_tensor_bucket_dict["flattened_tensor"].untyped_storage()
+    if all(kept.data_ptr() != storage.data_ptr() for kept in _mapped):
+        _mapped.append(storage)

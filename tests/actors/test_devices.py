@@ -10,7 +10,7 @@ import torch
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.devices import check_devices, check_engine_device, check_received, check_rollout_resource, check_types, whole_gpus
-from actors.environment import learner_environment, worker_environment
+from actors.environment import OF_BATCHES, learner_environment, worker_environment
 from actors.placement import in_order
 from correction.errors import ConfigError
 
@@ -146,6 +146,7 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = config("weight_sync.transport=broadcast", "ray.env.NCCL_DEBUG=INFO", "ray.env.NCCL_NVLS_ENABLE='1'")
     learner, worker = learner_environment(on_gpu), worker_environment(on_gpu)
     assert learner["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "CUDA_DEVICE_MAX_CONNECTIONS" not in worker
+    assert learner.items() >= OF_BATCHES.items(), "ranks read batches where they lie"
     for one in (learner, worker):
         assert one["NCCL_CUMEM_ENABLE"] == "0" and one["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
         assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"

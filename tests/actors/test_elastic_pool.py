@@ -42,7 +42,8 @@ class ElasticEngine:
         self.told = asyncio.Event()
         self.leaves = asyncio.Event()
         self.ended: list[float] = []
-        self.under_way = 0
+        self.under_way: list[float] = []
+        """When each began."""
         self.busy_s = self.tokens = 0.0
         self.born = scene.now
         self.dies = False
@@ -61,7 +62,7 @@ class ElasticEngine:
     async def _sample(self, ticket: Ticket) -> GroupSummary | UnfinishedGroup:
         begun = ticket.begun.answers[0] if isinstance(ticket, BegunTicket) else unsampled(ticket.prompt.token_ids, ticket.prompt.prompt_id)
         began, before = self.scene.now, len(begun.response_ids)
-        self.under_way += 1
+        self.under_way.append(began)
         left_s = (1 - before / TOKENS) * self.scene.group_s
         try:
             await asyncio.wait_for(self.leaves.wait(), left_s)
@@ -70,7 +71,7 @@ class ElasticEngine:
             self.scene.sampled.append((ticket.group_id, self.name, before))
             return GroupSummary(ticket.group_id, 2 * TOKENS, 2, (), left_s, self.name)
         finally:
-            self.under_way -= 1
+            self.under_way.remove(began)
             self.busy_s += (self.scene.now - began) / max(1, self.scene.slots)
         if self.dies:
             raise ray.exceptions.ActorDiedError()
@@ -95,7 +96,9 @@ class ElasticEngine:
         await self.told.wait()
 
     async def load(self) -> WorkerLoad:
-        return WorkerLoad(self.busy_s, self.scene.now - self.born, 0, self.under_way)
+        now = self.scene.now
+        present_s = sum(now - began for began in self.under_way) / max(1, self.scene.slots)
+        return WorkerLoad(self.busy_s + present_s, now - self.born, 0, len(self.under_way))
 
     async def stop(self) -> None:
         self.ended.append(self.scene.now)
@@ -213,7 +216,7 @@ def test_a_worker_that_leaves_ends_what_it_can_and_gets_nothing_new(monkeypatch:
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2)
         feeding = await scene.begin()
-        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[1].under_way == 4)
+        await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
         scene.pool.resize(1, "the test says so")
         assert scene.joined() == ["0"]
         await scene.step()
@@ -234,7 +237,7 @@ def test_what_is_not_ended_in_time_goes_on_elsewhere_from_its_tokens(monkeypatch
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
         feeding = await scene.begin()
-        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[1].under_way == 4)
+        await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
         await asyncio.sleep(5.0)
         began = scene.now
         scene.pool.resize(1, "the test says so")
@@ -255,7 +258,7 @@ def test_a_worker_that_dies_while_it_leaves_loses_no_group(monkeypatch: pytest.M
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
         feeding = await scene.begin()
-        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[1].under_way == 4)
+        await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
         scene.engines[1].dies = True
         scene.pool.resize(1, "the test says so")
         await scene.until(lambda: scene.left == ["1"])
@@ -335,7 +338,7 @@ def test_a_process_that_is_told_to_end_hands_back_and_is_replaced(monkeypatch: p
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
         feeding = await scene.begin()
-        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[1].under_way == 4)
+        await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
         scene.engines[1].told.set()
         await scene.until(lambda: scene.left == ["1"])
         assert scene.handed_back[0] == 4 and [engine.name for engine in scene.engines] == ["0", "1", "2"]
@@ -358,7 +361,7 @@ def test_a_node_that_is_drained_gets_back_what_its_grace_allows(
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
         feeding = await scene.begin()
-        await scene.until(lambda: len(scene.joined()) == 2 and scene.engines[0].under_way == 4)
+        await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[0].under_way) == 4)
         began = scene.now
         scene.pool._node_leaves("node0", left_s)
         assert len(scene.engines) == 3

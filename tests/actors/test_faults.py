@@ -18,6 +18,7 @@ import ray.exceptions
 import actors.workers
 from actors.carriers import FAILED, LOST, ActorInfo, GroupFailure, GroupSummary, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
+from actors.dispatch import WaitingWork
 from actors.faults import GroupBook, LossBook
 from actors.pool import RolloutPool
 from actors.queue_actor import TrajectoryQueueActor
@@ -42,12 +43,14 @@ class Mortal:
         self.finished: list[int] = []
         self.dead = asyncio.Event()
         self.is_frozen = False
+        self.loads = 0
 
     async def start(self, *_: Any) -> ActorInfo:
         await asyncio.sleep(START_S)
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1", node=self.world.node_of(self.name))
 
     async def load(self) -> WorkerLoad:
+        self.loads += 1
         await self._living(self._answer())
         return WorkerLoad(1.0, 2.0, 3, 4)
 
@@ -495,6 +498,53 @@ def test_a_frozen_worker_is_condemned_by_its_heartbeat(monkeypatch: pytest.Monke
         assert 30.0 <= world.now - froze <= 37.0 and "missed its heartbeat" in world.lost[0]
         await world.all_done(8)
         assert sorted(world.finished) == list(range(8))
+
+    play(scenario)
+
+
+def test_a_worker_that_has_just_finished_something_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hundreds of workers the questions would be a large part of what the driver does. Idle again it is asked every 5 s."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=1, places=8)
+
+        async def one_after_the_other(mortal: Mortal, ticket: Ticket) -> Outcome:
+            await asyncio.sleep(4.0 * (ticket.group_id + 1))
+            await put(world.queue, group(ticket))
+            return GroupSummary(ticket.group_id, 4, 2, (), 0.1, mortal.name)
+
+        world.sample = one_after_the_other
+        await world.begin()
+        await world.all_done(1)
+        asked = world.mortals["0"].loads
+        await world.all_done(8)
+        assert world.mortals["0"].loads == asked
+        await asyncio.sleep(62.0)
+        assert 11 <= world.mortals["0"].loads - asked <= 12
+
+    play(scenario)
+
+
+def test_hundreds_of_workers_are_looked_through_for_many_changes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receipts come each millisecond while groups wait: the pool looks each 4 ms, not with each receipt; and all groups find a worker."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=200, places=400)
+        await world.begin()
+        looks: list[float] = []
+        take = WaitingWork.take
+        monkeypatch.setattr(WaitingWork, "take", lambda self, *workers: looks.append(world.now) or take(self, *workers))
+        for worker in world.pool._joined():
+            worker.sync.version = -1  # a version is out, and nobody has it yet
+        await asyncio.sleep(GROUP_S / 2)
+        looks.clear()
+        for worker in world.pool._joined():
+            worker.sync.version = 0
+            world.pool.wake()
+            await asyncio.sleep(0.001)
+        assert len(looks) > 3 and all(later - earlier > 0.0039 for earlier, later in itertools.pairwise(looks))
+        await world.all_done(400)
+        assert sorted(world.finished) == list(range(400))
 
     play(scenario)
 

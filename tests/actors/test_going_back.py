@@ -198,7 +198,7 @@ class Receives:
     def __init__(self) -> None:
         self.groups: list[tuple[int, int]] = []
 
-    async def put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
+    async def put(self, groups: list[GroupFacts], worker: str | None, generation: int, name: str) -> list[int]:
         self.groups += [(one.group_id, generation) for one in groups]
         return [one.group_id for one in groups]
 

@@ -6,16 +6,21 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.cluster import beside_the_driver
+from actors.environment import OF_BATCHES
 from actors.payloads import fetched
 from actors.queue_actor import TrajectoryQueueActor
+from correction.batch import CorrectedBatch, PackedBatch
 from rollout.trajectory import Group, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
 from tests.failures.measured import Measured
@@ -85,3 +90,37 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(1, 5.0), timeout=60)] == [3]
     follows = "its workers' groups go to others; of finished groups those whose tokens lay there are sampled again"
     Measured("node of rollout workers removed", follows, None, "1 group of 2 that were finished there", "a real node").write()
+
+
+class Maker:
+    """Hands a batch on, as the correction service does."""
+
+    def make(self, tokens: int) -> list[Any]:
+        lengths = torch.tensor([0, tokens // 2, tokens])
+        ids, ones = torch.arange(tokens), torch.ones(tokens)
+        versions, groups = torch.zeros(tokens, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        batch = PackedBatch(ids, lengths, ones > 0, -ones, ones, versions, groups).validate()
+        return [ray.put(CorrectedBatch(batch, ones.clone(), ones > 0, ones / tokens))]
+
+
+class Reader:
+    """Reads a batch, as a learner's rank does."""
+
+    def read(self, corrected: CorrectedBatch) -> tuple[int, list[str]]:
+        """Sum of the token ids; names of the tensors [N] that lie in memory of this process alone."""
+        maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+        shared = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps if "s" in line[1]]
+        everything = {f.name: getattr(of, f.name) for of in (corrected.batch, corrected) for f in fields(of)}
+        long = {name: value for name, value in everything.items() if isinstance(value, torch.Tensor) and len(value) > LARGE}
+        own = [name for name, value in long.items() if not any(first <= value.data_ptr() < end for first, end in shared)]
+        return int(corrected.batch.token_ids.sum()), own if len(long) == 8 else sorted(long)
+
+
+def test_ranks_read_a_batch_where_it_lies(cluster: Cluster) -> None:
+    """All ranks of a node share one copy of a batch, in the object store: with copies of their own eight of them would hold eight. And
+    nothing of it is checked or copied on the way, as torch's own pickling does."""
+    makers, readers = (beside_the_driver(actor, max_concurrency=1, environment=OF_BATCHES) for actor in (Maker, Reader))
+    maker, two = makers.remote(), [readers.remote() for _ in range(2)]
+    (batch,) = ray.get(maker.make.remote(2 * LARGE), timeout=60)
+    for total, own in ray.get([reader.read.remote(batch) for reader in two], timeout=60):
+        assert (total, own) == (LARGE * (2 * LARGE - 1), [])

@@ -24,12 +24,14 @@ class SlowQueue:
 
     def __init__(self, failing: frozenset[int] = frozenset()) -> None:
         self.calls: list[list[int]] = []
+        self.handles: list[str | None] = []
         self.gate = asyncio.Event()
         self._failing = failing
         self.put = SimpleNamespace(remote=self._put)
 
-    async def _put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
-        assert worker == "handle"
+    async def _put(self, groups: list[GroupFacts], worker: str | None, generation: int, name: str) -> list[int]:
+        assert name == "0"
+        self.handles.append(worker)
         self.calls.append([one.group_id for one in groups])
         number = len(self.calls) - 1
         await self.gate.wait()
@@ -64,6 +66,21 @@ def test_groups_that_finish_during_a_call_share_the_next_one() -> None:
         queue = SlowQueue()
         assert await hand_over_three(queue) == [None] * 3
         assert queue.calls == [[0], [1, 2]]
+        assert queue.handles == ["handle", None], "it is sent once: that takes as long as all the rest of a call"
+
+    asyncio.run(scenario())
+
+
+def test_another_queue_gets_the_workers_handle_as_well() -> None:
+    async def scenario() -> None:
+        first, second = SlowQueue(), SlowQueue()
+        worker = idle_worker(first)
+        for queue in (first, second):
+            queue.gate.set()
+            for i in range(2):
+                await worker._finish(group(Ticket(i, prompt(i), 0)))
+            assert queue.handles == ["handle", None]
+            await worker.follow(second, 1)
 
     asyncio.run(scenario())
 
@@ -86,7 +103,7 @@ def test_a_finished_group_stays_with_its_worker_until_the_queue_asks_for_it() ->
     """What the queue is told are facts. A group that it doesn't ask for, because it has come before, is let go."""
 
     class Queue:
-        async def put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
+        async def put(self, groups: list[GroupFacts], worker: str | None, generation: int, name: str) -> list[int]:
             assert not any(hasattr(one, "response_ids") for of_one in groups for one in of_one.trajectories)
             return [one.group_id for one in groups if one.group_id != 1]
 
@@ -113,7 +130,7 @@ def test_a_worker_ends_when_the_queue_has_what_was_finished_here(monkeypatch: py
             self.closed_at = asyncio.get_running_loop().time()
 
     class Queue:
-        async def put(self, groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
+        async def put(self, groups: list[GroupFacts], worker: str | None, generation: int, name: str) -> list[int]:
             return [one.group_id for one in groups]
 
     async def at_once(function: Any, *arguments: Any) -> Any:
@@ -193,7 +210,7 @@ def test_a_lost_engine_is_no_failed_request() -> None:
 
 def test_a_lost_queue_is_not_the_engines_fault() -> None:
     async def scenario() -> None:
-        async def lost(groups: list[GroupFacts], worker: str, generation: int) -> list[int]:
+        async def lost(groups: list[GroupFacts], worker: str | None, generation: int, name: str) -> list[int]:
             raise ray.exceptions.ActorDiedError()
 
         worker = idle_worker(SimpleNamespace(put=SimpleNamespace(remote=lost)))

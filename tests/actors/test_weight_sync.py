@@ -116,7 +116,9 @@ class Engine:
 class Scene:
     """A sync with a learner and named engines, and what it reported."""
 
-    def __init__(self, sync_s: float = 5.0, transport: str = "object_store", every_steps: int = 1, **engines: Engine) -> None:
+    def __init__(
+        self, sync_s: float = 5.0, transport: str = "object_store", every_steps: int = 1, float8: bool = False, **engines: Engine
+    ) -> None:
         self.learner = Learner()
         self.receipts: list[tuple[str, int]] = []
         self.differences: list[tuple[str, int, float]] = []
@@ -131,6 +133,7 @@ class Scene:
             on_probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
             on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
             on_failure=lambda target, reason: self.failures.append((target.name, reason)),
+            float8=float8,
         )
         self.targets = {name: SyncTarget(name, FakeActor(engine)) for name, engine in engines.items()}
 
@@ -578,6 +581,21 @@ def test_an_engine_that_needs_what_was_broadcast_has_it_copied_once_for_all() ->
 
     play(scenario)
     assert all(engine.taken == [(1, True)] for engine in late)
+
+
+def test_every_pass_over_the_weights_is_in_the_engines_numbers() -> None:
+    """Also the copy for those who come late: an engine in float8 takes nothing else."""
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", float8=True, w=Engine())
+        await scene.join()
+        await scene.publish(1)
+        scene.sync.join(SyncTarget("late", FakeActor(Engine())))
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert plans(scene) == [(0, True, False), (1, False, True), (1, True, False)]
+        assert all(plan.float8 for _, plan in scene.learner.exported)
+
+    play(scenario)
 
 
 def test_when_the_learner_has_trained_on_the_next_version_is_stored_beside_its_broadcast() -> None:
