@@ -17,6 +17,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import RolloutWorker
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, LateError
 from learner.config import LearnerConfig
+from learner.kept_weights import KeptWeights
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompts, put
 
@@ -132,6 +133,7 @@ def test_a_rank_that_goes_back_counts_its_calls_from_there() -> None:
     the same version again are dropped."""
     rank = LearnerRankActor(LearnerConfig(), 0, bind="")
     rank._learner = SimpleNamespace(restore=lambda _: None, weights_copy=list)  # type: ignore[assignment]
+    rank._kept = KeptWeights(rank._learner)
     rank.restore(4, Path("a"), 2)
     rank.keep_weights(5, 2, 0)
     rank.restore(9, Path("a"), 1)
