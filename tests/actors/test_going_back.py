@@ -17,6 +17,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import RolloutWorker
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, LateError
 from learner.config import LearnerConfig
+from learner.kept_weights import KeptWeights
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompts, put
 
@@ -152,6 +153,7 @@ def test_a_rank_that_goes_back_counts_its_calls_from_there() -> None:
 
     restore = lambda _: done.append("restored")  # noqa: E731
     rank._learner = SimpleNamespace(restore=restore, weights_copy=list, is_saved=is_saved)  # type: ignore[assignment]
+    rank._kept = KeptWeights(rank._learner)
     rank.restore(4, Path("a"), 2)
     assert done == ["save is over", "restored"], "the same step will be saved again; how this one ends is nobody's business any more"
     rank.keep_weights(5, 2, 0)
