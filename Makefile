@@ -45,7 +45,7 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 	$(ON) $(BIN)/evenkeel init-model $(RECIPE) --if-missing
 	$(ON) $(BIN)/evenkeel train $(RECIPE)
 
-# Three processes on two cores: whole runs wait as much as they compute. Byte code is kept, or each of some 40 processes would make it anew.
+# Two processes on two cores, each of which is busy to the end. Byte code is kept, or each of some 40 processes would make it anew.
 test: .venv/installed  ## set up .venv, run the test suite (about 10 minutes on 2 cores)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2
 

@@ -278,6 +278,8 @@ class ExportPlan:
     """Of what is stored."""
     probe_ids: tuple[int, ...] = ()
     """Token ids whose logprobs at these weights are wanted; empty: none."""
+    float8: bool = False
+    """Projections leave in float8, with their scales; the learner's own stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)

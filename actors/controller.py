@@ -22,7 +22,7 @@ from actors.carriers import ForwardRequest, PreparedBatch
 from actors.config import RunConfig
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
-from actors.going_back import Returns, kill, lost_among, raise_when_lost, what_is_done_again
+from actors.going_back import Returns, end_parts, kill, lost_among, raise_when_lost, what_is_done_again
 from actors.hub import model_folder
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint, fill_queue, make_queue, make_sync, start_learner, start_service
@@ -37,7 +37,7 @@ from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
-from actors.supervision import Stopwatch, abandon, counted, persistently, unless_failed, unless_set, wait_for
+from actors.supervision import Stopwatch, abandon, counted, persistently, together, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
 from correction.errors import EvenkeelError
 from rollout.tasks import Task
@@ -66,6 +66,8 @@ class Controller:
         self._generation, self._returns = 0, Returns(folder, task)
         self._parts: dict[str, Any] = {}
         """Actors whose death takes the run back, by name."""
+        self._kept: LearnerGroup | None = None
+        """A learner that outlived what took the run back, and goes on."""
         self._began = time.monotonic() - self._point.elapsed_s
         self._is_training = False
         self.ended_by: int | None = None
@@ -158,7 +160,7 @@ class Controller:
         """Args: lost: names of parts."""
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
         self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
-        await self._withdraw()
+        await self._withdraw(lost)
         self._point, said = await asyncio.to_thread(self._returns.point, self._config.model)
         self._generation += 1
         self._observer.event("warning", what_is_done_again(lost, failure, self._point, **reached))
@@ -172,12 +174,11 @@ class Controller:
         self._pool.serve(self._queue, self._generation)
         await self._start_parts()
 
-    async def _withdraw(self) -> None:
+    async def _withdraw(self, lost: list[str]) -> None:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
         await self._evaluations.abandon()
         await self._pool.withdraw()
-        kill(*self._parts.values())
-        self._parts.clear()
+        self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost)
         if hasattr(self, "_sync"):
             await self._sync.close()
         for what, ending in (("checkpoint under way", self._checkpoints.finished), ("lines of the last steps", self._steps.flush)):
@@ -317,14 +318,13 @@ class Controller:
     async def _start_parts(self) -> None:
         """At the starting point, to the first receipt of each engine; the queue and the pool are there."""
         config, observer = self._config, self._observer
-        self._unfinished = await fill_queue(self._queue, config, self._point)
-        made: Callable[[LearnerGroup], None] = lambda learner: self._parts.update(learner.ranks)  # noqa: E731
-        self._learner, infos = await start_learner(config, self._point, self._places, made)
+        self._parts["correction service"] = self._service = start_service(config, self._point, self._alarms.correction, self._queue)
+        learner = start_learner(config, self._point, self._places, self._parts, self._kept)
+        self._unfinished, (self._learner, infos) = await together(fill_queue(self._queue, config, self._point), learner)
         for info in infos:
             observer.joined(info)
         for note in self._alarms.notes():
             observer.event("info", note)
-        self._parts["correction service"] = self._service = start_service(config, self._point, self._alarms.correction, self._queue)
         self._steps.follow(self._service)
         probe_ids, pool = self._held_out[0].token_ids, self._pool
         self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)

@@ -3,7 +3,7 @@
 Queue, learner and correction service know what the others hold: weights of a version, groups that were admitted and drawn for it. Of what
 died with one of them the others have only halves, so all three begin anew, at one moment that is whole on disk, as after a resume: the
 ledger is cut back to it, the position in the data is the queue's. What is lost is the work since then, and its diagnostics; all of it is
-done again.
+done again. Queue and service do that in new processes; a learner whose ranks all live reads the checkpoint where it is.
 
 Weights that were published after that moment are withdrawn: the same version numbers will come again with other weights. A generation,
 which grows by one each time, tells them apart: a queue takes groups of its own generation, the weight sync receipts of its own, and a
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.run_folder import RunFolder
@@ -29,10 +30,14 @@ from rollout.tasks import Task
 
 MOST_RETURNS = 3
 """To one checkpoint: what has died four times on the way to the next one would die again."""
-_LOOK_S = 2.0
+_LOOK_S = 1.0
 """Between two looks at a part."""
 _ANSWER_S = 10.0
 """A part that is alive and has nothing to do answers within it; and Ray knows of a death."""
+_IDLE_S = 30.0
+"""A learner that is to go on ends what it has under way within it, or is started anew."""
+_ANSWER = "an answer"
+"""What is lost when no part is."""
 
 
 async def raise_when_lost(parts: Mapping[str, Any]) -> None:
@@ -66,7 +71,35 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str
     silent = [name for name, task in asked.items() if not task.done()] if is_late else []
     for task in asked.values():
         task.cancel()
-    return gone or silent or (["an answer"] if isinstance(error, ActorLost) else [])
+    return gone or silent or ([_ANSWER] if isinstance(error, ActorLost) else [])
+
+
+async def end_parts(
+    parts: Mapping[str, Any], learner: LearnerGroup | None, lost: Sequence[str]
+) -> tuple[LearnerGroup | None, dict[str, Any]]:
+    """Kill all but the learner's ranks, if these may go on: none of them is lost, and all have soon nothing under way any more.
+
+    What was under way with them is discarded, and a restore overwrites all that it has changed.
+    Args:
+        parts: by name.
+        learner: the run's; of a start that failed there may be other ranks among the parts, or none.
+        lost: names of parts.
+    Returns: the learner, if it goes on; and what is left of the parts.
+    """
+    ranks = learner.ranks if learner is not None else {}
+    may_stay = bool(ranks) and all(parts.get(name) is rank and name not in lost for name, rank in ranks.items()) and _ANSWER not in lost
+    kill(*(part for name, part in parts.items() if not may_stay or name not in ranks))
+    if not may_stay:
+        return None, {}
+    answers = asyncio.gather(*(_is_gone(rank) for rank in ranks.values()))
+    try:
+        are_idle = not any(gone is not False for gone in await asyncio.wait_for(answers, _IDLE_S))
+    except TimeoutError:
+        are_idle = False
+    if are_idle:
+        return learner, dict(ranks)
+    kill(*ranks.values())
+    return None, {}
 
 
 def kill(*actors: Any) -> None:

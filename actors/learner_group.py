@@ -132,6 +132,7 @@ class LearnerRankActor:
 
         A broadcast that fails is told in the answer; the learner goes on.
         """
+        from correction.engines.float8 import in_float8
         from correction.engines.weight_spec import WeightSpec
         from learner.export import weight_checksums
 
@@ -142,6 +143,7 @@ class LearnerRankActor:
         for piece in self._learner.weights(plan.bucket_bytes):
             if self._rank != 0:
                 continue
+            piece = in_float8(piece) if plan.float8 else piece
             specs.append([WeightSpec.of(name, tensor) for name, tensor in piece.items()])
             if plan.broadcasts and not error:
                 error = self._send(piece)
@@ -221,15 +223,17 @@ class LearnerRankActor:
         return self._learner.checkpoint_bytes()
 
     def restore(self, number: int, folder: Path, version: int) -> None:
-        self._in_order(number, "restoring a checkpoint")
+        from learner.kept_weights import KeptWeights
+
+        self._calls = number  # in no order: calls before it may have been lost with who made their arguments
         self._learner.restore(folder)
-        self._version = version
+        self._kept, self._version = KeptWeights(self._learner), version
 
     def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
         """Join the weight group of a fixed pool as its rank 0 (rank 0 of the learner only)."""
         from learner.broadcast import WeightBroadcaster
 
-        self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s)
+        self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s, self._learner.placement.device)
 
     def close_broadcast(self) -> None:
         if self._broadcaster is not None:

@@ -92,13 +92,29 @@ async def fill_queue(queue: Any, config: RunConfig, point: StartingPoint) -> lis
 
 
 async def start_learner(
-    config: RunConfig, point: StartingPoint, places: RankPlaces, made: Callable[[LearnerGroup], None]
+    config: RunConfig,
+    point: StartingPoint,
+    places: RankPlaces,
+    parts: dict[str, Any],
+    kept: LearnerGroup | None = None,
 ) -> tuple[LearnerGroup, list[ActorInfo]]:
-    """Its ranks with the point's weights, and optimizer if that is a checkpoint. Args: made: is given them as they begin to start."""
+    """Its ranks with the point's weights, and optimizer if that is a checkpoint.
+
+    Args:
+        parts: takes them in, by name, as they begin to start.
+        kept: ranks that are there, idle. They go back to the checkpoint; to a beginning without one only new ranks can.
+    Returns: the group, and who has come.
+    """
     deadlines = config.deadlines
+    if kept is not None and point.checkpoint is not None:
+        await kept.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
+        return kept, []
+    if kept is not None:
+        kept.kill()
+    took: Callable[[LearnerGroup], None] = lambda learner: parts.update(learner.ranks)  # noqa: E731
     limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
     await fetch_where_ranks_are(absolute(point.model) if config.needs_reference else point.weights, places, deadlines)
-    learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, made=made, **limits)
+    learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, made=took, **limits)
     if point.checkpoint is not None:
         await learner.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
     if config.needs_reference:
@@ -127,6 +143,7 @@ def make_sync(
         on_dirty=observer.dirty,
         on_failure=pool.report_unsyncable,
         generation=generation,
+        float8=config.rollout.engine.has_float8,
     )
 
 

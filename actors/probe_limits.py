@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from actors.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +28,11 @@ class ProbeLimits:
         if largest is not None:
             return cls(largest, float("inf"))
         return {"float32": cls(1e-3, float("inf")), "bfloat16": cls(0.5, 0.02), "float16": cls(0.0625, 0.0025)}[dtype]
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> ProbeLimits:
+        """Float8 of an engine's projections (rollout.engine.quantization): ten times bfloat16's half, and four times its largest."""
+        limit = config.weight_sync.max_probe_difference
+        if config.rollout.engine.has_float8 and limit is None:
+            return cls(2.0, 0.2)
+        return cls.of(config.learner.resolved_dtype, limit)

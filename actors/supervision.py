@@ -21,6 +21,7 @@ from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, Eve
 
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")
+U = TypeVar("U")
 USUAL_START = 1 / 3
 """Share of its deadline: if the start of an engine or a rank takes longer, its notices become warnings."""
 
@@ -139,6 +140,17 @@ async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, An
             waiting.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await waiting
+
+
+async def together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """The results of both, which run side by side; the first error ends the other one."""
+    one, other = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        await asyncio.gather(one, other)
+        return one.result(), other.result()
+    finally:
+        one.cancel()
+        other.cancel()
 
 
 async def unless_set(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

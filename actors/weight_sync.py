@@ -29,8 +29,8 @@ import ray
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup
-from actors.supervision import abandon, wait_for
-from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
+from actors.supervision import abandon, counted, wait_for
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 
 if TYPE_CHECKING:  # torch
@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # torch
 log = logging.getLogger("evenkeel.sync")
 _SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _ATTEMPTS = 3
+_FINAL = (EngineError, ActorLost)
+"""Said by an engine that is gone, or by Ray of its worker; what derives from these (dirty, not reached just now) may pass."""
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
 
@@ -95,6 +97,7 @@ class WeightSync:
         on_dirty: Callable[[SyncTarget, str], None],
         on_failure: Callable[[SyncTarget, str], None],
         generation: int = 0,
+        float8: bool = False,
     ) -> None:
         """
         Args:
@@ -104,8 +107,10 @@ class WeightSync:
             on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
             generation: of the run; only receipts of its versions count.
+            float8: engines hold their projections so.
         """
         self._config, self._learner, self._sync_s = config, learner, sync_s
+        self._plan = ExportPlan(config.bucket_bytes, float8=float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
@@ -123,8 +128,8 @@ class WeightSync:
         """Export the learner's present weights and start sending them to every engine. They are handed out from here on, not before."""
         members = await self._members()
         others = len(self._targets) - len(members)
-        plan = ExportPlan(
-            self._config.bucket_bytes,
+        plan = replace(
+            self._plan,
             # One who comes while the learner stands at a version that isn't published could not be given this one any more.
             stores=not members or others > 0 or self._config.every_steps > 1,
             broadcasts=bool(members),
@@ -192,7 +197,7 @@ class WeightSync:
     async def _bring_up_to_date(self, target: SyncTarget) -> None:
         failures = 0
         while self._published is not None and target.version < self.version:
-            version = self.version
+            version, is_asked = self.version, False
             try:
                 published = await self._stored(self._published)
                 checksums = await self._checksums(published) if not target.is_verified else {}
@@ -202,6 +207,7 @@ class WeightSync:
                     continue
                 version = published.version
                 self._end_probe(target)
+                is_asked = True
                 receipt = await wait_for(
                     target.actor.update_weights.remote(version, published.snapshot.buckets, checksums, self._generation),
                     f"weight sync v{version} -> rollout worker {target.name}",
@@ -212,8 +218,8 @@ class WeightSync:
             except _SYNC_FAILURES as error:
                 failures += 1
                 self._mark_dirty(target, f"weight sync v{version}, attempt {failures} of {_ATTEMPTS}: {error}")
-                if failures >= _ATTEMPTS:
-                    self._on_failure(target, f"took no weights in {_ATTEMPTS} attempts: {error}")
+                if failures >= _ATTEMPTS or (is_asked and type(error) in _FINAL):
+                    self._on_failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
                     return
                 await asyncio.sleep(failures)
 
@@ -231,7 +237,7 @@ class WeightSync:
         return published
 
     async def _copy(self, published: _Publication) -> None:
-        copy = await self._learner.export(ExportPlan(self._config.bucket_bytes, checksums=True))
+        copy = await self._learner.export(replace(self._plan, checksums=True))
         published.snapshot = replace(published.snapshot, buckets=copy.buckets, checksums=copy.checksums)
 
     async def _checksums(self, published: _Publication) -> dict[str, str]:

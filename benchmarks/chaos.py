@@ -1,39 +1,46 @@
-"""A run in which something dies, or stands still, every few seconds: what it takes, what is done again, whether its books balance.
+"""A run in which something dies, stands still or is called late every few seconds: what that takes, what is done again, whether its books
+balance, and whether it learns the same.
 
-    python benchmarks/chaos.py [--seed 0] [--steps 150] [--every 20] [--workers 2] [--alone] [--keep FOLDER]
+    python benchmarks/chaos.py [--seeds 0] [--steps 150] [--every 20] [--workers 2] [--alone] [--keep FOLDER] [--write PAGE]
 
-The nano recipe with two workers is trained by `evenkeel train --retries`. Every 20 s one process of it, drawn by the seed, is killed with
-SIGKILL or stopped for a while: a rollout worker, a scheduler of SGLang's, a scoring process, the trajectory queue, the correction service,
-a learner rank, the driver. It has to end by itself. Printed are the faults, with the seconds until the run was further than it had been
-when it came; the share of useful time, which is what the same steps take undisturbed by what they took here; whether each prompt was
-trained or discarded once, and none is missing; what the run has left behind; and its held-out accuracy beside that of the undisturbed run
-(not with --alone, which plays none). Exit code 1: books, orphans or the end are not as they should be.
+The nano recipe with two workers is trained by `evenkeel train --retries`: once undisturbed, and once for each seed with faults. Every 20 s
+one process of it, drawn by the seed, is killed with SIGKILL, stopped for a while, or gets its calls late: a rollout worker, a scheduler of
+SGLang's, a scoring process, the trajectory queue, the correction service, a learner rank, the driver. Of the kills every third or so comes
+inside a weight update: an engine is stopped as the learner hands out new weights, so that the update is under way when the kill comes. The
+run knows nothing of this; all is done from outside. It has to end by itself.
+
+Printed are the faults, with the seconds until the run was further than it had been when one came; the share of useful time, which is what
+the same steps take undisturbed by what they took here; the steps done again; whether each prompt was trained or discarded once, none is
+missing, and the books are those of the undisturbed run; what the run has left behind; and its held-out accuracy.
+
+Exit code 1: books, orphans or the end are not as they should be, or the 99 % interval of the accuracy's difference from the undisturbed
+run's (Newcombe's, of two shares that both err) leaves out 0. --alone plays no undisturbed run, and compares nothing.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import argparse
 import random
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.descendants import adopted_orphans, descendants, end_new
-from actors.record.run_folder import RunFolder
-from actors.resume import TrainingState
-from benchmarks.chaos_strikes import Strike, Strikes
-from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT, evenkeel, options
+from actors.descendants import adopted_orphans, end_new
+from benchmarks.chaos_books import HeldOut, RunBooks, steps_done_again
+from benchmarks.chaos_strikes import Strike, Strikes, table
+from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between
+from benchmarks.watched_run import WatchedRun
 from correction.errors import EvenkeelError
 
 _POLL_S = 0.2
-_LEFT_S = 90.0
-"""Ray's agents take a minute to notice that nobody is there any more."""
+_GROUPS = 16
+_GOAL = 0.9
+"""Share of the time that is to be useful."""
 _REWARD = ("rollout.reward.kind=function", "rollout.reward.path=benchmarks.word_reward:share_of_words", "rollout.reward.processes=1")
 """Scored by processes of its own, which can die."""
 
@@ -42,141 +49,139 @@ _REWARD = ("rollout.reward.kind=function", "rollout.reward.path=benchmarks.word_
 class PlayedRun:
     """Of one run."""
 
+    name: str
+    folder: Path
     code: int | None
     """None: it had to be ended."""
     training_s: float
-    """From the first step's begin to the last one's end, the learner's and the queue's returns included."""
+    """From the first step's begin to the last one's end, all returns included."""
     orphans: list[str]
     faults: list[Strike]
+    books: RunBooks | None = None
+    held_out: HeldOut | None = None
+    again: int = 0
+    """Finished steps that were taken back."""
+    wrong: list[str] = field(default_factory=list)
 
+    def read(self) -> PlayedRun:
+        """What it has written, and what of that is wrong by itself."""
+        self.wrong = [f"left behind: {command}" for command in self.orphans]
+        if self.code != 0:
+            self.wrong.append("it had to be ended" if self.code is None else f"exit code {self.code}; see {self.folder}.log")
+        try:
+            self.books = RunBooks.of(self.folder, groups_per_step=_GROUPS)
+            self.held_out, self.again = HeldOut.of(self.folder), steps_done_again(self.folder)
+            self.wrong += self.books.wrong
+        except EvenkeelError as error:
+            self.wrong.append(str(error))
+        return self
 
-class ChaosRun:
-    """`evenkeel train --retries`, watched."""
-
-    def __init__(self, run_dir: Path, words: list[str]) -> None:
-        self.run_dir = run_dir
-        self._temp = tempfile.TemporaryDirectory(prefix="ek-", dir="/tmp", ignore_cleanup_errors=True)  # Ray's socket paths are short
-        command = [*EVENKEEL, "train", str(NANO_RECIPE), *words, f"run_dir={run_dir}", f"ray.temp_dir={self._temp.name}"]
-        self._log = run_dir.with_suffix(".log").open("wb")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-        self.process = subprocess.Popen(
-            [*command, "--retries", "1000"], cwd=ROOT, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-    def reached(self) -> int:
-        """The last step that is written."""
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return int(json.loads(lines[-1])["step"]) if lines else 0
-
-    def is_training(self) -> bool:
-        events = self.run_dir / "events.log"
-        return events.exists() and " training\n" in events.read_text()
-
-    def close(self) -> list[str]:
-        """Returns: command lines of processes that have outlived the run."""
-        until = time.monotonic() + _LEFT_S
-        while (left := descendants()) and time.monotonic() < until:
-            time.sleep(_POLL_S)
-        commands = [" ".join(process.cmdline())[:100] for process in left if process.is_running()]
-        end_new()
-        self._log.close()
-        self._temp.cleanup()
-        return commands
+    def compare(self, calm: PlayedRun) -> None:
+        """Adds what is wrong beside an undisturbed run."""
+        if self.books is not None and calm.books is not None:
+            self.wrong += self.books.differs_from(calm.books)
+        if self.held_out is None or calm.held_out is None:
+            self.wrong.append("there is no accuracy after the last step to compare")
+            return
+        low, high = self.held_out.less(calm.held_out)
+        if not low <= 0.0 <= high:
+            self.wrong.append(f"its accuracy is off by [{low:+.3f}, {high:+.3f}], an interval that leaves out 0")
 
 
 def play(run_dir: Path, words: list[str], faults: Strikes | None, *, limit_s: float) -> PlayedRun:
     """Train to the end of the run, or of the time."""
     with adopted_orphans():
-        run, began, first_s, last_s = ChaosRun(run_dir, words), time.monotonic(), None, 0.0
+        run, began, first_s, last_s = WatchedRun(run_dir, words), time.monotonic(), None, 0.0
         reached = 0
-        while run.process.poll() is None and (now := time.monotonic() - began) < limit_s:
+
+        def now() -> float:
+            return time.monotonic() - began
+
+        while run.process.poll() is None and now() < limit_s:
             if first_s is None and run.is_training():
-                first_s = now
-            step = run.reached()
-            if step > reached:
-                reached, last_s = step, now
+                first_s = now()
+            if (step := run.reached()) > reached:
+                reached, last_s = step, now()
             if faults is not None and first_s is not None:
-                faults.watch(now, step)
+                faults.watch(now, run.reached)
             time.sleep(_POLL_S)
         code = run.process.poll()
         if faults is not None:
             faults.end()
         if code is None:
             end_new()
-        return PlayedRun(code, last_s - (first_s or 0.0), run.close(), faults.told if faults else [])
-
-
-def wrong_in_the_books(run_dir: Path, *, groups_per_step: int) -> list[str]:
-    """Each prompt once: trained, discarded, or under way in the last checkpoint; full steps, in their order. Empty: so it is."""
-    folder, wrong = RunFolder.view(run_dir), []
-    state = TrainingState.load(folder.latest_checkpoint().state)
-    entries = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
-    settled = [entry["prompt_id"] for entry in entries]
-    under_way = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
-    if len(set(settled)) != len(settled):
-        wrong.append(f"{len(settled) - len(set(settled))} prompts were trained or discarded twice")
-    missing = set(range(state.queue.admitted)) - {int(prompt.rpartition("/")[2]) for prompt in settled + under_way}
-    if missing:
-        wrong.append(f"{len(missing)} of {state.queue.admitted} prompts are nowhere, {sorted(missing)[:5]} among them")
-    trained = [entry["step"] for entry in entries if entry["outcome"] == "trained"]
-    if short := [step for step in range(1, state.step + 1) if trained.count(step) != groups_per_step]:
-        wrong.append(f"steps {short[:5]} have not {groups_per_step} prompts each")
-    if [int(line.step) for line in folder.read_metrics()] != list(range(1, state.step + 1)):
-        wrong.append("metrics.jsonl does not have every step once")
-    return wrong
-
-
-def accuracy(run_dir: Path) -> tuple[float, float, float] | None:
-    """Of the last evaluation: share of right answers, and its interval."""
-    found = RunFolder.view(run_dir).read_evaluations()
-    if not found:
-        return None
-    last = found[-1]
-    return tuple(float(last[f"held_out/{name}"]) for name in ("accuracy", "wilson_low", "wilson_high"))  # type: ignore[return-value]
+        played = PlayedRun(run_dir.name, run_dir, code, last_s - (first_s or 0.0), run.close(), faults.told if faults else [])
+    return played.read()
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of what dies, and when (0)")
-    parser.add_argument("--steps", type=int, default=150, help="of the run (150)")
+    parser.add_argument("--seeds", default="0", help="of what befalls the runs, and when: one run for each, as 1,2,3 (0)")
+    parser.add_argument("--steps", type=int, default=150, help="of each run (150)")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults, at a mean (20)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which a run is ended (1800)")
     parser.add_argument("--alone", action="store_true", help="without an undisturbed run to compare with")
     parser.add_argument("--keep", type=Path, help="keep the runs there")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page, between its marks")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = arguments.keep or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        sys.exit(compare(folder, arguments.seed, arguments))
+        calm, disturbed = played_runs(folder, arguments)
+    told = summary(calm, disturbed)
+    print(f"\n{told}")
+    for run in [*([calm] if calm else []), *disturbed]:
+        print("\n".join(f"WRONG, {run.name}: {line}" for line in run.wrong) or f"{run.name}: {run.books}; nothing is left behind")
+    if arguments.write is not None:
+        put_between(arguments.write, "chaos", told)
+    sys.exit(1 if any(run.wrong for run in [*([calm] if calm else []), *disturbed]) else 0)
 
 
-def compare(folder: Path, seed: int, arguments: object) -> int:
-    """Play the runs and print what was seen. Returns: the exit code."""
-    given = vars(arguments)
-    model, groups = f"model={folder / 'model'}", 16
+def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[PlayedRun | None, list[PlayedRun]]:
+    """The undisturbed run, if it is asked for, and one for each seed."""
+    model = f"model={folder / 'model'}"
     evenkeel("init-model", NANO_RECIPE, model, "--if-missing")
-    words = [model, f"steps={given['steps']}", f"groups_per_step={groups}", f"rollout.workers={given['workers']}", *_REWARD]
+    words = [model, f"steps={arguments.steps}", f"groups_per_step={_GROUPS}", f"rollout.workers={arguments.workers}", *_REWARD]
     words += ["checkpoint.every_steps=5", "evaluation.every_steps=0", "rollout.engine.threads=1", "learner.threads=1"]
-    calm = None if given["alone"] else play(folder / "calm", words, None, limit_s=given["limit"])
-    chaos = play(folder / "chaos", words, Strikes(random.Random(seed), every_s=given["every"]), limit_s=given["limit"])
-    print(Strikes.table(chaos.faults))
-    try:
-        wrong = wrong_in_the_books(folder / "chaos", groups_per_step=groups)
-    except EvenkeelError as error:
-        wrong = [str(error)]
-    wrong += [f"left behind: {command}" for command in chaos.orphans]
-    if chaos.code != 0:
-        wrong.append("it had to be ended" if chaos.code is None else f"exit code {chaos.code}; see {folder / 'chaos.log'}")
-    print(f"seed {seed}: {len(chaos.faults)} faults in {chaos.training_s:.0f} s of training, {given['steps']} steps asked for")
-    if calm is not None:
-        print(f"useful time: {calm.training_s / max(chaos.training_s, 1e-9):.2f} (undisturbed: {calm.training_s:.0f} s)")
-    for name in ("calm", "chaos") if calm is not None else ("chaos",):
-        if not wrong and (found := accuracy(folder / name)) is not None:
-            print(f"held-out accuracy, {name}: {found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}]")
-    print("books balance, nothing is left behind" if not wrong else "\n".join(f"WRONG: {line}" for line in wrong))
-    return 1 if wrong else 0
+    calm = None if arguments.alone else play(folder / "undisturbed", words, None, limit_s=arguments.limit)
+    disturbed = []
+    for seed in map(int, arguments.seeds.split(",")):
+        print(f"-- seed {seed}", flush=True)
+        strikes = Strikes(random.Random(seed), every_s=arguments.every)
+        run = play(folder / f"seed-{seed}", words, strikes, limit_s=arguments.limit)
+        if calm is not None:
+            run.compare(calm)
+        disturbed.append(run)
+    return calm, disturbed
+
+
+def summary(calm: PlayedRun | None, disturbed: Sequence[PlayedRun]) -> str:
+    """Two tables in Markdown, and what a fault costs at a mean."""
+    head = ["run", "faults", "s of training", "useful share", "steps done again", "held-out accuracy", "all as it should be"]
+    rows = [head, ["---"] * len(head)]
+    for run in [*([calm] if calm else []), *disturbed]:
+        share = f"{calm.training_s / run.training_s:.2f}" if calm is not None and run.training_s > 0 else "-"
+        steps = run.books.steps if run.books is not None else 0
+        accuracy = "-"
+        if run.held_out is not None:
+            accuracy = f"{run.held_out.accuracy:.3f}"
+            if calm is not None and calm.held_out is not None and run is not calm:
+                accuracy += " ({:+.3f} to {:+.3f} off)".format(*run.held_out.less(calm.held_out))
+        told = "no" if run.wrong else "yes"
+        rows.append([run.name, str(len(run.faults)), f"{run.training_s:.0f}", share, f"{run.again} of {steps}", accuracy, told])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    faults = [fault for run in disturbed for fault in run.faults]
+    lines += ["", table(faults)]
+    if calm is not None and faults:
+        cost_s = sum(run.training_s - calm.training_s for run in disturbed) / len(faults)
+        again = sum(run.again for run in disturbed) / len(faults)
+        lines += [
+            "",
+            f"A fault costs {cost_s:.1f} s at a mean, {again:.1f} steps done again included. With one in {cost_s / (1 - _GOAL):.0f} s "
+            f"{_GOAL} of the time is useful.",
+        ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,63 @@
-"""What befalls the run of chaos.py: processes found by what they call themselves, killed or stopped, and what each fault cost."""
+"""What befalls the run of chaos.py: processes are found by what they call themselves, killed, stopped, or called late. What each cost."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
 
-from actors.descendants import descendants
+from benchmarks.late_calls import LateCalls
+from benchmarks.watched_run import command_of, processes_of
 
-ROLES = {
-    "rollout worker": ("ray::RolloutWorker", 4),
-    "scheduler": ("sglang::scheduler", 4),
-    "scoring process": ("rollout.reward_process", 2),
-    "trajectory queue": ("ray::TrajectoryQueueActor", 1),
-    "correction service": ("ray::CorrectionService", 1),
-    "learner rank": ("ray::LearnerRankActor", 2),
-    "driver": ("actors.commands.attempt", 1),
+KILLED, STOPPED, LATE = "killed", "stopped", "called late"
+_DEEDS = {
+    "rollout worker": (4, (KILLED, KILLED, KILLED, STOPPED, LATE)),
+    "scheduler": (4, (KILLED, KILLED, STOPPED)),
+    "scoring process": (2, (KILLED, KILLED, STOPPED)),
+    "trajectory queue": (2, (KILLED, KILLED, STOPPED, LATE)),
+    "correction service": (2, (KILLED, KILLED, STOPPED, LATE)),
+    "learner rank": (2, (KILLED, KILLED, KILLED, STOPPED, LATE)),
+    "driver": (1, (KILLED, KILLED, KILLED, STOPPED)),
 }
-"""By role: what its command line says, and how often it is drawn."""
-_STOPPED_SHARE = 0.25
-_STOPPED_S = (1.0, 30.0)
+"""By role: how often it is drawn, and what is drawn then. Called late are actors, by what others ask of them."""
+_IN_UPDATES = ("rollout worker", "scheduler", "trajectory queue", "learner rank", "driver")
+_UPDATE_SHARE = 0.3
+"""Of the kills of these, inside a weight update."""
+_STOPPED_S, _LATE_S = (1.0, 30.0), (0.3, 8.0)
+_HELD_S = (0.2, 1.5)
+_EXPORT = "ray::LearnerRankActor.export"
+_LOOK_S, _LOOKING_S = 0.003, 0.15
+_NO_UPDATE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """What is to be done next."""
+
+    role: str
+    deed: str
+    which: float
+    """Of those who have the role, in [0, 1)."""
+    lasts_s: float
+    held_s: float
+    """The update is held up so long before; 0: whatever is under way."""
+
+    @classmethod
+    def of(cls, chance: random.Random) -> Blow:
+        """As many draws each time, so that a seed gives the same blows whatever becomes of them."""
+        names = list(_DEEDS)
+        role = chance.choices(names, [often for often, _ in _DEEDS.values()])[0]
+        deed = chance.choice(_DEEDS[role][1])
+        which, long, in_update, held = (chance.random() for _ in range(4))
+        is_held = deed == KILLED and role in _IN_UPDATES and in_update < _UPDATE_SHARE
+        lasts_s = _between(_LATE_S if deed == LATE else _STOPPED_S, long)
+        return cls(role, deed, which, lasts_s, _between(_HELD_S, held) if is_held else 0.0)
 
 
 @dataclass
@@ -30,91 +65,162 @@ class Strike:
     """Something that was done to the run."""
 
     at_s: float
-    role: str
-    how: str
+    what: str
+    """Without how long it lasted."""
+    text: str
     step: int
     """The last that was written by then."""
     recovered_s: float | None = None
     """Until the run was further than it had been; None: it never was."""
+    is_alone: bool = True
+    """Nothing else befell the run until then."""
 
 
 class Strikes:
-    """Draws them by a seed. One at a time: the next comes when the run has recovered from the last."""
+    """Draws them by a seed and plays them."""
 
     def __init__(self, chance: random.Random, *, every_s: float) -> None:
         self._chance, self._every_s = chance, every_s
         self._next_s: float | None = None
-        self._stopped: list[tuple[float, psutil.Process]] = []
+        self._undo: list[tuple[float, Callable[[], None]]] = []
+        self._late: list[LateCalls] = []
+        self._waits: tuple[Blow, float] | None = None
+        """For a weight update, and until when."""
+        self._taking_part: tuple[list[psutil.Process], list[psutil.Process]] = [], []
+        """In the next one: the learner's ranks, and the engines."""
+        self._held: tuple[Blow, float, psutil.Process] | None = None
         self._furthest = 0
         self.told: list[Strike] = []
 
-    def watch(self, now: float, step: int) -> None:
+    def watch(self, now: Callable[[], float], reached: Callable[[], int]) -> None:
         """Called all the time while the run trains.
 
         Args:
             now: seconds.
-            step: the last that is written.
+            reached: the last step that is written.
         """
-        for until_s, process in list(self._stopped):
-            if now >= until_s:
-                self._go_on(process)
-                self._stopped.remove((until_s, process))
+        for late in self._late:
+            late.look()
+        for due_s, undo in list(self._undo):
+            if now() >= due_s:
+                undo()
+                self._undo.remove((due_s, undo))
+        self._note(now(), reached())
+        if self._next_s is None:
+            self._next_s = now() + self._chance.uniform(0.5, 1.5) * self._every_s
+        if self._held is not None and now() >= self._held[1]:
+            self._strike_in_update(now, reached)
+        elif self._waits is not None:
+            self._look_for_update(now)
+        elif self._held is None and now() >= self._next_s:
+            self._next_s = None
+            self._begin(Blow.of(self._chance), now, reached)
+
+    def end(self) -> None:
+        """Whatever is stopped goes on."""
+        for _, undo in self._undo:
+            undo()
+        self._undo.clear()
+        if self._held is not None:
+            _go_on(self._held[2])
+
+    def _note(self, now: float, step: int) -> None:
         self._furthest = max(self._furthest, step)
         for fault in self.told:
             if fault.recovered_s is None and self._furthest > fault.step:
                 fault.recovered_s = now - fault.at_s
-                print(f"{now:7.1f} s  step {self._furthest}, {fault.recovered_s:.1f} s after {fault.role} {fault.how}", flush=True)
-        if self._next_s is None:
-            self._next_s = now + self._chance.uniform(0.5, 1.5) * self._every_s
-        if now >= self._next_s:
-            self._next_s = None
-            self._strike(now)
+                print(f"{now:7.1f} s  step {self._furthest}, {fault.recovered_s:.1f} s after {fault.text}", flush=True)
 
-    def end(self) -> None:
-        """Whatever is stopped goes on."""
-        for _, process in self._stopped:
-            self._go_on(process)
-        self._stopped.clear()
+    def _begin(self, blow: Blow, now: Callable[[], float], reached: Callable[[], int]) -> None:
+        if blow.held_s:
+            self._waits = blow, now() + _NO_UPDATE_S
+        elif found := processes_of(blow.role):
+            self._strike(blow, found[int(blow.which * len(found))], now, reached)
 
-    def _strike(self, now: float) -> None:
-        names = list(ROLES)
-        role = self._chance.choices(names, [often for _, often in ROLES.values()])[0]
-        stops, which = self._chance.random() < _STOPPED_SHARE, self._chance.random()
-        least_s, most_s = _STOPPED_S
-        lasts_s = least_s * (most_s / least_s) ** self._chance.random()
-        found = sorted((p for p in descendants() if ROLES[role][0] in _command(p)), key=lambda p: p.pid)
-        if not found:
+    # -- inside a weight update --------------------------------------------------------------------------------------
+
+    def _look_for_update(self, now: Callable[[], float]) -> None:
+        """The learner hands out new weights: an engine is stopped before it has them, so that its update can't end."""
+        assert self._waits is not None
+        blow, until_s = self._waits
+        if not all(process.is_running() for some in self._taking_part for process in some) or not all(self._taking_part):
+            self._taking_part = processes_of("learner rank"), processes_of("scheduler")
+        ranks, engines = self._taking_part
+        ends = time.monotonic() + _LOOKING_S
+        while ranks and engines and time.monotonic() < ends:
+            if command_of(ranks[0]).startswith(_EXPORT):
+                engine = engines[int(blow.which * len(engines))]
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    engine.send_signal(signal.SIGSTOP)
+                    self._waits, self._held = None, (blow, now() + blow.held_s, engine)
+                return
+            time.sleep(_LOOK_S)
+        if now() > until_s:
+            self._waits = None  # the run stands still
+
+    def _strike_in_update(self, now: Callable[[], float], reached: Callable[[], int]) -> None:
+        assert self._held is not None
+        blow, _, engine = self._held
+        self._held = None
+        found = [engine] if blow.role == "scheduler" else processes_of(blow.role)
+        if found:
+            self._strike(blow, found[int(blow.which * len(found))], now, reached)
+        _go_on(engine)
+
+    # -- what is done ------------------------------------------------------------------------------------------------
+
+    def _strike(self, blow: Blow, process: psutil.Process, now: Callable[[], float], reached: Callable[[], int]) -> None:
+        try:
+            self._do(blow, process, now)
+        except PermissionError as error:
+            print(f"{now():7.1f} s  {blow.role} could not be {blow.deed}: {error}", flush=True)
+            return
+        except (psutil.NoSuchProcess, OSError):
             return  # it is being started again
-        process = found[int(which * len(found))]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if stops:
-                process.send_signal(signal.SIGSTOP)
-                self._stopped.append((now + lasts_s, process))
-            else:
-                process.kill()
-            how = f"stopped for {lasts_s:.0f} s" if stops else "killed"
-            self.told.append(Strike(now, role, how, self._furthest))
-            print(f"{now:7.1f} s  {role} {how}, at step {self._furthest}", flush=True)
+        where = " inside a weight update" if blow.held_s else ""
+        lasts = "" if blow.deed == KILLED else f" for {blow.lasts_s:.1f} s"
+        self._note(now(), reached())  # what it had done by then
+        for fault in self.told:
+            fault.is_alone &= fault.recovered_s is not None
+        is_alone = all(fault.recovered_s is not None for fault in self.told)
+        what = f"{blow.role} {blow.deed}{where}"
+        self.told.append(Strike(now(), what, what + lasts, self._furthest, is_alone=is_alone))
+        print(f"{now():7.1f} s  {what}{lasts}, at step {self._furthest}", flush=True)
 
-    @staticmethod
-    def _go_on(process: psutil.Process) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGCONT)
+    def _do(self, blow: Blow, process: psutil.Process, now: Callable[[], float]) -> None:
+        if blow.deed == KILLED:
+            process.kill()
+        elif blow.deed == STOPPED:
+            process.send_signal(signal.SIGSTOP)
+            self._undo.append((now() + blow.lasts_s, lambda: _go_on(process)))
+        else:
+            late = LateCalls(process.pid)
+            self._late.append(late)
+            self._undo.append((now() + blow.lasts_s, lambda: self._on_time(late)))
 
-    @staticmethod
-    def table(told: list[Strike]) -> str:
-        """In Markdown: by what was done, how often, and the seconds until the run was further than before."""
-        rows = ["| fault | times | s until further, median | most | never |", "|---|---|---|---|---|"]
-        for kind in sorted({(fault.role, fault.how.split()[0]) for fault in told}):
-            those = [fault for fault in told if (fault.role, fault.how.split()[0]) == kind]
-            took = sorted(fault.recovered_s for fault in those if fault.recovered_s is not None)
-            numbers = f"{took[len(took) // 2]:.1f} | {took[-1]:.1f}" if took else "- | -"
-            rows.append(f"| {' '.join(kind)} | {len(those)} | {numbers} | {len(those) - len(took)} |")
-        return "\n".join(rows)
+    def _on_time(self, late: LateCalls) -> None:
+        late.end()
+        self._late.remove(late)
 
 
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+def table(told: Sequence[Strike]) -> str:
+    """In Markdown: by what was done, how often, and the seconds until the run was further than before."""
+    rows = ["| fault | times | alone | s until further, median of those | most of all | never |", "|---|---|---|---|---|---|"]
+    for what in sorted({fault.what for fault in told}):
+        those = [fault for fault in told if fault.what == what]
+        took = [fault.recovered_s for fault in those if fault.recovered_s is not None]
+        alone = [fault.recovered_s for fault in those if fault.recovered_s is not None and fault.is_alone]
+        median, most = (f"{number(some):.1f}" if some else "-" for number, some in ((statistics.median, alone), (max, took)))
+        rows.append(f"| {what} | {len(those)} | {len(alone)} | {median} | {most} | {len(those) - len(took)} |")
+    return "\n".join(rows)
+
+
+def _between(limits: tuple[float, float], share: float) -> float:
+    """As often in each part of the same ratio."""
+    least, most = limits
+    return least * (most / least) ** share
+
+
+def _go_on(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGCONT)

@@ -97,6 +97,16 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def put_between(page: Path, name: str, text: str) -> None:
+    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->` in a page of docs. Raises: ValueError if it has no such marks."""
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, opened, rest = page.read_text().partition(first)
+    _, closed, after = rest.partition(last)
+    if not opened or not closed:
+        raise ValueError(f"{page} has no {first} ... {last} to be written between")
+    page.write_text(f"{before}{first}\n{text}\n{last}{after}")
+
+
 # -- another project in an environment of its own ------------------------------------------------------------------------
 
 

@@ -22,14 +22,27 @@ from learner.rendezvous import rendezvous_store
 class WeightBroadcaster:
     """Rank 0 of a weight group."""
 
-    def __init__(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
-        """Wait for all members. Raises: SyncError if they are not there in timeout_s."""
-        self._name, self._timeout_s = name, timeout_s
+    def __init__(self, host: str, port: int, world_size: int, name: str, timeout_s: float, device: torch.device) -> None:
+        """Wait for all members.
+
+        Args: device: where the weights lie: NCCL takes tensors of a GPU alone.
+        Raises: SyncError if they are not there in timeout_s.
+        """
+        self._name, self._timeout_s, self._device = name, timeout_s, device
         self._group: dist.ProcessGroup | None = None
         self._run(lambda: self._join(host, port, world_size), "group was not built")
 
     def send(self, bucket: Mapping[str, Tensor]) -> None:
-        """Broadcast the tensors one by one, in order. Raises: SyncError; the group is of no use then."""
+        """Broadcast the tensors one by one, in order, from where they lie.
+
+        Raises: SyncError, before anything is sent, for a tensor on another device; or if it fails, and the group is of no use then.
+        """
+        for name, tensor in bucket.items():
+            if tensor.device.type != self._device.type:
+                raise SyncError(
+                    f"weight group {self._name}: {name} lies on device {tensor.device}, and the group's backend takes tensors on "
+                    f"{self._device.type} alone. Set weight_sync.transport: object_store"
+                )
 
         def broadcast() -> None:
             for tensor in bucket.values():
@@ -45,7 +58,7 @@ class WeightBroadcaster:
         threading.Thread(target=_destroy, args=(group,), daemon=True).start()
 
     def _join(self, host: str, port: int, world_size: int) -> None:
-        backend = Backend("nccl" if torch.cuda.is_available() else "gloo")
+        backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
         timeout = timedelta(seconds=self._timeout_s)
         store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout)
         self._group, _ = _new_process_group_helper(

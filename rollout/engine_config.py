@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -26,6 +27,7 @@ RESERVED_ARGUMENTS = {
     "enable_return_routed_experts": "learner.routing_replay: rollout",
     "skip_tokenizer_init": "nothing: evenkeel works on token ids",
     "load_format": "nothing: a run's engines get their weights from the learner",
+    "quantization": "rollout.engine.quantization",
     "weight_version": "nothing: evenkeel numbers the versions",
     "sampling_backend": "nothing: behaviour logprobs come from evenkeel's sampler",
 }
@@ -60,6 +62,9 @@ class EngineConfig(Settings):
     """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV cache; auto is the learner's, and without a learner bfloat16 on cuda and float32 on a CPU."""
+    quantization: Literal["none", "float8_block"] = "none"
+    """float8_block: the engine gets its projections in float8 e4m3, with a scale for each 128 x 128 of the learner's bfloat16 weights. Half
+    the bytes of a version and of the engine's weights, more mismatch to correct. Not for mixtures of experts and true_on_policy."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the engine's tensor operations on a CPU."""
     max_running_requests: int = Field(default=64, ge=1, le=10**5)
@@ -114,6 +119,27 @@ class EngineConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _refuse_float8_of_others(self) -> EngineConfig:
+        if self.quantization == "none":
+            return self
+        if self.dtype not in ("auto", "bfloat16"):
+            raise ValueError(
+                f"rollout.engine.quantization = {self.quantization} with dtype = {self.dtype}: it is made of bfloat16 weights. Set "
+                "learner.dtype: bfloat16"
+            )
+        if "json_model_override_args" in self.engine_args:
+            raise ValueError(
+                f"rollout.engine.quantization = {self.quantization} with engine_args.json_model_override_args: by that argument SGLang is "
+                "told of the float8. Set one of them"
+            )
+        return self
+
+    @property
+    def has_float8(self) -> bool:
+        """The learner's projections come in float8."""
+        return self.quantization == "float8_block"
+
     @property
     def resolved_group_backend(self) -> str:
         if self.weight_group_backend != "auto":
@@ -141,7 +167,7 @@ class EngineConfig(Settings):
         Args:
             model_context: context length from the model's config, tokens.
             version: weight version of the folder.
-            has_weights: False: the folder is taken for its config alone.
+            has_weights: False: the folder is taken for its config alone. Only such an engine is quantised: a folder isn't.
         """
         on_cpu = self.resolved_device == "cpu"
         context = self.context_length or model_context
@@ -178,4 +204,10 @@ class EngineConfig(Settings):
             arguments["enable_return_routed_experts"] = True
         if not has_weights:
             arguments["load_format"] = "dummy"
+            if self.has_float8:
+                from correction.engines.float8 import CONFIG
+
+                arguments |= {"quantization": "fp8", "json_model_override_args": json.dumps({"quantization_config": CONFIG})}
+                # Others re-arrange weights and scales after loading, which then aren't those that were sent.
+                arguments |= {} if on_cpu else {"fp8_gemm_runner_backend": "triton"}
         return arguments | self.engine_args

@@ -217,6 +217,7 @@ class EngineProcess:
             attention="stock" if self._config.attention_backend == "stock" else "batched",
             batch_invariant=self._config.batch_invariant,
             projection_parts=self._config.projection_parts,
+            float8=self._config.has_float8,
             group_timeout_s=self._config.weight_group_timeout_s,
         )
         environment = {VARIABLE: settings.model_dump_json()}

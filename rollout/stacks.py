@@ -1,7 +1,8 @@
 """Where a process stands, said by itself even while it is blocked in C: at a signal it writes its Python stacks into a file in memory.
 
 The file is known by its name among the open files of the process, so that whoever may send it a signal finds it, and only a process that
-has one is sent the signal, which would end any other. A process that is stopped says nothing; that it is, the kernel does.
+has one is sent the signal, which would end any other. The name has the Ray job in it, if there is one, which children inherit: on a cluster
+a node may have processes of other runs. A process that is stopped says nothing; that it is, the kernel does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from functools import cache
 from pathlib import Path
 
 _NAME = "evenkeel-stacks"
+_JOB = "RAY_JOB_ID"
+"""Variable of the environment in which Ray tells a process its job."""
 _SIGNAL = signal.SIGUSR2  # neither Ray nor SGLang nor torch use it in a process of ours
 _WRITTEN_S, _POLL_S = 2.0, 0.05
 
@@ -25,17 +28,25 @@ _WRITTEN_S, _POLL_S = 2.0, 0.05
 def tell_stacks() -> None:
     """From now on this process answers `stacks_of`. On other systems than Linux it doesn't."""
     if sys.platform == "linux":
-        file = os.fdopen(os.memfd_create(_NAME), "ab", buffering=0)
+        file = os.fdopen(os.memfd_create(f"{_NAME}-{own_job()}"), "ab", buffering=0)
         faulthandler.register(_SIGNAL, file, all_threads=True)
         tell_stacks.__dict__["file"] = file  # faulthandler keeps the number alone
 
 
-def stacks_of(pids: Iterable[int]) -> dict[int, str]:
-    """What each of these processes of this node says, innermost function first; of one that doesn't, its state. Others are left out."""
+def own_job() -> str:
+    """The Ray job that this process was started for; empty: none."""
+    return os.environ.get(_JOB, "")
+
+
+def stacks_of(pids: Iterable[int], *, job: str = "") -> dict[int, str]:
+    """What each of these processes of this node says, innermost function first; of one that doesn't, its state. Others are left out.
+
+    Args: job: those of other Ray jobs are others, too; empty: they aren't.
+    """
     asked: dict[int, tuple[Path, int]] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            if (file := _file_of(pid)) is not None:
+            if (file := _file_of(pid, job)) is not None:
                 asked[pid] = file, file.stat().st_size
                 os.kill(pid, _SIGNAL)
     found: dict[int, str] = {}
@@ -51,9 +62,9 @@ def stacks_of(pids: Iterable[int]) -> dict[int, str]:
     return found | {pid: f"says nothing; state {_state(pid)}\n" for pid in asked.keys() - found.keys()}
 
 
-def _file_of(pid: int) -> Path | None:
-    folder = Path(f"/proc/{pid}/fd")
-    return next((link for link in folder.iterdir() if os.readlink(link).startswith(f"/memfd:{_NAME}")), None)
+def _file_of(pid: int, job: str) -> Path | None:
+    folder, name = Path(f"/proc/{pid}/fd"), f"/memfd:{_NAME}-{job}"
+    return next((link for link in folder.iterdir() if os.readlink(link).startswith(name)), None)
 
 
 def _state(pid: int) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
@@ -16,10 +19,19 @@ def test_every_finding_has_a_row_in_order() -> None:
 
 def test_what_is_closed_names_a_test_that_exists_and_what_is_open_names_none() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    for name, _, state, by in ROWS:
+    for name, _, state, by, commits in ROWS:
         tests, files = re.findall(r"`(test_\w+)`", by), re.findall(r"`(tests/[\w/]+\.py)`", by)
-        assert bool(tests or files) == (state != "open"), f"{name}: {state}"
+        assert bool(tests or files) == bool(commits) == (not state.startswith("open: ")), f"{name}: {state}"
         assert [one for one in tests if f"def {one}(" not in sources] == [] and [one for one in files if not (ROOT / one).is_file()] == []
+
+
+def test_every_commit_that_is_named_is_in_the_history() -> None:
+    whole = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if whole.stdout.strip() != "false":
+        pytest.skip("no whole history here")
+    named = {commit for row in ROWS for commit in row[4].split(", ") if commit}
+    listed = subprocess.run(["git", "log", "--format=%H"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert len(named) > 10 and {one for one in named if not any(commit.startswith(one) for commit in listed)} == set()
 
 
 def test_every_step_says_where_it_was_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +92,9 @@ def _measured(config: RunConfig) -> list[Complaint]:
     content = read_json(folder / "config.json")
     size = ModelShape.read(folder).weight_bytes(config.learner.resolved_dtype)
     config = with_deadlines(config, size)
-    return in_the_deep(deep_facts(config, content), config)
+    began = time.monotonic()
+    told = deep_facts(config, content, lambda done: typer.echo(f"{time.monotonic() - began:4.0f} s  {done}", err=True))
+    return in_the_deep(told, config)
 
 
 def _of_run(folder: Path, beside: list[str]) -> str:

@@ -91,9 +91,11 @@ def _model(folder: Path, dtype: str) -> Any:
     """Weights of the size that makes each layer matter: matrices keep the size of what goes through them, norms are not all 1."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
+    with no_init_weights():  # each value is drawn once: a model of 8B's widths has 450 million here
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)  # type: ignore[no-untyped-call]
     torch.manual_seed(_SEED)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -28,6 +28,9 @@ class CollectiveFact:
         return passed * self.bytes / max(self.seconds, 1e-9)
 
 
+ENGINE_AND_LEARNER = "the engine and the learner"
+
+
 @dataclass(frozen=True, slots=True)
 class AgreementFact:
     """Logprobs of the same tokens at the same weights, from two sides."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from actors.config import RunConfig
-from actors.doctor.deep_facts import DeepFacts
+from actors.doctor.deep_facts import ENGINE_AND_LEARNER, DeepFacts
 from actors.doctor.facts import Complaint
 from actors.doctor.paper_rules import gib, worst_first
 from actors.probe_limits import ProbeLimits
@@ -56,8 +56,10 @@ def collectives_are_fast(facts: DeepFacts, config: RunConfig) -> Iterator[Compla
 
 
 def both_sides_agree(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
-    limits = ProbeLimits.of(facts.dtype, config.weight_sync.max_probe_difference)
+    of_learner = ProbeLimits.of(facts.dtype, config.weight_sync.max_probe_difference)
+    of_engine = ProbeLimits.of_run(config) if config.rollout.engine.has_float8 else of_learner
     for one in facts.agreements:
+        limits = of_engine if one.sides == ENGINE_AND_LEARNER else of_learner
         text = f"{one.sides} differ by up to {one.largest:.2g} nats, median {one.median:.2g}, on a model of two layers in {facts.dtype}"
         if not (one.largest <= limits.largest and one.median <= limits.median):  # not a number is no agreement
             yield Complaint("fail", f"{text}: more than rounding does", "evenkeel diff-engines names the first operator that differs")

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from actors.cluster import Cluster, lower_priority
 from actors.config import RunConfig
 from actors.devices import check_received
 from actors.doctor.cut_model import Reference, cut_config, make_model, reference, remove_model, write_config
-from actors.doctor.deep_facts import AgreementFact, CollectiveFact, DeepFacts, UpdateFact
+from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.on_ranks import backward, collectives
 from actors.environment import worker_environment
 from actors.learner_group import LearnerGroup
@@ -73,25 +73,30 @@ class CheckedEngine:
         self._folder.cleanup()
 
 
-def deep_facts(config: RunConfig, content: Mapping[str, Any]) -> DeepFacts:
+def deep_facts(config: RunConfig, content: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None) -> DeepFacts:
     """Start ranks and an engine, measure, end them. What fails is told in the facts.
 
     Args:
         config: with devices, types and deadlines.
         content: of the model's config.json.
+        tell: is given each part that is done.
     Raises: ConfigError, EngineError if Ray can't be started or joined.
     """
     with Cluster(config):
-        return asyncio.run(_Visit(config, content).facts())
+        tell("Ray is there")
+        return asyncio.run(_Visit(config, content, tell).facts())
 
 
 class _Visit:
     """One measurement, part by part."""
 
-    def __init__(self, config: RunConfig, content: Mapping[str, Any]) -> None:
+    def __init__(self, config: RunConfig, content: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+        self._say = tell
         self._config, self._content = config, cut_config(content, config.learner)
         self._dtype = config.learner.resolved_dtype
-        self._whole = ModelShape.of(content.get("text_config", content)).weight_bytes(self._dtype)
+        self._whole = ModelShape.of(content.get("text_config", content)).weight_bytes(
+            self._dtype, float8=config.rollout.engine.has_float8
+        )
         self._folder = Path(tempfile.gettempdir()) / f"evenkeel-doctor-{uuid.uuid4().hex[:8]}"
         draw = random.Random(0)
         count = max(2, 2 * config.learner.data_parallel)
@@ -134,7 +139,9 @@ class _Visit:
             starts = LearnerGroup.start(
                 places, self._folder, version=0, bind="127.0.0.1", start_s=limits.start_s, step_s=limits.step_s
             )
+            self._say("a model of two layers is made")
             references, (group, _) = await asyncio.gather(wanted, starts)
+            self._say("the learner's ranks are up")
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("start of the learner", error)
             return None, None
@@ -142,6 +149,7 @@ class _Visit:
             nbytes = _TENSOR_BYTES[config.learner.resolved_device]
             by_rank = await self._each(group, collectives, nbytes)
             self._collectives = slowest([one for facts in by_rank for one in facts])
+            self._say("collectives are measured")
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("collectives of the learner", error)
         return references[0], group
@@ -153,15 +161,18 @@ class _Visit:
             if group is None:
                 await starting
                 return
-            plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(probe))
+            float8 = self._config.rollout.engine.has_float8
+            plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(probe), float8=float8)
             snapshot, _ = await asyncio.gather(group.export(plan), starting)
             self._scored = snapshot.probe_logprobs
+            self._say("the engine is up")
             await self._wait(engine.take.remote(1, snapshot.buckets), "first weights of the engine")
             scored = await self._wait(engine.score.remote(probe), "probe of the engine")
-            self._agreements.append(agreement("the engine and the learner", scored, snapshot.probe_logprobs))
+            self._agreements.append(agreement(ENGINE_AND_LEARNER, scored, snapshot.probe_logprobs))
             before = await self._wait(engine.answer.remote(probe), "answers of the engine")
             self._update = await self._update_under_requests(engine, snapshot)
             self._repeats = before == await self._wait(engine.answer.remote(probe), "answers of the engine")
+            self._say("the engine has had the learner's weights, and answered")
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("the engine", error)
 

@@ -14,6 +14,7 @@ from actors.plan.engine_memory import engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import RESERVE, rank_memory
+from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, traffic
 from correction.errors import ConfigError
 
@@ -33,6 +34,21 @@ def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     for obstacle in obstacles(facts.shape, config.learner):
         yield Complaint("fail", obstacle, "Set it to a common divisor, or to 1")
+
+
+def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    if not config.rollout.engine.has_float8:
+        return
+    shape, remedy = facts.shape, "Set it to none"
+    fused = {"queries": shape.heads * shape.head_width, "keys": shape.key_heads * shape.head_width, "feed-forward part": shape.feed_forward}
+    odd = [f"its {part} have {rows} channels, no multiple of {FLOAT8_BLOCK}" for part, rows in fused.items() if rows % FLOAT8_BLOCK]
+    if shape.experts:
+        odd = ["the model is a mixture of experts, which was not tried"]
+    for reason in odd:
+        yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", remedy)
+    if config.weight_sync.transport == "broadcast":
+        text = "weight_sync.transport = broadcast with rollout.engine.quantization = float8_block: gloo has none, and NCCL's was not tried"
+        yield Complaint("fail", text, "Set weight_sync.transport: object_store")
 
 
 def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -141,6 +157,7 @@ def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iter
 PAPER_RULES: tuple[PaperRule, ...] = (
     devices_and_types,
     layout_divides_the_model,
+    float8_can_be_had,
     context_is_the_models,
     rank_fits_its_gpu,
     optimizer_is_shared,

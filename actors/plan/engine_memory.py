@@ -43,7 +43,7 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
     """Args: gpu_bytes: of the whole GPU, of which the worker may have a share."""
     engine = rollout.engine
     dtype, context = engine.resolved_dtype, engine.context_length or shape.context
-    weights, token_bytes = shape.weight_bytes(dtype), shape.key_value_bytes(dtype)
+    weights, token_bytes = shape.weight_bytes(dtype, float8=engine.has_float8), shape.key_value_bytes(dtype)
     fraction = engine.memory_fraction or default_fraction(gpu_bytes)
     cache = int(gpu_bytes * fraction) - weights
     if engine.max_total_tokens is not None:

@@ -13,6 +13,8 @@ from learner.families import FAMILIES
 from learner.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT8_BLOCK = 128
+"""Rows and columns of a matrix in float8 that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,21 @@ class ModelShape:
         """Of one token in an engine's cache."""
         return 2 * self.layers * self.key_heads * self.head_width * BYTES_OF[dtype]
 
-    def weight_bytes(self, dtype: str) -> int:
-        return self.parameters * BYTES_OF[dtype]
+    def weight_bytes(self, dtype: str, *, float8: bool = False) -> int:
+        """Args: float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py)."""
+        whole = self.parameters * BYTES_OF[dtype]
+        if not float8:
+            return whole
+        matrices = self._projections()
+        entries = sum(rows * columns for rows, columns in matrices)
+        blocks = sum(-(-rows // FLOAT8_BLOCK) * -(-columns // FLOAT8_BLOCK) for rows, columns in matrices)
+        return whole + self.layers * (entries * (1 - BYTES_OF[dtype]) + 4 * blocks)
+
+    def _projections(self) -> list[tuple[int, int]]:
+        """Rows and columns of a dense layer's matrices."""
+        queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
+        attention = [(queries, self.hidden), (keys, self.hidden), (keys, self.hidden), (self.hidden, queries)]
+        return attention + [(self.feed_forward, self.hidden)] * 2 + [(self.hidden, self.feed_forward)]
 
 
 def _experts(config: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from actors.config import RunConfig
 from actors.plan.learner_memory import state_bytes
-from actors.plan.shape import BYTES_OF, ModelShape
+from actors.plan.shape import ModelShape
 
 HOST_COPY = 5e9
 """Bytes a second that one thread copies from memory to memory: an assumption."""
@@ -43,7 +43,7 @@ class Traffic:
 def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> Traffic:
     """Args: cache_tokens: that an engine's KV cache holds."""
     learner, rollout = config.learner, config.rollout
-    version = shape.parameters * BYTES_OF[learner.resolved_dtype]
+    version = shape.weight_bytes(learner.resolved_dtype, float8=rollout.engine.has_float8)
     buses = version / BUS if learner.resolved_device == "cuda" else 0.0
     engine = rollout.engine
     longest = engine.context_length or shape.context

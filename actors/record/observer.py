@@ -94,7 +94,7 @@ class Observer:
         self._finished: list[GroupSummary] = []
         self._slowest = SlowestPrompts(folder)
         self._receipts: list[SyncReceipt] = []
-        self._probes = ProbeWatch(ProbeLimits.of(config.learner.resolved_dtype, config.weight_sync.max_probe_difference))
+        self._probes = ProbeWatch(ProbeLimits.of_run(config))
         self._versions: dict[str, int] = {}
         self._workers: set[str] = set()
         """Rollout workers that are up."""

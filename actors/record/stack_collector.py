@@ -16,7 +16,7 @@ from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import FOLDER
 from actors.supervision import wait_for
 from correction.errors import EvenkeelError
-from rollout.stacks import stacks_of
+from rollout.stacks import own_job, stacks_of
 
 _MOST = 8
 """Collections of a run."""
@@ -68,16 +68,16 @@ def _own() -> list[str]:
 
 
 def _of_this_node() -> list[str]:
-    """In a process of Ray's: those that its daemon has started, and theirs."""
+    """In a process of Ray's: those that its daemon has started for the same job, and theirs."""
     daemon = psutil.Process().parent()
-    return _told(daemon.children(recursive=True)) if daemon is not None else []
+    return _told(daemon.children(recursive=True), own_job()) if daemon is not None else []
 
 
-def _told(processes: list[psutil.Process]) -> list[str]:
+def _told(processes: list[psutil.Process], job: str = "") -> list[str]:
     names = {}
     for process in processes:
         try:
             names[process.pid] = (process.cmdline() or [process.name()])[0]
         except psutil.Error:
             continue
-    return [f"=== {names[pid]} (process {pid})\n{text}" for pid, text in sorted(stacks_of(names).items())]
+    return [f"=== {names[pid]} (process {pid})\n{text}" for pid, text in sorted(stacks_of(names, job=job).items())]

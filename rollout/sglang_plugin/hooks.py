@@ -40,6 +40,8 @@ class PluginSettings(BaseModel):
     """Batch-invariant operators, attention included, in place of SGLang's."""
     projection_parts: int = 1
     """If batch-invariant: products of which a projection back to the residual is the sum."""
+    float8: bool = False
+    """The engine's projections are in float8."""
     group_timeout_s: float = 60.0
     """A collective of the weight-update group fails after this; torch's own default would block the scheduler for 30 minutes."""
 

@@ -44,11 +44,12 @@ def draw(probabilities: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     Args:
         probabilities: [B, V] float32, of any sum.
         seeds: [B] int64. positions: [B], of the last token that is known.
-    Returns: [B] int64. A row's token depends on that row alone: on a CPU, sums along a row go from left to right, in float64.
+    Returns: [B] int64. A row's token depends on that row alone: on a CPU, sums along a row go from left to right, in float64. Of a row that
+        is not finite it is any token: its logprob isn't finite either, for which its request is refused, and the batch-mates live.
     """
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     below = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, below, right=True)[:, 0]
+    return torch.searchsorted(cumulative, below, right=True)[:, 0].clamp(max=probabilities.shape[-1] - 1)
 
 
 def nucleus(probabilities: Tensor, top_ps: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor, nn
 
 from correction.engines.checksum import tensor_checksum
+from correction.engines.float8 import BLOCK, SCALE_SUFFIX
 from correction.engines.processor import Processor
 from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
 
@@ -68,12 +69,13 @@ def named_hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
     parent = module_name.rpartition(".")[0]
+    block = BLOCK if leaf == f"weight{SCALE_SUFFIX}" else 1          # rows of the matrix that share a row here
     if isinstance(module, QKVParallelLinear):
         sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size]
-        for part, rows in zip(QUERY_KEY_VALUE, torch.split(tensor, sizes), strict=True):
+        for part, rows in zip(QUERY_KEY_VALUE, torch.split(tensor, [size // block for size in sizes]), strict=True):
             yield f"{parent}.{part}.{leaf}", rows
     elif isinstance(module, MergedColumnParallelLinear) and kind not in FUSED_IN_FILES:
-        for part, rows in zip(GATE_AND_UP, torch.split(tensor, module.output_sizes), strict=True):
+        for part, rows in zip(GATE_AND_UP, torch.split(tensor, [size // block for size in module.output_sizes]), strict=True):
             yield f"{parent}.{part}.{leaf}", rows
     elif isinstance(module, FusedMoE):
         yield from _experts(module_name, leaf, tensor, EXPERT_PARTS.get(kind, (*GATE_AND_UP, "down_proj")))

@@ -16,7 +16,7 @@ from actors.config import RunConfig
 from actors.deadlines import with_deadlines
 from actors.derived import derived
 from actors.doctor.cut_model import CONTEXT, VOCABULARY, cut_config, make_model, reference
-from actors.doctor.deep_facts import AgreementFact, CollectiveFact, DeepFacts, UpdateFact
+from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.deep_rules import GRADIENT, in_the_deep, predicted
 from actors.doctor.live import agreement, slowest
 from correction.errors import ConfigError
@@ -84,6 +84,14 @@ def test_limits_go_by_the_type_and_gloo_may_be_slow() -> None:
     beyond = said(replace(on_cpu, agreements=differing()))
     assert beyond[0][0] == "fail" and "0.2 nats" in beyond[0][1] and "in float32: more than rounding does" in beyond[0][1]
     assert GRADIENT["float32"] < GRADIENT["float16"] < GRADIENT["bfloat16"]
+
+
+def test_an_engine_in_float8_may_differ_more_and_the_learner_may_not() -> None:
+    apart = AgreementFact("the learner and float32 on a CPU", 0.8, 0.1), AgreementFact(ENGINE_AND_LEARNER, 0.8, 0.1)
+    facts = replace(HEALTHY, agreements=apart)
+    failed = [sentence for severity, sentence in said(facts, "rollout.engine.quantization=float8_block") if severity == "fail"]
+    assert len(failed) == 1 and failed[0].startswith("the learner and float32")
+    assert sum(severity == "fail" for severity, _ in said(facts)) == 2
 
 
 def test_a_version_takes_no_less_than_the_part_of_it_that_was_measured() -> None:

@@ -27,6 +27,7 @@ from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_c
 RECIPES = Path(__file__).parents[2] / "recipes"
 DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
 H100 = Gpus.parse("H100x8")
+FLOAT8 = "rollout.engine.quantization=float8_block"
 
 
 def recipe(name: str, *overrides: str, has_gpu: bool = True) -> RunConfig:
@@ -68,6 +69,9 @@ def test_the_recipes_for_gpus_fit_the_gpus_that_they_name(name: str, model: dict
         ("", {"gpu_bytes": 18 << 30}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
         ("", {"gpu_bytes": 24 << 30}, "warn", "fewer than a group's 8 answers", "context_length"),
         ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "fail", "would take more of the GPU than its share", "out"),
+        (f"{FLOAT8} weight_sync.transport=broadcast", {}, "fail", "gloo has none, and NCCL's was not tried", "object_store"),
+        (FLOAT8, {"shape": EXPERTS}, "fail", "float8_block: the model is a mixture of experts", "none"),
+        (FLOAT8, {"shape": replace(DENSE, key_heads=1, head_width=64)}, "fail", "its keys have 64 channels, no multiple", "none"),
         ("", {"disk_free": 100 << 30}, "fail", "a checkpoint has 122 GiB, but the run folder's disk has 100 GiB free", "run_dir"),
         ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
         ("", {"host_bytes": 64 << 30}, "warn", "Ray's object store has about 19.2 GiB", "object-store-memory"),
@@ -82,6 +86,7 @@ def test_nothing_is_said_about_gpus_that_nobody_uses() -> None:
     on_cpu = recipe("nano_spell_backward", has_gpu=False)
     assert on_paper(PaperFacts(replace(DENSE, context=128), None), on_cpu) == []
     assert on_paper(paper(disk_free=1 << 50, host_bytes=1 << 40), eight()) == []
+    assert on_paper(paper(), eight(FLOAT8)) == []
 
 
 def test_a_rank_that_doesn_t_fit_is_told_a_layout_that_does() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from actors.going_back import MOST_RETURNS, Returns, lost_among, raise_when_lost
+from actors.going_back import MOST_RETURNS, Returns, end_parts, lost_among, raise_when_lost
+from actors.learner_group import LearnerGroup, LearnerRankActor
+from actors.parts import StartingPoint, start_learner
 from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import RolloutWorker
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, LateError
+from learner.config import LearnerConfig
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompts, put
 
@@ -58,6 +62,83 @@ def without_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_part_is_lost_if_it_is_dead_or_hangs(parts: dict[str, Any], error: Exception, expected: list[str]) -> None:
     assert asyncio.run(lost_among(parts, error)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lost", "stays"),
+    [
+        ([Part(ALIVE), Part(ALIVE)], ["queue"], True),
+        ([Part(ALIVE), Part(ALIVE)], ["learner rank 1"], False),
+        ([Part(ALIVE), Part(GONE)], ["queue"], False),
+        ([Part(ALIVE), Part("silent")], ["queue"], False),
+        ([Part(ALIVE), Part(UNREACHABLE)], ["queue"], False),
+        ([Part(ALIVE), Part(ALIVE)], ["an answer"], False),
+    ],
+    ids=["idle", "one is lost", "one dies just now", "one is in a call that doesn't end", "one can't be reached", "of whom isn't known"],
+)
+def test_a_learner_stays_if_all_of_it_lives_and_rests(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[Any], lost: list[str], stays: bool
+) -> None:
+    """Whatever else there is, ends; and of a learner all ranks or none."""
+    killed: list[Any] = []
+    monkeypatch.setattr("actors.going_back.ray.kill", killed.append)
+    monkeypatch.setattr("actors.going_back._IDLE_S", 0.3)
+    learner = LearnerGroup(ranks, version=3, step_s=1.0)
+    queue, service = Part(ALIVE), Part(ALIVE)
+    parts = {"queue": queue, "service": service, **learner.ranks}
+    kept, left = asyncio.run(end_parts(parts, learner, lost))
+    assert (kept, left) == ((learner, learner.ranks) if stays else (None, {}))
+    assert set(killed) == ({queue, service} if stays else {queue, service, *ranks})
+
+
+def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has the one before in its hand, whose ranks have been ended."""
+    killed: list[Any] = []
+    monkeypatch.setattr("actors.going_back.ray.kill", killed.append)
+    before, new = LearnerGroup([Part(ALIVE)], version=0, step_s=1.0), Part(ALIVE)
+    assert asyncio.run(end_parts({"queue": Part(ALIVE), "learner rank 0": new}, before, ["queue"])) == (None, {})
+    assert new in killed
+
+
+def test_a_learner_that_stays_reads_the_checkpoint_and_ends_without_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only new ranks have the weights and the empty averages of a run's beginning."""
+    told: list[Any] = []
+
+    class Kept:
+        async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
+            told.append((folder, version))
+
+        def kill(self) -> None:
+            told.append("ended")
+
+    async def started(*_: Any, **__: Any) -> tuple[str, list[str]]:
+        return "new ranks", ["rank 0"]
+
+    monkeypatch.setattr(LearnerGroup, "start", started)
+    monkeypatch.setattr("actors.parts.fetch_where_ranks_are", started)
+    config: Any = SimpleNamespace(
+        deadlines=SimpleNamespace(checkpoint_s=1.0, start_s=1.0, step_s=1.0), needs_reference=False, metrics=SimpleNamespace(bind="")
+    )
+    kept: Any = Kept()
+    saved: Any = SimpleNamespace(state=tmp_path, hf=tmp_path)
+    point = StartingPoint(tmp_path, saved, SimpleNamespace(weight_version=7))  # type: ignore[arg-type]
+    assert asyncio.run(start_learner(config, point, None, {}, kept)) == (kept, [])  # type: ignore[arg-type]
+    assert asyncio.run(start_learner(config, StartingPoint(tmp_path), None, {}, kept)) == ("new ranks", ["rank 0"])  # type: ignore[arg-type]
+    assert told == [(tmp_path / "learner", 7), "ended"]
+
+
+def test_a_rank_that_goes_back_counts_its_calls_from_there() -> None:
+    """Of those before some may never have come: what they were to work on was lost with who had made it. Copies of weights that will have
+    the same version again are dropped."""
+    rank = LearnerRankActor(LearnerConfig(), 0, bind="")
+    rank._learner = SimpleNamespace(restore=lambda _: None, weights_copy=list)  # type: ignore[assignment]
+    rank.restore(4, Path("a"), 2)
+    rank.keep_weights(5, 2, 0)
+    rank.restore(9, Path("a"), 1)
+    assert rank._kept.versions == () and rank._version == 1
+    rank.keep_weights(10, 1, 0)
+    with pytest.raises(EngineError, match="came as collective call 12, but 11 is the next"):
+        rank.keep_weights(12, 1, 0)
 
 
 def test_the_watch_names_who_dies_and_outlives_a_bad_network() -> None:

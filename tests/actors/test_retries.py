@@ -164,12 +164,14 @@ def test_what_a_dead_child_leaves_is_ended_before_the_next(tmp_path: Path) -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_child_ends_in_order_when_its_parent_is_killed(tmp_path: Path) -> None:
-    """By the signal after which a run ends with a checkpoint."""
+    """By the signal after which a run ends with a checkpoint. The kernel may send it again while the parent's threads end one after the
+    other; a run takes those for one (interrupts.SAME_S)."""
     script = f"from actors.commands import attempt, cli\ncli.main = lambda: exec({COUNTS_SIGNALS!r}, {{}})\nattempt.main()"
     process = parent(script, tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.kill()
-    assert process.stdout.readline() == f"got [{int(signal.SIGTERM)}]\n"
+    said = process.stdout.readline()
+    assert said.startswith("got ") and set(json.loads(said.removeprefix("got "))) == {int(signal.SIGTERM)}, said
 
 
 def test_wrong_settings_are_said_once(tmp_path: Path) -> None:

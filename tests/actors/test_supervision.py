@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import ray.exceptions
 
-from actors.supervision import Stopwatch, counted, persistently, unwrapped, wait_for
+from actors.supervision import Stopwatch, counted, persistently, together, unwrapped, wait_for
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError
 from tests.actors.simulated_time import simulate
 
@@ -195,3 +195,28 @@ def test_a_stopwatch_adds_up_and_starts_anew() -> None:
     seconds = watch.read()
     assert list(seconds) == ["train"] and 0.04 <= seconds["train"] < 1.0
     assert watch.read() == {}
+
+
+def test_of_two_that_run_side_by_side_the_first_error_ends_the_other() -> None:
+    ended: list[str] = []
+
+    async def slow() -> str:
+        try:
+            await asyncio.sleep(30.0)
+        except asyncio.CancelledError:
+            ended.append("slow")
+            raise
+        return "never"
+
+    async def fails() -> str:
+        await asyncio.sleep(0.01)
+        raise EngineError("no queue")
+
+    async def scenario() -> None:
+        assert await together(asyncio.sleep(0.02, 1), asyncio.sleep(0.01, "two")) == (1, "two"), "in their order"
+        with pytest.raises(EngineError, match="no queue"):
+            await together(slow(), fails())
+        await asyncio.sleep(0)
+        assert ended == ["slow"]
+
+    asyncio.run(scenario())

@@ -51,6 +51,14 @@ def test_engines_tell_their_routing_only_where_it_is_replayed(tmp_path: Path) ->
         assert resolved(config).rollout.engine.return_routed_experts is told
 
 
+def test_engines_in_float8_are_refused(tmp_path: Path) -> None:
+    engine = {"dtype": "bfloat16", "quantization": "float8_block"}
+    rollout = run_config(tmp_path).rollout.model_dump() | {"engine": engine}
+    with pytest.raises(ConfigError, match=r"true_on_policy: true with rollout.engine.quantization: float8_block"):
+        resolved(run_config(tmp_path, rollout=rollout))
+    assert resolved(run_config(tmp_path, rollout=rollout, true_on_policy=False)).rollout.engine.has_float8
+
+
 def test_later_optimizer_steps_need_a_proximal_forward(tmp_path: Path) -> None:
     """In bypass the second minibatch's logprobs are of other weights, and there is nothing to compare them with."""
     several = {"optimizer_steps_per_batch": 2}

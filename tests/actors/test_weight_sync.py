@@ -20,10 +20,11 @@ import torch
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup, LearnerRankActor
+from actors.supervision import counted
 from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
-from correction.errors import DeadlineExceeded, EngineError, SyncError
+from correction.errors import DeadlineExceeded, EngineDirty, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
@@ -115,7 +116,9 @@ class Engine:
 class Scene:
     """A sync with a learner and named engines, and what it reported."""
 
-    def __init__(self, sync_s: float = 5.0, transport: str = "object_store", every_steps: int = 1, **engines: Engine) -> None:
+    def __init__(
+        self, sync_s: float = 5.0, transport: str = "object_store", every_steps: int = 1, float8: bool = False, **engines: Engine
+    ) -> None:
         self.learner = Learner()
         self.receipts: list[tuple[str, int]] = []
         self.differences: list[tuple[str, int, float]] = []
@@ -130,6 +133,7 @@ class Scene:
             on_probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
             on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
             on_failure=lambda target, reason: self.failures.append((target.name, reason)),
+            float8=float8,
         )
         self.targets = {name: SyncTarget(name, FakeActor(engine)) for name, engine in engines.items()}
 
@@ -166,7 +170,7 @@ def test_checksums_are_compared_once_after_a_join() -> None:
 
 
 def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
-    engine = Engine(None, SyncError("bucket 2 of 3"), ray.exceptions.RayTaskError("f", "traceback", EngineError("no answer")))
+    engine = Engine(None, SyncError("bucket 2 of 3"), ray.exceptions.RayTaskError("f", "traceback", EngineDirty("no answer")))
 
     async def scenario() -> None:
         scene = Scene(w=engine)
@@ -184,6 +188,56 @@ def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
 
     simulate(scenario)  # the pauses between attempts are seconds
     assert engine.taken == [(0, True), (1, False), (1, True), (1, True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (ray.exceptions.RayTaskError("f", "traceback", EngineError("its scheduler ended")), 1),
+        (ray.exceptions.ActorDiedError(), 1),
+        (ray.exceptions.ActorUnavailableError("for now", None), 3),
+        (ray.exceptions.RayTaskError("f", "traceback", EngineDirty("half an update")), 3),
+    ],
+    ids=["engine gone", "worker gone", "not reached just now", "dirty"],
+)
+def test_an_engine_that_is_gone_is_given_up_at_once(error: Exception, attempts: int) -> None:
+    """Each attempt more would be seconds in which nobody starts the next one."""
+    engine = Engine(*[error] * 3)
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        assert f"took no weights in {counted(attempts, 'attempt')}: " in scene.failures[0][1]
+
+    simulate(scenario)
+    assert len(engine.taken) == attempts
+
+
+def test_a_learner_that_fails_is_no_engines_fault() -> None:
+    """Who joins needs checksums of what is published; the learner's error is no reason to replace the engine."""
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine())
+        await scene.sync.publish()
+        assert scene.sync._published is not None
+        scene.sync._published.snapshot.checksums.clear()
+        asked: list[int] = []
+
+        async def checksums(*_: Any, **__: Any) -> dict[str, str]:
+            asked.append(1)
+            if len(asked) < 3:
+                raise EngineError("learner rank 0: no memory")
+            return dict(SUMS)
+
+        scene.learner.checksums = checksums  # type: ignore[method-assign]
+        scene.sync.join(scene.targets["w"])
+        await scene.sync.receipts(0, deadline_s=60.0)
+        assert scene.failures == [] and len(asked) == 3
+
+    simulate(scenario)
 
 
 def test_a_receipt_of_withdrawn_weights_does_not_count() -> None:
@@ -527,6 +581,21 @@ def test_an_engine_that_needs_what_was_broadcast_has_it_copied_once_for_all() ->
 
     play(scenario)
     assert all(engine.taken == [(1, True)] for engine in late)
+
+
+def test_every_pass_over_the_weights_is_in_the_engines_numbers() -> None:
+    """Also the copy for those who come late: an engine in float8 takes nothing else."""
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", float8=True, w=Engine())
+        await scene.join()
+        await scene.publish(1)
+        scene.sync.join(SyncTarget("late", FakeActor(Engine())))
+        await scene.sync.receipts(1, deadline_s=5.0)
+        assert plans(scene) == [(0, True, False), (1, False, True), (1, True, False)]
+        assert all(plan.float8 for _, plan in scene.learner.exported)
+
+    play(scenario)
 
 
 def test_when_the_learner_has_trained_on_the_next_version_is_stored_beside_its_broadcast() -> None:

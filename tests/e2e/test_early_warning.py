@@ -117,7 +117,8 @@ def test_a_resume_would_know_what_the_run_knew(run: Run) -> None:
     state = TrainingState.load(checkpoint.state)
     monitor = Monitor()
     monitor.load_state_dict(state.monitor)
-    assert monitor.state.rank == last["monitor/level"] and monitor.states[first_alarm(run).name] is not State.OK
+    assert monitor.state.rank == last["monitor/level"]  # a step or two after the alarm; the quantity may have come back by then
+    assert state.monitor["series"]["k3_kl"]["seen"] == last["step"]
     assert state.totals[f"monitor/alarms_total/{first_alarm(run).name}"] >= 1 and state.replacement is None
 
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lab.float8 import PROJECTIONS, dequantised, in_float8, is_projection, quantised, write_float8_folder
+from correction.engines.float8 import dequantised, quantised
+from lab.float8 import PROJECTIONS, in_float8, is_projection, write_float8_folder
 from tests.tiny_models import save_tiny_model
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

@@ -425,7 +425,7 @@ def test_weights_by_broadcast_while_requests_run(engine: RolloutEngine, engine_l
     async def run() -> Trajectory:
         port = free_port()
         joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, 2, "weights-1"))
-        learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 2, "weights-1", 20.0)
+        learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 2, "weights-1", 20.0, torch.device("cpu"))
         await joining
         sampling = asyncio.ensure_future(engine.generate([5, 6, 7, 8], max_tokens=400, ignore_stop=True))
         await some_tokens(engine)
@@ -453,7 +453,7 @@ def test_broadcast_that_never_comes_ends_and_the_engine_recovers(
     async def run() -> None:
         port = free_port()
         joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, 2, "weights-2"))
-        learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 2, "weights-2", 20.0)
+        learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 2, "weights-2", 20.0, torch.device("cpu"))
         await joining
         with pytest.raises(SyncError, match="dirty"):
             await engine.receive_weights(version + 1, specs, group="weights-2")

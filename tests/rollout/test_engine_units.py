@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from array import array
 from contextlib import nullcontext
 from dataclasses import replace
@@ -200,3 +201,22 @@ def test_what_is_missing_is_named(changes: dict[str, Any], message: str | None) 
     fits = EngineCapabilities(device="cpu", sglang="0.5.21", torch="2", transformers="5", has_plugin=True, has_gpu_kernels=False)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         replace(fits, **changes).require()
+
+
+def test_an_engine_in_float8_is_told_of_it_and_one_that_reads_a_folder_is_not() -> None:
+    """Folders are in the learner's numbers: what is read from there (evenkeel eval) is served as it is."""
+    for device in ("cpu", "cuda"):
+        config = EngineConfig.model_validate({"device": device, "dtype": "bfloat16", "quantization": "float8_block"})
+        arguments = config.sglang_arguments("folder", 512, 0, has_weights=False)
+        assert arguments["quantization"] == "fp8"
+        told = json.loads(arguments["json_model_override_args"])["quantization_config"]
+        assert (told["quant_method"], told["weight_block_size"], told["activation_scheme"]) == ("fp8", [128, 128], "dynamic")
+        assert arguments.get("fp8_gemm_runner_backend") == ("triton" if device == "cuda" else None)
+        assert "quantization" not in config.sglang_arguments("folder", 512, 0)
+    for settings, message in (
+        ({"dtype": "float32"}, "float8_block with dtype = float32: it is made of bfloat16 weights. Set learner.dtype: bfloat16"),
+        ({"engine_args": {"json_model_override_args": "{}"}}, "by that argument SGLang is told of the float8"),
+        ({"quantization": "none", "engine_args": {"quantization": "fp8"}}, r"use rollout\.engine\.quantization instead"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            EngineConfig.model_validate({"quantization": "float8_block", "device": "cpu"} | settings)

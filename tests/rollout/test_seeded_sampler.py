@@ -88,6 +88,15 @@ def test_a_row_is_drawn_alone(draw) -> None:
         assert torch.equal(draw(probabilities[rows], seeds[rows], positions[rows]), alone[rows])
 
 
+def test_a_row_that_is_no_number_gives_a_token_and_leaves_the_others_alone(draw) -> None:
+    """A token outside the vocabulary would end the scheduler's process, with all requests that it has."""
+    rows, seeds, positions = PROBABILITIES.repeat(3, 1), torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
+    expected = draw(rows, seeds, positions)
+    rows[1, 2] = torch.nan
+    found = draw(rows, seeds, positions)
+    assert found[[0, 2]].tolist() == expected[[0, 2]].tolist() and 0 <= int(found[1]) < len(PROBABILITIES)
+
+
 def test_the_engine_samples_what_it_reports(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model) -> None:
     prompt, count = [7, 80, 200, 33, 401, 9], 3000
     completions = engine_loop.run(

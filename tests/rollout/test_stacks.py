@@ -33,8 +33,8 @@ globals()[sys.argv[1]]()
 
 
 @contextmanager
-def child(*words: str) -> Iterator[int]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+def child(*words: str, **variables: str) -> Iterator[int]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     process = subprocess.Popen([sys.executable, "-c", _CHILD, *words], stdout=subprocess.PIPE, env=environment)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
@@ -63,3 +63,10 @@ def test_one_that_is_stopped_is_called_that_and_one_that_does_not_tell_is_left_a
         os.kill(other, 0)
         os.kill(stopped, signal.SIGCONT)
         assert "in sleeps" in stacks_of([stopped])[stopped]
+
+
+def test_one_of_another_job_is_left_alone() -> None:
+    """On a cluster: its node may have another run's processes."""
+    with child("sleeps", RAY_JOB_ID="01000000") as ours, child("sleeps", RAY_JOB_ID="02000000") as theirs:
+        assert stacks_of([ours, theirs], job="01000000").keys() == {ours}
+        assert stacks_of([ours, theirs]).keys() == {ours, theirs}, "asked by who belongs to no job"

@@ -8,11 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.sides import put_between
 from tests.simulation.report import failures, table_of_planted_bugs
 from tests.simulation.schedule import Schedule, schedule_of
 from tests.simulation.world import play
-
-_MARK, _END = "<!-- planted -->", "<!-- /planted -->"
 
 
 def main() -> int:
@@ -34,8 +33,7 @@ def main() -> int:
         table, is_complete = table_of_planted_bugs(seeds, processes=options.processes)
         print(table)
         if options.write is not None and is_complete:
-            before, _, rest = options.write.read_text().partition(_MARK)
-            options.write.write_text(f"{before}{_MARK}\n{table}\n{_END}{rest.partition(_END)[2]}")
+            put_between(options.write, "planted", table)
         return 0 if is_complete else 1
     return _many(seeds, options.processes, options.most)
 

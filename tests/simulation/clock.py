@@ -25,7 +25,7 @@ class NothingLeftError(AssertionError):
 class VirtualLoop(asyncio.BaseEventLoop):
     """Callbacks run in the order in which they were scheduled; when none is left, the clock jumps to the next timer."""
 
-    def __init__(self, now: float, after_step: Callable[[], None], *, most_steps: int = 400_000) -> None:
+    def __init__(self, now: float, after_step: Callable[[], None], *, most_steps: int = 800_000) -> None:
         """Args: after_step: called after each round of callbacks. most_steps: of them, for what runs on without time going by."""
         super().__init__()
         self.now, self._after_step, self._steps_left = now, after_step, most_steps

@@ -67,6 +67,11 @@ class SimulatedLearner:
         self._saving: tuple[float, Path, Path, Weights] | None = None
         self._failure = ""
 
+    def go_on_from(self, weights: Weights) -> None:
+        """From here it makes other weights of the same groups than before: they are sampled anew."""
+        self._world.books.restored(weights)
+        self.weights, self._number = weights, self._world.books.new_learner(weights)
+
     def step(self, corrected: Any, correction: Any, *, step: int) -> StepResult:
         batch = corrected.batch
         self._world.books.trains(self.weights, batch)
@@ -146,9 +151,8 @@ class SimulatedRank(LearnerRankActor):
         return ActorInfo("learner", str(self._rank), 1, "127.0.0.1:1")
 
     def restore(self, number: int, folder: Path, version: int) -> None:
-        self._in_order(number, "restoring a checkpoint")
-        self._learner.weights = Weights.load(folder)
-        self.world.books.restored(self._learner.weights)
+        self._calls = number
+        self._learner.go_on_from(Weights.load(folder))
         self._version = version
 
     async def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:  # type: ignore[override]

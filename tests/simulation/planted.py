@@ -1,4 +1,4 @@
-"""Eleven bugs, each a few lines that somebody might write: a simulation that doesn't find them shows nothing.
+"""A dozen bugs, each a few lines that somebody might write: a simulation that doesn't find them shows nothing.
 
 Each is planted in the product's own classes while its context lasts.
 """
@@ -112,8 +112,8 @@ def a_resume_forgets_what_was_being_sampled() -> Iterator[None]:
     """The queue waits for groups that nobody samples."""
     restore = TrajectoryQueue.restore
 
-    def forgetful(queue: TrajectoryQueue, snapshot: Any) -> list[Ticket]:
-        restore(queue, snapshot)
+    def forgetful(queue: TrajectoryQueue, *args: Any, **named: Any) -> list[Ticket]:
+        restore(queue, *args, **named)
         return []
 
     with mock.patch.object(TrajectoryQueue, "restore", forgetful):

@@ -1,0 +1,203 @@
+"""Does anything grow? Memory, open files and threads of every process of a long run.
+
+    python benchmarks/soak.py [--minutes 30] [--every 10] [--workers 2] [--bound 60] [--keep FOLDER] [--write PAGE]
+
+The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every 10 s each of its processes is looked at: its
+own memory (Pss_Anon of /proc/PID/smaps_rollup, in which pages of the object store don't count), its open files, its threads. A line is laid
+through the second half by least squares, when caches are full and everything has been compiled; what comes and goes within it, as processes
+of Ray's pool do, is left out.
+
+Exit code 1: a process' memory grows by more than --bound MiB an hour, beyond what its own scatter can make of a flat line (two standard
+errors), or its open files or threads by more than 6 an hour; or the run ends by itself. Linux only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from actors.descendants import adopted_orphans, descendants, end_new
+from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between
+from benchmarks.watched_run import WatchedRun, command_of
+
+_MIB = 1 << 20
+_COUNT_BOUND = 6.0
+"""Open files or threads an hour."""
+_ERRORS = 2.0
+_END_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """At a process, once."""
+
+    at_s: float
+    memory: float
+    """MiB."""
+    files: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """Of a line by least squares."""
+
+    an_hour: float
+    error: float
+    """Standard error, an hour."""
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], values: Sequence[float]) -> Slope:
+        """Args: at least three points."""
+        n, mean_s, mean = len(seconds), math.fsum(seconds) / len(seconds), math.fsum(values) / len(values)
+        spread = math.fsum((s - mean_s) ** 2 for s in seconds)
+        slope = math.fsum((s - mean_s) * (v - mean) for s, v in zip(seconds, values, strict=True)) / spread
+        rest = math.fsum((v - mean - slope * (s - mean_s)) ** 2 for s, v in zip(seconds, values, strict=True))
+        return cls(3600 * slope, 3600 * math.sqrt(rest / (n - 2) / spread))
+
+    def is_above(self, bound: float) -> bool:
+        """By more than chance."""
+        return self.an_hour - _ERRORS * self.error > bound
+
+    def __str__(self) -> str:
+        return f"{self.an_hour:+.1f} ± {self.error:.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """What became of a process in the second half."""
+
+    name: str
+    first: Look
+    last: Look
+    memory: Slope
+    files: Slope
+    threads: Slope
+
+    @classmethod
+    def of(cls, name: str, looks: Sequence[Look]) -> Grown:
+        seconds = [look.at_s for look in looks]
+        memory, files, threads = (Slope.of(seconds, [getattr(look, what) for look in looks]) for what in ("memory", "files", "threads"))
+        return cls(name, looks[0], looks[-1], memory, files, threads)
+
+    def wrong(self, bound: float) -> list[str]:
+        told = [f"its memory grows by {self.memory} MiB an hour, more than {bound:g}"] if self.memory.is_above(bound) else []
+        counts = ("open files", self.files), ("threads", self.threads)
+        return told + [f"its {what} grow by {slope} an hour" for what, slope in counts if slope.is_above(_COUNT_BOUND)]
+
+    @property
+    def row(self) -> str:
+        first, last = self.first, self.last
+        cells = [self.name, f"{first.memory:.0f} -> {last.memory:.0f}", str(self.memory)]
+        cells += [f"{first.files} -> {last.files}", str(self.files), f"{first.threads} -> {last.threads}", str(self.threads)]
+        return f"| {' | '.join(cells)} |"
+
+
+class Watch:
+    """Looks at the processes of a run."""
+
+    def __init__(self) -> None:
+        self.looks: dict[psutil.Process, list[Look]] = defaultdict(list)
+        self._names: dict[psutil.Process, str] = {}
+
+    def look(self, at_s: float) -> None:
+        for process in descendants():
+            try:
+                one = Look(at_s, own_memory(process.pid) / _MIB, process.num_fds(), process.num_threads())
+                self._names.setdefault(process, name_of(command_of(process)))
+            except (psutil.Error, OSError):
+                continue  # it has just ended
+            self.looks[process].append(one)
+
+    def grown(self, since_s: float, looks: int) -> list[Grown]:
+        """Args: since_s: from then on. looks: what has been seen less often since then is left out."""
+        later = {process: [look for look in all_of_it if look.at_s >= since_s] for process, all_of_it in self.looks.items()}
+        found = [Grown.of(self._names[process], some) for process, some in later.items() if len(some) >= max(3, looks)]
+        return sorted(found, key=lambda one: (one.name, -one.last.memory))
+
+
+def own_memory(pid: int) -> int:
+    """Bytes. Raises: OSError if the process is gone or another user's."""
+    found = re.search(r"^Pss_Anon:\s+(\d+) kB$", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"process {pid}: the kernel doesn't tell the anonymous part of its memory")
+    return 1024 * int(found[1])
+
+
+def name_of(command: str) -> str:
+    """What a process is, shortly: an actor's class, a module, or a program."""
+    for pattern in (r"^ray::(\w+)", r"^(sglang::\w+)", r" -m ([\w.]+)", r"/(\w+\.py)\b", r"^\S*?([\w.-]+)(?:\s|$)"):
+        if found := re.search(pattern, command):
+            return found[1]
+    return command[:30] or "?"
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of training (30)")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks (10)")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--bound", type=float, default=60.0, help="MiB an hour that a process' memory may grow by (60)")
+    parser.add_argument("--keep", type=Path, help="keep the run there")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page, between its marks")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = arguments.keep or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = f"model={folder / 'model'}"
+        evenkeel("init-model", NANO_RECIPE, model, "--if-missing")
+        words = [model, "steps=1000000", f"rollout.workers={arguments.workers}", "rollout.engine.threads=1", "learner.threads=1"]
+        watch, trained_s, steps, wrong = watched(folder / "run", words, arguments.minutes * 60, arguments.every)
+    half_s = trained_s / 2
+    grown = watch.grown(half_s, int(0.8 * half_s / arguments.every))
+    wrong += [f"{one.name}: {said}" for one in grown for said in one.wrong(arguments.bound)]
+    head = ["process", "own memory, MiB", "an hour", "open files", "an hour", "threads", "an hour"]
+    table = "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(one.row for one in grown)])
+    told = f"{steps} steps in {trained_s / 60:.0f} minutes; the last {half_s / 60:.0f} of them, standard errors behind ±:\n\n{table}"
+    print(told)
+    if arguments.write is not None:
+        put_between(arguments.write, "soak", told)
+    print("nothing grows" if not wrong else "\n".join(f"WRONG: {line}" for line in wrong))
+    sys.exit(1 if wrong else 0)
+
+
+def watched(run_dir: Path, words: list[str], length_s: float, every_s: float) -> tuple[Watch, float, int, list[str]]:
+    """Train for so long. Returns: what was seen, by seconds of training; these; steps; what was wrong."""
+    watch, wrong = Watch(), []
+    with adopted_orphans():
+        run = WatchedRun(run_dir, words)
+        while not run.is_training() and run.process.poll() is None:
+            time.sleep(1.0)
+        began, trained_s = time.monotonic(), 0.0
+        while run.process.poll() is None and trained_s < length_s:
+            time.sleep(min(every_s, length_s - trained_s))
+            trained_s = time.monotonic() - began
+            watch.look(trained_s)
+        steps = run.reached()
+        if (code := run.process.poll()) is not None:
+            wrong.append(f"the run has ended by itself, exit code {code}")
+        run.process.send_signal(signal.SIGTERM)
+        try:
+            run.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            wrong.append(f"it did not end in {_END_S:g} s after SIGTERM")
+            end_new()
+        wrong += [f"left behind: {command}" for command in run.close()]
+    return watch, trained_s, steps, wrong
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Weights in float8 e4m3 with a float32 scale for each block of 128 x 128, as DeepSeek's checkpoints have them and SGLang reads them.
+
+The learner makes them of its own weights, as they are sent; a value is a number of float8 times the scale of its block. Embeddings, head,
+norms and biases stay in the learner's type. Blocks at the lower and right edge of a matrix are smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+"""Rows and columns that share a scale."""
+SCALE_SUFFIX = "_scale_inv"
+"""After a matrix's name. The scales are what its values are multiplied by; the "inv" is DeepSeek's."""
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"})
+"""Modules of attention and feed-forward parts, by the last part of their names."""
+CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+"""`quantization_config` of a config.json with such weights. What goes into a product is rounded to float8 too, 128 numbers at a time."""
+
+
+def is_projection(name: str) -> bool:
+    """Whether a weight, by its Hugging Face name, is kept in float8."""
+    *_, module, leaf = name.split(".")
+    return leaf == "weight" and module in PROJECTIONS
+
+
+def in_float8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By Hugging Face name, each projection as its values and its scales; the rest as it is."""
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if is_projection(name):
+            found[name], found[name + SCALE_SUFFIX] = quantised(weight, BLOCK)
+        else:
+            found[name] = weight
+    return found
+
+
+def quantised(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The nearest float8 e4m3 of a weight over the scale of its block, and the scales.
+
+    Args:
+        weight: [rows, columns].
+        block: rows and columns that share a scale, by which their largest entry becomes the format's largest number; 0: one for all.
+    Returns: [rows, columns] float8_e4m3fn, and [rows / block, columns / block] float32, rounded up; a value is their product.
+    """
+    rows, columns = weight.shape
+    height, width = (block or rows), (block or columns)
+    padded = F.pad(weight.detach().float(), (0, -columns % width, 0, -rows % height))
+    blocks = padded.view(-1, height, padded.shape[1] // width, width)  # [blocks, height, blocks, width]
+    scale = (blocks.abs().amax((1, 3), keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    values = (blocks / scale).to(torch.float8_e4m3fn)
+    return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
+
+
+def dequantised(values: Tensor, scales: Tensor, block: int, dtype: torch.dtype) -> Tensor:
+    """[rows, columns]: what `quantised` stands for, in a type."""
+    rows, columns = values.shape
+    spread = scales.repeat_interleave(block or rows, 0).repeat_interleave(block or columns, 1)[:rows, :columns]
+    return (values.float() * spread).to(dtype)
+

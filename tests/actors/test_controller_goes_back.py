@@ -1,0 +1,145 @@
+"""What the controller counts, knows and listens to while it goes back to a checkpoint; all parts are played. Whole runs: tests/failures."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.controller import Controller
+from actors.parts import StartingPoint
+from correction.errors import ActorLost, DataError
+from tests.actors.test_controller import Observer, controller, nothing
+
+STEPS = 10
+"""Of the run that `controller` makes."""
+
+
+class GoneBack(Observer):
+    def go_back(self, totals: Any) -> None: ...
+
+    def keep_scatter(self, scatter: Any) -> None: ...
+
+
+def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
+    """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
+    run = controller(GoneBack())
+    monkeypatch.setattr("actors.controller.make_queue", lambda *_: object())
+    monkeypatch.setattr("actors.controller.open_ledger", lambda *_: None)
+    state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0)
+    point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
+    run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
+    run._returns = SimpleNamespace(point=lambda _: (point, []), allow=lambda *_: None)  # type: ignore[assignment]
+    run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
+    run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
+    monkeypatch.setattr(run, "_withdraw", nothing)
+    monkeypatch.setattr(run, "_start_parts", nothing)
+    return run
+
+
+def nothing_now(*_: Any) -> None: ...
+
+
+def playing(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
+def empty_step(run: Controller, step: int) -> None:
+    """One of whose batch nothing was left."""
+    run._fruitless.note(step, SimpleNamespace(groups=()), SimpleNamespace(trained_tokens=0))  # type: ignore[arg-type]
+
+
+def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """max_staleness + 3 in a row end a run. What is sampled again after a return are other answers: those before don't count."""
+
+    async def scenario() -> None:
+        run = going_back_to(2, monkeypatch)
+        run._make_queue()
+        for step in (3, 4, 5):
+            empty_step(run, step)
+        await run._go_back(["trajectory queue"], ActorLost("gone"))
+        for step in (3, 4, 5):
+            empty_step(run, step)
+        with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, to step 6"):
+            empty_step(run, 6)
+
+    playing(scenario)
+
+
+@pytest.mark.parametrize(("saved", "is_over"), [(STEPS, True), (STEPS - 2, False)], ids=["all steps", "an older one: the last is damaged"])
+def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.MonkeyPatch, saved: int, is_over: bool) -> None:
+    """A part dies in the evaluation after training, and again after the return, once too often. With all steps saved the run ends in
+    order, without that evaluation; with steps to do again it has failed, and must not say that it is done."""
+
+    async def scenario() -> None:
+        run = going_back_to(saved, monkeypatch)
+        deaths = 0
+
+        async def trained() -> None:
+            if deaths:
+                raise ActorLost("once more")
+            run._step, run._is_trained = STEPS, True
+
+        async def dies() -> None:
+            nonlocal deaths
+            deaths += 1
+            raise ActorLost("in the evaluation")
+
+        async def who(*_: Any) -> list[str]:
+            return ["correction service"]
+
+        def allow(lost: list[str], error: BaseException) -> None:
+            if str(error) == "once more":
+                raise ActorLost("the 4th death") from error
+
+        monkeypatch.setattr(run, "_until_trained", trained)
+        monkeypatch.setattr(run, "_evaluate_last", dies)
+        monkeypatch.setattr("actors.controller.lost_among", who)
+        run._returns.allow = allow  # type: ignore[method-assign]
+        run._service = SimpleNamespace(scatter=SimpleNamespace(_method_name="scatter", remote=nothing))
+        if is_over:
+            summary = await run._whatever_dies()
+            assert summary.steps == STEPS and summary.after is None
+        else:
+            with pytest.raises(ActorLost, match="the 4th death"):
+                await run._whatever_dies()
+            assert run._step == saved
+
+    playing(scenario)
+
+
+def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no evaluation to leave out, and nobody would hear of the signal before the parts are up again."""
+    told: list[str] = []
+
+    async def scenario() -> None:
+        run = going_back_to(STEPS, monkeypatch)
+        run._observer.events = told  # type: ignore[attr-defined]
+        run._is_training, run._is_trained = False, True
+
+        async def dies(_: str) -> None:
+            raise ActorLost("in the evaluation")
+
+        async def start_again() -> None:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(60.0)
+
+        async def who(*_: Any) -> list[str]:
+            return ["learner rank 0"]
+
+        starts = iter([nothing, start_again])
+        monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
+        monkeypatch.setattr(run, "_until_trained", nothing)
+        monkeypatch.setattr(run, "_evaluate_now", dies)
+        monkeypatch.setattr("actors.controller.lost_among", who)
+        with run._handled_interrupts():
+            await run._whatever_dies()
+
+    with pytest.raises(asyncio.CancelledError):
+        playing(scenario)
+    assert told[-1] == "interrupted (SIGTERM): ending at once"

@@ -1,0 +1,160 @@
+"""What chaos.py and soak.py do from outside, and what they conclude, without a run."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import chaos_books
+from benchmarks.chaos_books import HeldOut, RunBooks
+from benchmarks.chaos_strikes import KILLED, LATE, Blow, Strike, Strikes, table
+from benchmarks.late_calls import LateCalls
+from benchmarks.sides import put_between
+from benchmarks.soak import Grown, Look, Slope, own_memory
+
+_TWO_THREADS = """
+import ctypes, sys, threading, time
+
+def says(name, word):
+    ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME, of this thread
+    while True:
+        sys.stdout.write(word)
+        sys.stdout.flush()
+        time.sleep(0.02)
+
+threading.Thread(target=says, args=(b"server.poll0", "c"), daemon=True).start()
+says(b"others", "w")
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", _TWO_THREADS], stdout=subprocess.PIPE) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def heard(process: subprocess.Popen[bytes], words: int) -> set[str]:
+    """Which threads have said the next so many words."""
+    assert process.stdout is not None
+    said = b""
+    while len(said) < words:
+        assert select.select([process.stdout], [], [], 30.0)[0], "silence"
+        said += os.read(process.stdout.fileno(), words - len(said))
+    return set(said.decode())
+
+
+def late(process: subprocess.Popen[bytes]) -> LateCalls:
+    try:
+        return LateCalls(process.pid)
+    except PermissionError:
+        pytest.skip("the kernel lets nobody stop a thread here")
+
+
+def test_calls_come_late_while_the_process_goes_on(process: subprocess.Popen[bytes]) -> None:
+    assert heard(process, 50) == {"c", "w"}
+    calls = late(process)
+    heard(process, 20)  # what was in the pipe
+    assert heard(process, 50) == {"w"}, "the thread that takes calls stands still, the other doesn't"
+    calls.end()
+    assert heard(process, 50) == {"c", "w"}
+
+
+def test_a_process_that_is_called_late_can_be_killed(process: subprocess.Popen[bytes]) -> None:
+    """Its parent hears of it when the one that has stopped its thread looks: else a killed actor would stay undead."""
+    heard(process, 10)
+    calls = late(process)
+    process.kill()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    calls.look()
+    assert process.wait(30.0) == -9
+    calls.end()
+
+
+def test_a_process_without_calls_is_no_actor() -> None:
+    with pytest.raises(OSError, match=r"has no thread server\.poll"):
+        LateCalls(os.getpid())
+
+
+def test_a_seed_gives_the_same_blows_with_every_deed() -> None:
+    def blows(seed: int) -> list[Blow]:
+        chance = random.Random(seed)
+        return [Blow.of(chance) for _ in range(300)]
+
+    assert blows(1) == blows(1) != blows(2)
+    assert {blow.deed for blow in blows(1)} == {KILLED, "stopped", LATE}
+    assert not any(blow.deed == LATE for blow in blows(1) if blow.role in ("scheduler", "scoring process", "driver"))
+    kills = [blow for blow in blows(1) if blow.deed == KILLED and blow.role == "learner rank"]
+    assert 0 < sum(blow.held_s > 0 for blow in kills) < len(kills), "some of them inside a weight update"
+
+
+def test_a_fault_is_over_when_the_run_is_further_and_alone_if_nothing_else_came() -> None:
+    strikes = Strikes(random.Random(0), every_s=1e9)
+    first, second, third = (Strike(at, "queue killed", "queue killed", step) for at, step in ((10.0, 5), (12.0, 5), (40.0, 7)))
+    strikes.told, second.is_alone, first.is_alone = [first, second], False, False
+    strikes.watch(lambda: 20.0, lambda: 5)
+    assert first.recovered_s is None
+    strikes.watch(lambda: 25.0, lambda: 7)
+    strikes.told.append(third)
+    strikes.watch(lambda: 46.0, lambda: 8)
+    assert [one.recovered_s for one in strikes.told] == [15.0, 13.0, 6.0]
+    assert table(strikes.told).splitlines()[-1] == "| queue killed | 3 | 1 | 6.0 | 15.0 | 0 |"
+
+
+def test_the_difference_of_two_shares_has_newcombes_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """His example: 56 of 70 and 48 of 80, 95 %, method 10: 0.0524 to 0.3339."""
+    monkeypatch.setattr(chaos_books, "_CONFIDENCE", 0.95)
+    assert HeldOut(56 / 70, 70).less(HeldOut(48 / 80, 80)) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
+def test_books_that_differ_are_named() -> None:
+    calm = RunBooks(2, 2, (4, 4), 0, 4, 12, ())
+    assert RunBooks(2, 2, (4, 4), 3, 2, 13, ()).differs_from(calm) == [], "what was discarded, and what is under way, may differ"
+    assert RunBooks(2, 2, (4, 3), 0, 4, 11, ()).differs_from(calm) == [
+        "groups trained: 7 instead of the undisturbed run's 8", "groups by step: (4, 3) instead of the undisturbed run's (4, 4)",
+    ]
+
+
+def test_a_slope_is_that_of_least_squares_with_its_error() -> None:
+    seconds, noise = np.arange(0.0, 900.0, 10.0), np.random.default_rng(3).normal(0.0, 2.0, 90)
+    values = 300.0 + 100.0 / 3600.0 * seconds + noise
+    slope = Slope.of(list(seconds), list(values))
+    (expected, _), covariance = np.polyfit(seconds, values, 1, cov=True)
+    assert slope.an_hour == pytest.approx(3600 * expected) and slope.error == pytest.approx(3600 * np.sqrt(covariance[0, 0]))
+    assert slope.is_above(60.0) and not slope.is_above(100.0)
+
+
+def test_what_grows_is_named() -> None:
+    def looks(grows: float) -> list[Look]:
+        return [Look(10.0 * i, 200.0 + grows * i + (-1) ** i, 30, 12 + (i > 20)) for i in range(90)]
+
+    assert Grown.of("queue", looks(0.0)).wrong(60.0) == []
+    (said,) = Grown.of("queue", looks(0.5)).wrong(60.0)
+    assert said.startswith("its memory grows by +179.7 ± 1.5") and said.endswith("MiB an hour, more than 60")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as the kernel of Linux tells it")
+def test_memory_of_ones_own_is_what_was_touched() -> None:
+    before = own_memory(os.getpid())
+    block = b"\1" * (64 << 20)
+    assert own_memory(os.getpid()) - before == pytest.approx(len(block), rel=0.1)
+
+
+def test_a_part_of_a_page_is_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- soak -->\nold\n<!-- /soak -->\nafter\n")
+    put_between(page, "soak", "new")
+    assert page.read_text() == "before\n<!-- soak -->\nnew\n<!-- /soak -->\nafter\n"
+    with pytest.raises(ValueError, match="has no <!-- chaos -->"):
+        put_between(page, "chaos", "new")
