@@ -39,8 +39,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from correction.engines.weight_bucket import WeightBucket
     from learner.broadcast import WeightBroadcaster
     from learner.export import Staging
-    from learner.learner_rank import Proximal
-    from learner.step import StepResult, StepValues
+    from learner.results import Proximal, StepResult, StepValues
 
 
 _SAVED_POLL_S = 0.2
