@@ -56,7 +56,8 @@ def collectives_are_fast(facts: DeepFacts, config: RunConfig) -> Iterator[Compla
 
 
 def both_sides_agree(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
-    of_learner, of_engine = ProbeLimits.of(facts.dtype, config.weight_sync.max_probe_difference), ProbeLimits.of_run(config)
+    of_learner = ProbeLimits.of(facts.dtype, config.weight_sync.max_probe_difference)
+    of_engine = ProbeLimits.of_run(config) if config.rollout.engine.has_float8 else of_learner
     for one in facts.agreements:
         limits = of_engine if one.sides == ENGINE_AND_LEARNER else of_learner
         text = f"{one.sides} differ by up to {one.largest:.2g} nats, median {one.median:.2g}, on a model of two layers in {facts.dtype}"

@@ -102,9 +102,16 @@ def test_a_crash_goes_on_at_the_checkpoint_and_a_damaged_one_is_passed_over() ->
     assert len(resumes) == 2 and "truncated" in told
 
 
+def seed_of_the_page(bug: Bug) -> list[int]:
+    """By the table in docs/reliability.md, which counts from seed 0 on; nothing if it doesn't have the bug yet."""
+    lines = (ROOT / "docs" / "reliability.md").read_text().splitlines()
+    return [int(line.split(" | ")[1]) - 1 for line in lines if line.startswith(f"| {title(bug)} | ")]
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=title)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    seeds = range(3 * SEEDS)
+    """By the seed that showed it when the page was written; if by now another run belongs to that, by one of the first hundreds."""
+    seeds = [*seed_of_the_page(bug), *range(3 * SEEDS)]
     assert first_shown(bug, seeds) is not None, f"{title(bug)}: not found in {len(seeds)} seeds"
 
 
