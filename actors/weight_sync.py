@@ -29,8 +29,8 @@ import ray
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup
-from actors.supervision import abandon, wait_for
-from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
+from actors.supervision import abandon, counted, wait_for
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 
 if TYPE_CHECKING:  # torch
@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # torch
 log = logging.getLogger("evenkeel.sync")
 _SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _ATTEMPTS = 3
+_FINAL = (EngineError, ActorLost)
+"""Said by an engine that is gone, or by Ray of its worker; what derives from these (dirty, not reached just now) may pass."""
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
 
@@ -113,8 +115,7 @@ class WeightSync:
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._published: _Publication | None = None
-        self._turn = asyncio.Lock()
-        self._generation = generation
+        self._turn, self._generation = asyncio.Lock(), generation
         self._broadcast = _BroadcastGroup(learner, sync_s, generation) if config.transport == "broadcast" else None
 
     @property
@@ -195,7 +196,7 @@ class WeightSync:
     async def _bring_up_to_date(self, target: SyncTarget) -> None:
         failures = 0
         while self._published is not None and target.version < self.version:
-            version = self.version
+            version, is_asked = self.version, False
             try:
                 published = await self._stored(self._published)
                 checksums = await self._checksums(published) if not target.is_verified else {}
@@ -205,6 +206,7 @@ class WeightSync:
                     continue
                 version = published.version
                 self._end_probe(target)
+                is_asked = True
                 receipt = await wait_for(
                     target.actor.update_weights.remote(version, published.snapshot.buckets, checksums, self._generation),
                     f"weight sync v{version} -> rollout worker {target.name}",
@@ -215,8 +217,8 @@ class WeightSync:
             except _SYNC_FAILURES as error:
                 failures += 1
                 self._mark_dirty(target, f"weight sync v{version}, attempt {failures} of {_ATTEMPTS}: {error}")
-                if failures >= _ATTEMPTS:
-                    self._on_failure(target, f"took no weights in {_ATTEMPTS} attempts: {error}")
+                if failures >= _ATTEMPTS or (is_asked and type(error) in _FINAL):
+                    self._on_failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
                     return
                 await asyncio.sleep(failures)
 

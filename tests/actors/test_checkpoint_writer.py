@@ -21,6 +21,7 @@ from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.run_folder import RunFolder
 from correction.errors import DataError, DeadlineExceeded, LedgerError
 from learner.file_sums import read_manifest_of_files, verify
+from tests.failures.measured import Measured
 
 
 class Learner:
@@ -268,6 +269,8 @@ def test_a_real_full_disk(tmp_path: Path) -> None:
         checkpoint = folder.latest_checkpoint()
         assert verify(checkpoint.path, read_manifest_of_files(checkpoint.path)) == []
         folder.close()
+        follows = "training goes on; a checkpoint is tried again after each step, and the third in a row that fails ends the run"
+        Measured("disk full at a checkpoint", follows, None, "nothing", "a file system of 2 MiB").write()
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

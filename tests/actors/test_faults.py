@@ -28,6 +28,7 @@ from rollout.config import AnswerSampling, RolloutConfig
 from tests.actors.cases import FakeActor, group, prompt, put
 from tests.actors.simulated_time import simulate
 from tests.actors.test_supervision import errors_of_ray
+from tests.failures.measured import PLAYED, Measured
 
 GROUP_S = 10.0
 START_S = 60.0
@@ -184,6 +185,11 @@ class World:
         return [event for event in self.events if " is gone: " in event]
 
     @property
+    def sampled_again(self) -> str:
+        """By what is said of the lost workers."""
+        return f"{sum(int(event.partition('others take its ')[2].split()[0]) for event in self.lost)} groups"
+
+    @property
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
@@ -209,6 +215,8 @@ def test_eleven_of_forty_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         await world.all_done(160)
         assert sorted(world.finished) == list(range(160)) and not world.pool._failure.done()
         assert world.now < START_S + 6 * GROUP_S
+        follows = "the others go on; 11 come in their place"
+        Measured("11 of 40 rollout workers lost at once", follows, None, world.sampled_again, PLAYED).write()
 
     play(scenario)
 
@@ -248,6 +256,8 @@ def test_fifteen_minutes_without_workers(monkeypatch: pytest.MonkeyPatch) -> Non
         world.nodes.set()
         await world.all_done(8)
         assert world.now - began == pytest.approx(900.0 + START_S + GROUP_S, abs=5.0)
+        follows = "the run waits, says for what, and goes on when nodes come: from then on an engine's start and a group"
+        Measured("all workers lost, and no node for 15 minutes", follows, world.now - began - 900.0, world.sampled_again, PLAYED).write()
 
     play(scenario)
 

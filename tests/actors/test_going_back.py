@@ -22,7 +22,7 @@ from tests.actors.cases import FakeActor, group, prompts, put
 
 
 class Part:
-    """Says of itself what the next of these is: alive (None), or what Ray raises; the last one again and again. "silent": no answer."""
+    """Says of itself what the next of these is: alive (None), or what Ray raises; the last one again and again. "silent": no answer; "busy": late."""
 
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
@@ -30,8 +30,8 @@ class Part:
 
     async def _ready(self) -> None:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        if answer == "silent":
-            await asyncio.sleep(60.0)
+        if answer in ("silent", "busy"):
+            await asyncio.sleep(60.0 if answer == "silent" else 0.6)
         if isinstance(answer, Exception):
             raise answer
 
@@ -89,6 +89,17 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
     kept, left = asyncio.run(end_parts(parts, learner, lost))
     assert (kept, left) == ((learner, learner.ranks) if stays else (None, {}))
     assert set(killed) == ({queue, service} if stays else {queue, service, *ranks})
+
+
+@pytest.mark.parametrize(("start_took_s", "stays"), [(0.1, False), (5.0, True)])
+def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pytest.MonkeyPatch, start_took_s: float, stays: bool) -> None:
+    """A step of minutes is cheaper than to load the model once more; and a start of seconds is cheaper than the step."""
+    monkeypatch.setattr("actors.going_back.ray.kill", lambda _: None)
+    monkeypatch.setattr("actors.going_back._IDLE_S", 0.1)
+    learner = LearnerGroup([Part("busy")], version=3, step_s=1.0)
+    learner.start_took_s = start_took_s
+    kept, _ = asyncio.run(end_parts(dict(learner.ranks), learner, ["queue"]))
+    assert (kept is learner) == stays
 
 
 def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:

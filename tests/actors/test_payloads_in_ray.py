@@ -23,6 +23,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from correction.batch import CorrectedBatch, PackedBatch
 from rollout.trajectory import Group, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
+from tests.failures.measured import Measured
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LARGE = 100_000
@@ -87,6 +88,8 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     assert (groups, lost) == ([finished[2]], [3])
     ray.get(queue.lose.remote(lost), timeout=60)
     assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(1, 5.0), timeout=60)] == [3]
+    follows = "its workers' groups go to others; of finished groups those whose tokens lay there are sampled again"
+    Measured("node of rollout workers removed", follows, None, "1 group of 2 that were finished there", "a real node").write()
 
 
 class Maker:

@@ -26,6 +26,7 @@ from correction.errors import ConfigError, DataError
 from learner.file_sums import seal
 from tests.actors.cases import group, prompt, prompts
 from tests.e2e.launch import RECIPE
+from tests.failures.measured import Measured
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 
@@ -148,6 +149,8 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(folder: RunFolder
     assert [checkpoint.step for checkpoint in folder.checkpoints()] == [1]
     assert (folder.path / "checkpoints" / "step_000002.damaged").is_dir()
     assert [metrics.step for metrics in folder.read_metrics()] == [1]
+    follows = "a resume names the file, sets the checkpoint aside and takes the older one"
+    Measured("newest checkpoint truncated, or with a flipped bit", follows, None, "the steps since the older one", "any file of it").write()
 
 
 def test_no_checkpoint_that_can_be_read_is_one_sentence(folder: RunFolder) -> None:

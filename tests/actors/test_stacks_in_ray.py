@@ -23,6 +23,8 @@ from actors.supervision import HALF_OVER, wait_for
 from correction.errors import DeadlineExceeded
 from rollout.stacks import tell_stacks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 _OTHER_RUN = """
 import sys, time, ray

@@ -20,10 +20,11 @@ import torch
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup, LearnerRankActor
+from actors.supervision import counted
 from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
-from correction.errors import DeadlineExceeded, EngineError, SyncError
+from correction.errors import DeadlineExceeded, EngineDirty, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
@@ -169,7 +170,7 @@ def test_checksums_are_compared_once_after_a_join() -> None:
 
 
 def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
-    engine = Engine(None, SyncError("bucket 2 of 3"), ray.exceptions.RayTaskError("f", "traceback", EngineError("no answer")))
+    engine = Engine(None, SyncError("bucket 2 of 3"), ray.exceptions.RayTaskError("f", "traceback", EngineDirty("no answer")))
 
     async def scenario() -> None:
         scene = Scene(w=engine)
@@ -187,6 +188,56 @@ def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
 
     simulate(scenario)  # the pauses between attempts are seconds
     assert engine.taken == [(0, True), (1, False), (1, True), (1, True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (ray.exceptions.RayTaskError("f", "traceback", EngineError("its scheduler ended")), 1),
+        (ray.exceptions.ActorDiedError(), 1),
+        (ray.exceptions.ActorUnavailableError("for now", None), 3),
+        (ray.exceptions.RayTaskError("f", "traceback", EngineDirty("half an update")), 3),
+    ],
+    ids=["engine gone", "worker gone", "not reached just now", "dirty"],
+)
+def test_an_engine_that_is_gone_is_given_up_at_once(error: Exception, attempts: int) -> None:
+    """Each attempt more would be seconds in which nobody starts the next one."""
+    engine = Engine(*[error] * 3)
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        while not scene.failures:
+            await asyncio.sleep(0.05)
+        assert f"took no weights in {counted(attempts, 'attempt')}: " in scene.failures[0][1]
+
+    simulate(scenario)
+    assert len(engine.taken) == attempts
+
+
+def test_a_learner_that_fails_is_no_engines_fault() -> None:
+    """Who joins needs checksums of what is published; the learner's error is no reason to replace the engine."""
+
+    async def scenario() -> None:
+        scene = Scene(w=Engine())
+        await scene.sync.publish()
+        assert scene.sync._published is not None
+        scene.sync._published.snapshot.checksums.clear()
+        asked: list[int] = []
+
+        async def checksums(*_: Any, **__: Any) -> dict[str, str]:
+            asked.append(1)
+            if len(asked) < 3:
+                raise EngineError("learner rank 0: no memory")
+            return dict(SUMS)
+
+        scene.learner.checksums = checksums  # type: ignore[method-assign]
+        scene.sync.join(scene.targets["w"])
+        await scene.sync.receipts(0, deadline_s=60.0)
+        assert scene.failures == [] and len(asked) == 3
+
+    simulate(scenario)
 
 
 def test_a_receipt_of_withdrawn_weights_does_not_count() -> None:

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
 from tests.e2e.launch import RAY_AGENTS, RECIPE, ROOT, Run, command_of, living
+from tests.failures.measured import Recovery
 from tests.rollout.hf_reference import hf_model, response_logprobs
 
 pytestmark = pytest.mark.engine
@@ -92,11 +93,11 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         (worker,) = resumed.pids("RolloutWorker")
         below = psutil.Process(worker).children(recursive=True)
         of_worker = [command_of(process) for process in below]
+        recovery = Recovery(resumed, "rollout worker killed, the only one", "its engine ends with it; a new one comes")
         os.kill(worker, signal.SIGKILL)
         outlived = [command_of(process) for process in living(below, timeout_s=30.0)]
         # The old one's groups are under way again and a few steps may still come from what is finished; four more need the new one.
-        target = len(resumed.metrics()) + 4
-        resumed.wait_until(lambda: len(resumed.metrics()) >= target, "steps with a replacement of the rollout worker")
+        recovery.wait(steps=4)
         resumed.interrupt()
         assert resumed.wait() == 0, resumed.output()[-4000:]
         yield Story(first, resumed, listening, left_soon, checkpoint, saved, of_worker, outlived, _steps_saved(moved)[-1])

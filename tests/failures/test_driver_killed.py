@@ -13,6 +13,7 @@ from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
+from tests.failures.measured import Recovery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -35,8 +36,11 @@ def test_two_crashes_in_one_run(small_model: Path, tmp_path: Path) -> None:
         os.kill(first := child_of(run), signal.SIGKILL)
         folder = RunFolder.view(run_dir)
         run.wait_until(lambda: len(folder.checkpoints()) >= 1 and len(run.metrics()) >= 3, "a checkpoint, and a step after it")
-        os.kill(second := child_of(run), signal.SIGKILL)
+        second = child_of(run)
+        recovery = Recovery(run, "driver killed, with `--retries`", "a new process goes on from the last checkpoint, with new engines")
+        os.kill(second, signal.SIGKILL)
         assert first != second
+        recovery.wait()
         assert run.wait() == 0, run.output()[-4000:]
         assert run.steps() == list(range(1, STEPS + 1))
         state = TrainingState.load(folder.latest_checkpoint().state)

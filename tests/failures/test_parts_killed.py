@@ -1,6 +1,7 @@
 """kill -9 of the processes that hold a run's state, one after the other in one run: learner rank, trajectory queue, correction service.
 
-Each time the run goes back to its last checkpoint by itself, with the engine that it has, and its books are those of an undisturbed run.
+Each time the run goes back to its last checkpoint by itself, with the engine that it has, and its books are those of an undisturbed run. A
+learner that lives reads the checkpoint in the process that it has.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
+from tests.failures.measured import Recovery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -25,8 +27,11 @@ PARTS = {"LearnerRankActor": "learner rank 0", "TrajectoryQueueActor": "trajecto
 def kill(run: Run, process: str, *, after: int, generation: int) -> None:
     run.wait_until(lambda: len(run.metrics()) >= after, f"{after} steps")
     (pid,) = run.pids(process)
+    follows = "the run goes back to its last checkpoint, in the same process; engines stay up"
+    recovery = Recovery(run, f"{PARTS[process].removesuffix(' 0')} killed", follows)
     os.kill(pid, signal.SIGKILL)
     run.wait_until(lambda: f"(generation {generation})" in run.events(), f"the end of {process} to be noticed")
+    recovery.wait()
 
 
 def test_every_part_dies_once(small_model: Path, tmp_path: Path) -> None:
@@ -46,6 +51,7 @@ def test_every_part_dies_once(small_model: Path, tmp_path: Path) -> None:
         assert "its beginning (it has no checkpoint)" in went_back[0] and "the checkpoint of step" in went_back[1]
         assert run.metrics()[-1]["steps/returns_total"] == len(PARTS)
         assert "rollout worker 0 is gone" not in run.events() and "rollout 1 is up" not in run.events(), "its engine stays"
+        assert run.events().count("learner 0 is up") == 2, "the second time for the killed one; it stays when others die"
         assert all(line["staleness/max"] <= 1 for line in run.metrics())
         assert "Traceback" not in run.output() and run.orphans(30.0) == []
     finally:

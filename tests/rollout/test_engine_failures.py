@@ -24,11 +24,12 @@ import pytest
 
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
-from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError
+from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig, EngineDeadlines
 from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
+from tests.failures.measured import Measured
 from tests.rollout.hf_reference import tiny_weights
 
 pytestmark = pytest.mark.engine
@@ -135,6 +136,24 @@ def test_an_engine_that_is_paused_for_long_has_its_heartbeat(doomed: RolloutEngi
 
     engine_loop.run(engine.update_weights(version, halves()))
     assert engine.version == version and engine.is_healthy
+
+
+def test_an_engine_whose_weights_are_no_numbers_fails_the_request_and_lives(
+    doomed: RolloutEngine, tiny_model: Path, engine_loop: BackgroundLoop
+) -> None:
+    """A bit that flipped in one weight is enough. What it samples is refused, whoever it was for; with whole weights it works again."""
+    engine, whole = doomed, tiny_weights(tiny_model)
+    broken = {name: tensor.clone() for name, tensor in whole.items()}
+    broken["model.norm.weight"][0] = float("nan")
+    engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(broken)]))
+    for _ in range(2):
+        with pytest.raises(RequestError, match="not finite"):
+            engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))
+    assert engine.is_healthy
+    engine_loop.run(engine.update_weights(engine.version + 1, [WeightBucket.of(whole)]))
+    assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
+    follows = "its group is sampled by another worker; the fourth such request in a row has all weights sent again, then it is replaced"
+    Measured("NaN among an engine's weights", follows, None, "the groups that it got wrong", "a real engine").write()
 
 
 def test_stopped_and_killed_scheduler(doomed: RolloutEngine, tiny_model: Path, engine_loop: BackgroundLoop) -> None:

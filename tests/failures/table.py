@@ -1,0 +1,72 @@
+"""python -m tests.failures.table: run the tests that measure what a fault costs, and make a table of it.
+
+    python -m tests.failures.table --write docs/reliability.md      runs them first, some ten minutes on two cores
+    python -m tests.failures.table --measured FILE                  from what a run of tests with EVENKEEL_FAILURES=FILE has left
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.sides import put_between
+from tests.failures.measured import FILE, Measured
+
+TESTS = (
+    "tests/failures/test_parts_killed.py",
+    "tests/failures/test_driver_killed.py",
+    "tests/failures/test_frozen_engine.py",
+    "tests/failures/test_out_of_memory.py",
+    "tests/rollout/test_engine_failures.py",
+    "tests/e2e/test_asynchronous_run.py",
+    "tests/actors/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
+    "tests/actors/test_checkpoint_writer.py::test_a_real_full_disk",
+    "tests/actors/test_resume_point.py::test_a_damaged_checkpoint_is_named_and_the_older_one_taken",
+    "tests/actors/test_faults.py",
+)
+"""Those that measure."""
+
+
+def table(rows: Iterable[Measured]) -> str:
+    """In Markdown, in the order of the tests; of a fault that came more than once the slowest."""
+    slowest: dict[str, Measured] = {}
+    for row in rows:
+        if row.fault not in slowest or (row.seconds or 0.0) > (slowest[row.fault].seconds or 0.0):
+            slowest[row.fault] = row
+    lines = ["| fault | what follows | s until work goes on | done again | how it is caused |", "|---|---|---|---|---|"]
+    for row in slowest.values():
+        seconds = "-" if row.seconds is None else f"{row.seconds:.1f}"
+        lines.append(f"| {row.fault} | {row.follows} | {seconds} | {row.again} | {row.how} |")
+    return "\n".join(lines)
+
+
+def read(path: Path) -> list[Measured]:
+    return [Measured(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.failures.table", description="The table of faults and what they cost.")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="what tests have measured already; without it they are run")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page, between its marks")
+    options = parser.parse_args()
+    code = 0
+    with tempfile.TemporaryDirectory() as made:
+        path = options.measured or Path(made) / "measured.jsonl"
+        if options.measured is None:
+            command = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "", *TESTS]
+            code = subprocess.run(command, env={**os.environ, FILE: str(path)}, check=False).returncode
+        found = table(read(path))
+    print(found)
+    if options.write is not None and code == 0:
+        put_between(options.write, "failures", found)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

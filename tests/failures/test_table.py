@@ -1,0 +1,65 @@
+"""The table of faults: what a run's own sentences say of the work that is lost, and how rows become a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from actors.going_back import what_is_done_again
+from actors.parts import StartingPoint
+from correction.errors import ActorLost
+from tests.failures.measured import FILE, PLAYED, REAL, Measured, done_again
+from tests.failures.table import TESTS, read, table
+
+ROOT = Path(__file__).parents[2]
+
+
+def went_back(*, step: int, saved: int) -> str:
+    point = StartingPoint(Path("model"), SimpleNamespace(), SimpleNamespace(step=saved, weight_version=saved))  # type: ignore[arg-type]
+    return what_is_done_again(["trajectory queue"], ActorLost("gone"), point, step=step, version=step, generation=1)
+
+
+@pytest.mark.parametrize(
+    ("events", "again"),
+    [
+        (went_back(step=9, saved=6), "3 steps and the groups under way"),
+        (went_back(step=7, saved=6), "1 step and the groups under way"),
+        (went_back(step=6, saved=6), "no step and the groups under way"),
+        ("the run's process was killed by SIGKILL after step 38; it goes on from the checkpoint of step 35 in 1 s (retry 1 of 3)",
+         "3 steps and the groups under way"),
+        ("the run's process was killed by SIGKILL after step 2; it goes on from its beginning (it has no checkpoint) in 1 s",
+         "2 steps and the groups under way"),
+        ("rollout worker 0 is gone: its actor died; others take its 8 groups", "8 groups"),
+        ("checkpoint in 0.8 s", "nothing"),
+    ],
+)  # fmt: skip
+def test_what_is_lost_is_read_off_the_runs_own_sentences(events: str, again: str) -> None:
+    assert done_again(events) == again
+
+
+def test_of_a_fault_that_came_more_than_once_the_slowest_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        Measured("driver killed", "resumed", 20.0, "2 steps", REAL),
+        Measured("nodes gone", "waits", None, "8 groups", PLAYED),
+        Measured("driver killed", "resumed", 41.26, "3 steps", REAL),
+    ]
+    rows[0].write()  # nobody asks: nothing is written
+    monkeypatch.setenv(FILE, str(tmp_path / "measured.jsonl"))
+    for row in rows:
+        row.write()
+    assert len([json.loads(line) for line in (tmp_path / "measured.jsonl").read_text().splitlines()]) == 3
+    assert table(read(tmp_path / "measured.jsonl")).splitlines()[2:] == [
+        "| driver killed | resumed | 41.3 | 3 steps | real processes |",
+        "| nodes gone | waits | - | 8 groups | played, virtual time |",
+    ]
+
+
+def test_the_tests_that_measure_are_there() -> None:
+    for name in TESTS:
+        path, _, function = name.partition("::")
+        text = (ROOT / path).read_text()
+        assert "Measured(" in text or "Recovery(" in text, f"{path} measures nothing"
+        assert f"def {function}(" in text or not function
