@@ -128,6 +128,11 @@ class EngineConfig(Settings):
                 f"rollout.engine.quantization = {self.quantization} with dtype = {self.dtype}: it is made of bfloat16 weights. Set "
                 "learner.dtype: bfloat16"
             )
+        if self.batch_invariant:
+            raise ValueError(
+                f"rollout.engine.quantization = {self.quantization} with batch_invariant: true: there are no batch-invariant products of "
+                "float8. Set one of them"
+            )
         if "json_model_override_args" in self.engine_args:
             raise ValueError(
                 f"rollout.engine.quantization = {self.quantization} with engine_args.json_model_override_args: by that argument SGLang is "

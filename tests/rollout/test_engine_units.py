@@ -215,6 +215,7 @@ def test_an_engine_in_float8_is_told_of_it_and_one_that_reads_a_folder_is_not() 
         assert "quantization" not in config.sglang_arguments("folder", 512, 0)
     for settings, message in (
         ({"dtype": "float32"}, "float8_block with dtype = float32: it is made of bfloat16 weights. Set learner.dtype: bfloat16"),
+        ({"batch_invariant": True}, "float8_block with batch_invariant: true: there are no batch-invariant products of float8"),
         ({"engine_args": {"json_model_override_args": "{}"}}, "by that argument SGLang is told of the float8"),
         ({"quantization": "none", "engine_args": {"quantization": "fp8"}}, r"use rollout\.engine\.quantization instead"),
     ):
