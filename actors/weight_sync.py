@@ -114,8 +114,7 @@ class WeightSync:
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._published: _Publication | None = None
-        self._turn = asyncio.Lock()
-        self._generation = generation
+        self._turn, self._generation = asyncio.Lock(), generation
         self._broadcast = _BroadcastGroup(learner, sync_s, generation) if config.transport == "broadcast" else None
 
     @property

@@ -1,6 +1,6 @@
 """What new weights cost on their way from the learner to the engines: against a copy of the same bytes, and of a step's time.
 
-    python benchmarks/weight_sync.py [--engines 1 2 4] [--replaying 50] [--steps 25]
+    python benchmarks/weight_sync.py [--engines 1 2 4] [--replaying 50] [--steps 25] [--bucket-mib 16]
 
 The parts are a run's own: learner rank, weight sync through the object store, rollout workers with real engines (idle; a model of 60M
 parameters in float32). The copy is one thread's, from memory to memory that both have been used before. Both take turns, a training step
@@ -63,7 +63,7 @@ class Engine(RolloutWorker):
     """A rollout worker's way of weights, without tasks and rewards."""
 
     def __init__(self) -> None:
-        self._name, self._asked_update = "engine", 0
+        self._name, self._asked_update, self._newest = "engine", 0, (0, -1)
         self._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
         self._settings = SimpleNamespace(rollout=SimpleNamespace(engine=EngineConfig(device="cpu")))  # type: ignore[assignment]
 
@@ -100,11 +100,13 @@ class OneOfMany:
         self.update_weights = SimpleNamespace(remote=lambda *arguments: process.update_weights.remote(number, *arguments))
 
 
-async def versions(learner: LearnerGroup, targets: Sequence[SyncTarget], turns: int, copy: Callable[[], object]) -> dict[str, list[float]]:
+async def versions(
+    learner: LearnerGroup, targets: Sequence[SyncTarget], turns: int, bucket_bytes: int, copy: Callable[[], object]
+) -> dict[str, list[float]]:
     """Seconds of a turn: of the copy, of the whole way to all targets, of the export in that, and the longest pause of an engine."""
     pauses: list[float] = []
     sync = WeightSync(
-        WeightSyncConfig(bucket_bytes=16 << 20),
+        WeightSyncConfig(bucket_bytes=bucket_bytes),
         learner,
         probe_ids=[],
         sync_s=300.0,
@@ -141,7 +143,7 @@ def print_way(name: str, count: int, size: int, found: Mapping[str, Sequence[flo
     )
 
 
-async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int) -> None:
+async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int, bucket_bytes: int) -> None:
     """The way of weights to some engines, then to replaying receivers."""
     learner_config = LearnerConfig(learning_rate=USUAL_RATE, device="cpu")
     learner, _ = await LearnerGroup.start(RankPlaces(learner_config, {}), model, version=0, bind="127.0.0.1", start_s=600.0, step_s=600.0)
@@ -151,7 +153,7 @@ async def ways(model: Path, engines: Sequence[int], replaying: int, turns: int) 
 
     async def measure(name: str, handles: Sequence[Any]) -> None:
         targets = [SyncTarget(str(number), handle) for number, handle in enumerate(handles)]
-        print_way(name, len(handles), size, await versions(learner, targets, turns, lambda: target.copy_(source)))
+        print_way(name, len(handles), size, await versions(learner, targets, turns, bucket_bytes, lambda: target.copy_(source)))
 
     async def all_of(calls: Sequence[Awaitable[Any]]) -> None:
         await asyncio.gather(*calls)
@@ -214,6 +216,7 @@ def main() -> None:
     parser.add_argument("--replaying", type=int, default=50, help="receivers without an engine; 0: none")
     parser.add_argument("--turns", type=int, default=7, help="versions for each number")
     parser.add_argument("--steps", type=int, default=25, help="of the short run; 0: leave it out")
+    parser.add_argument("--bucket-mib", type=int, default=16, help="size of the buckets in which the weights travel")
     parser.add_argument("--ray-temp-dir", type=Path, help="where Ray keeps its session")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +226,7 @@ def main() -> None:
         temp = {"_temp_dir": str(arguments.ray_temp_dir)} if arguments.ray_temp_dir else {}
         ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=environment, **temp)
         try:
-            asyncio.run(ways(model, sorted(arguments.engines), arguments.replaying, arguments.turns))
+            asyncio.run(ways(model, sorted(arguments.engines), arguments.replaying, arguments.turns, arguments.bucket_mib << 20))
         finally:
             ray.shutdown()
         evenkeel("init-model", NANO_RECIPE, "--if-missing")
