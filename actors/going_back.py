@@ -35,7 +35,7 @@ _LOOK_S = 1.0
 _ANSWER_S = 10.0
 """A part that is alive and has nothing to do answers within it; and Ray knows of a death."""
 _IDLE_S = 30.0
-"""A learner that is to go on ends what it has under way within it, or is started anew."""
+"""A learner that is to go on ends what it has under way within it, or within the time that its start took, or is started anew."""
 _ANSWER = "an answer"
 """What is lost when no part is."""
 
@@ -89,11 +89,11 @@ async def end_parts(
     ranks = learner.ranks if learner is not None else {}
     may_stay = bool(ranks) and all(parts.get(name) is rank and name not in lost for name, rank in ranks.items()) and _ANSWER not in lost
     kill(*(part for name, part in parts.items() if not may_stay or name not in ranks))
-    if not may_stay:
+    if not may_stay or learner is None:
         return None, {}
     answers = asyncio.gather(*(_is_gone(rank) for rank in ranks.values()))
     try:
-        are_idle = not any(gone is not False for gone in await asyncio.wait_for(answers, _IDLE_S))
+        are_idle = not any(gone is not False for gone in await asyncio.wait_for(answers, max(_IDLE_S, learner.start_took_s)))
     except TimeoutError:
         are_idle = False
     if are_idle:

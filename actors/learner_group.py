@@ -26,7 +26,7 @@ from actors.exporter import MetricsEndpoint, listen_address, node_address
 from actors.hub import model_folder
 from actors.placement import RankPlaces
 from actors.supervision import USUAL_START, wait_for
-from correction.errors import DeadlineExceeded, EngineError, SyncError
+from correction.errors import DataError, DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.stacks import tell_stacks
 
@@ -194,20 +194,10 @@ class LearnerRankActor:
         """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
         import torch
 
-        from correction.batch import PackedBatch
+        from learner.optimizer_steps import nobodys_batch
 
-        n = len(token_ids)
-        mask = torch.ones(n, dtype=torch.bool)
-        mask[0] = False
-        batch = PackedBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            offsets=torch.tensor([0, n]),
-            loss_mask=mask,
-            behavior_logprobs=torch.zeros(n),
-            advantages=torch.zeros(n),
-            weight_versions=torch.full((n,), -1, dtype=torch.int32),
-            group_ids=torch.zeros(1, dtype=torch.int64),
-        )
+        ids, ends = torch.tensor(token_ids, dtype=torch.int64), torch.tensor([0, len(token_ids)])
+        batch = nobodys_batch(ids, ends, torch.arange(len(ids)) > 0)
         return [float(value) for value in self._learner.logprobs(batch)[1:]]
 
     def begin_save(self, number: int, folder: Path, hf_folder: Path) -> None:
@@ -223,11 +213,11 @@ class LearnerRankActor:
         return self._learner.checkpoint_bytes()
 
     def restore(self, number: int, folder: Path, version: int) -> None:
-        from learner.kept_weights import KeptWeights
-
-        self._calls = number  # in no order: calls before it may have been lost with who made their arguments
+        self._calls, self._version = number, version  # in no order: calls before it may be lost with who made their arguments
+        with contextlib.suppress(DataError):  # what is being written may be a step that will be written again
+            self._learner.is_saved(wait=True)
         self._learner.restore(folder)
-        self._kept, self._version = KeptWeights(self._learner), version
+        self._kept.forget()
 
     def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
         """Join the weight group of a fixed pool as its rank 0 (rank 0 of the learner only)."""
@@ -253,6 +243,7 @@ class LearnerGroup:
         self._ranks, self._step_s = ranks, step_s
         self._calls = 0
         self._version = version
+        self.start_took_s = 0.0
 
     @classmethod
     async def start(
@@ -266,12 +257,13 @@ class LearnerGroup:
         """
         config, world_size, actor = places.config, places.config.world_size, ray.remote(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
-        group = cls(ranks, version=version, step_s=step_s)
+        group, began = cls(ranks, version=version, step_s=step_s), time.monotonic()
         made(group)
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
         infos = await group._all(starts, "learner start", start_s, usual_s=usual_s)
+        group.start_took_s = time.monotonic() - began
         return group, infos
 
     def __reduce__(self) -> NoReturn:

@@ -39,8 +39,7 @@ if TYPE_CHECKING:  # torch
 log = logging.getLogger("evenkeel.sync")
 _SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _ATTEMPTS = 3
-_FINAL = (EngineError, ActorLost)
-"""Said by an engine that is gone, or by Ray of its worker; what derives from these (dirty, not reached just now) may pass."""
+_FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
 
@@ -115,8 +114,7 @@ class WeightSync:
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._published: _Publication | None = None
-        self._turn = asyncio.Lock()
-        self._generation = generation
+        self._turn, self._generation = asyncio.Lock(), generation
         self._broadcast = _BroadcastGroup(learner, sync_s, generation) if config.transport == "broadcast" else None
 
     @property

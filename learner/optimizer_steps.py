@@ -86,8 +86,14 @@ def demonstration_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -
     count = int(loss_mask.sum())
     if count == 0:
         raise DataError("supervised_step: loss_mask is False everywhere; there is nothing to learn from these sequences")
+    batch = nobodys_batch(token_ids, offsets, loss_mask)
+    return replace(uncorrected(batch), token_scale=torch.full((len(token_ids),), 1.0 / count))
+
+
+def nobodys_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> PackedBatch:
+    """Tokens that no policy has sampled, each sequence a group of its own. Raises: DataError for what doesn't fit together."""
     zeros = torch.zeros(len(token_ids))
-    batch = PackedBatch(
+    return PackedBatch(
         token_ids=token_ids,
         offsets=offsets,
         loss_mask=loss_mask,
@@ -96,4 +102,3 @@ def demonstration_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -
         weight_versions=torch.full((len(token_ids),), -1, dtype=torch.int32),
         group_ids=torch.arange(len(offsets) - 1),
     ).validate()
-    return replace(uncorrected(batch), token_scale=torch.full((len(token_ids),), 1.0 / count))

@@ -46,7 +46,7 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
         shape, learner, learner.world_size, share, longest=longest, has_reference=has_reference, gpus_per_node=gpus.per_node
     )
     moved = traffic(shape, config, cache_tokens=engine.tokens)
-    waits = table(config, moved.version)
+    waits = table(config, shape.weight_bytes(config.learner.resolved_dtype))
     return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, tuple(others), tuple(waits), tuple(complaints))
 
 

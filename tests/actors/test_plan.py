@@ -248,5 +248,7 @@ def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert (found["parameters"], found["findings"]) == (8_190_735_360, [])
     assert found["rank"]["total"] == sum(size for name, size in found["rank"].items() if name != "total")
+    in_float8 = json.loads(CliRunner().invoke(app, [*words, "rollout.engine.quantization=float8_block", "--json"]).stdout)
+    assert in_float8["traffic"]["version"] < found["traffic"]["version"] and in_float8["deadlines"] == found["deadlines"] != []
     shown = CliRunner().invoke(app, [*words, "--gpus", "24GBx8"])
     assert "a learner rank needs" in shown.stdout and "can't work so" in shown.stdout
