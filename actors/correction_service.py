@@ -50,8 +50,7 @@ from rollout.trajectory import Group, GroupFacts
 
 if TYPE_CHECKING:
     from correction.engines.agreement import Agreement
-    from learner.learner_rank import Proximal
-    from learner.step import StepValues
+    from learner.results import Proximal, StepValues
 
 log = logging.getLogger("evenkeel.correction")
 _POLL_S = 30.0

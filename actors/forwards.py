@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch and Megatron: not in the driver
 
     from actors.learner_group import LearnerGroup
     from correction.batch import PackedBatch
-    from learner.learner_rank import Proximal
+    from learner.results import Proximal
 
 
 AT_SAMPLING, NOW = "at_sampling", "now"

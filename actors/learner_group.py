@@ -39,8 +39,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from correction.engines.weight_bucket import WeightBucket
     from learner.broadcast import WeightBroadcaster
     from learner.export import Staging
-    from learner.learner_rank import Proximal
-    from learner.step import StepResult, StepValues
+    from learner.results import Proximal, StepResult, StepValues
 
 
 _SAVED_POLL_S = 0.2
@@ -214,13 +213,11 @@ class LearnerRankActor:
         return self._learner.checkpoint_bytes()
 
     def restore(self, number: int, folder: Path, version: int) -> None:
-        from learner.kept_weights import KeptWeights
-
-        self._calls = number  # in no order: calls before it may have been lost with who made their arguments
+        self._calls, self._version = number, version  # in no order: calls before it may be lost with who made their arguments
         with contextlib.suppress(DataError):  # what is being written may be a step that will be written again
             self._learner.is_saved(wait=True)
         self._learner.restore(folder)
-        self._kept, self._version = KeptWeights(self._learner), version
+        self._kept.forget()
 
     def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
         """Join the weight group of a fixed pool as its rank 0 (rank 0 of the learner only)."""

@@ -39,8 +39,7 @@ if TYPE_CHECKING:  # torch
 log = logging.getLogger("evenkeel.sync")
 _SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _ATTEMPTS = 3
-_FINAL = (EngineError, ActorLost)
-"""Said by an engine that is gone, or by Ray of its worker; what derives from these (dirty, not reached just now) may pass."""
+_FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
 

@@ -138,7 +138,7 @@ class ReplayedRank:
 
         from correction.batch import FinalDecision
         from correction.decision import no_counts
-        from learner.step import StepResult, StepValues
+        from learner.results import StepResult, StepValues
 
         batch = corrected.batch
         began = time.monotonic()

@@ -29,8 +29,9 @@ from benchmarks.workloads import sampled_batch
 from correction import PackedBatch
 from correction.errors import EngineError
 from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank, Proximal
+from learner.learner_rank import LearnerRank
 from learner.nano import NanoModelConfig, build_nano_model
+from learner.results import Proximal
 from rollout.engine_config import EngineConfig
 
 SHAPE = NanoModelConfig(

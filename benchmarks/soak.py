@@ -37,7 +37,7 @@ _MIB = 1 << 20
 _COUNT_BOUND = 6.0
 """Open files or threads an hour."""
 _ERRORS = 2.0
-_END_S = 120.0
+_START_S, _END_S = 600.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,12 @@ def watched(run_dir: Path, words: list[str], length_s: float, every_s: float) ->
     watch, wrong = Watch(), []
     with adopted_orphans():
         run = WatchedRun(run_dir, words)
-        while not run.is_training() and run.process.poll() is None:
+        asked = time.monotonic()
+        while not run.is_training() and run.process.poll() is None and time.monotonic() - asked < _START_S:
             time.sleep(1.0)
+        if not run.is_training():
+            wrong.append(f"it did not begin to train in {_START_S:g} s")
+            length_s = 0.0
         began, trained_s = time.monotonic(), 0.0
         while run.process.poll() is None and trained_s < length_s:
             time.sleep(min(every_s, length_s - trained_s))

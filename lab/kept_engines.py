@@ -38,7 +38,7 @@ from correction.diagnostics import diagnose
 from correction.schedule import needs_proximal_forward, needs_topk
 from lab.background_loop import BackgroundLoop
 from learner.learner_rank import LearnerRank
-from learner.step import StepResult
+from learner.results import StepResult
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.packing import pack_groups
 from rollout.sampler import Sampler

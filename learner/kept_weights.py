@@ -29,6 +29,10 @@ class KeptWeights:
         self._forget_before(oldest)
         self._copies[version] = self._learner.weights_copy()
 
+    def forget(self) -> None:
+        """Free all copies: the learner goes back, and the same versions will come with other weights."""
+        self._copies = {}
+
     def at_sampling(self, batch: PackedBatch, *, oldest: int) -> Tensor:
         """[N] float32, CPU: log pi of each trained token at the weights that sampled it; not a number where those aren't kept.
 

@@ -34,7 +34,8 @@ from learner.megatron import DistributedDataParallel
 from learner.model_check import is_surplus_allowed
 from learner.optimizer import GuardedOptimizer, Update, mean_norms
 from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, uncorrected
-from learner.step import Pass, PhaseTimer, StepResult, StepValues, attach_schedule, run_microbatches, train_step
+from learner.results import Proximal, StepResult, StepValues
+from learner.step import Pass, PhaseTimer, attach_schedule, run_microbatches, train_step
 
 
 @dataclass(slots=True)
@@ -49,18 +50,6 @@ class _Loaded:
     chunks: list[DistributedDataParallel]
     """This rank's part of the model: one chunk of layers, or virtual_pipeline of them."""
     optimizer: GuardedOptimizer
-
-
-@dataclass(frozen=True, slots=True)
-class Proximal:
-    """A forward pass over a batch at the weights from which its update starts."""
-
-    logprobs: Tensor
-    """[N] float32, CPU, as LearnerRank.logprobs."""
-    routed_experts: Tensor | None
-    """[N, layers, k], CPU: where the tokens were sent, if training is to follow."""
-    routing_agreement: float | None
-    """As StepResult's."""
 
 
 class LearnerRank:

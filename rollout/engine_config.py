@@ -9,13 +9,12 @@ from pydantic import Field, model_validator
 
 from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
 from correction.settings import DerivedSettings, Settings
+from rollout.engine_ranks import REFUSED_ARGUMENTS
 
 RESERVED_ARGUMENTS = {
     "model_path": "the run's model folder",
     "device": "rollout.engine.device",
     "dtype": "rollout.engine.dtype",
-    "tp_size": "nothing: weights are compared tensor by tensor, so an engine is not sharded",
-    **dict.fromkeys(("pp_size", "dp_size", "ep_size", "nnodes"), "rollout.workers for more GPUs (an engine has one)"),
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.memory_fraction",
     "max_running_requests": "rollout.engine.max_running_requests",
@@ -108,6 +107,9 @@ class EngineConfig(Settings):
                     f"rollout.engine.engine_args.{name} = {self.engine_args[name]!r}: evenkeel sets this argument of SGLang itself; "
                     f"use {RESERVED_ARGUMENTS[name]} instead"
                 )
+            if name in REFUSED_ARGUMENTS:
+                reason, remedy = REFUSED_ARGUMENTS[name]
+                raise ValueError(f"rollout.engine.engine_args.{name} = {self.engine_args[name]!r}: {reason}; use {remedy} instead")
         return self
 
     @model_validator(mode="after")

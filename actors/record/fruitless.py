@@ -15,7 +15,7 @@ from correction.errors import DataError
 from rollout.trajectory import FinishReason
 
 if TYPE_CHECKING:  # torch and Megatron: not in the driver
-    from learner.step import StepResult
+    from learner.results import StepResult
 
 
 class FruitlessSteps:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from actors.learner_group import LearnerGroup
     from actors.pool import RolloutPool
     from actors.weight_sync import SyncTarget
-    from learner.step import StepResult
+    from learner.results import StepResult
 
 _RETURNS = "steps/returns_total"
 _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from actors.carriers import PreparedBatch
     from correction.batch import CorrectedBatch
     from correction.config import CorrectionConfig
-    from learner.step import StepResult
+    from learner.results import StepResult
 
 KEPT = 8
 """Of a run: the first ones say most."""

@@ -12,7 +12,7 @@ from actors.metric_catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
 from rollout.trajectory import AnswerFacts, FinishReason, GroupFacts, SyncReceipt
 
 if TYPE_CHECKING:
-    from learner.step import StepResult
+    from learner.results import StepResult
 
 
 def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, float]:

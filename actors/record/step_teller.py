@@ -12,7 +12,7 @@ from actors.record.step_report import learned_numbers
 from correction.monitor import Event
 
 if TYPE_CHECKING:
-    from learner.step import StepResult
+    from learner.results import StepResult
 
 T = TypeVar("T")
 

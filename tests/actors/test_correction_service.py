@@ -37,7 +37,7 @@ from correction.decision import no_counts
 from correction.errors import DeadlineExceeded, LateError
 from correction.monitor import MonitorConfig, State
 from learner.config import LearnerConfig
-from learner.step import StepValues
+from learner.results import StepValues
 from rollout.config import MaskOverlong, RolloutConfig
 from rollout.trajectory import FinishReason, Group
 from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put, trajectory

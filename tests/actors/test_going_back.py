@@ -15,14 +15,18 @@ from actors.learner_group import LearnerGroup, LearnerRankActor
 from actors.parts import StartingPoint, start_learner
 from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import RolloutWorker
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, LateError
+from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, LateError
 from learner.config import LearnerConfig
+from learner.kept_weights import KeptWeights
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompts, put
 
 
 class Part:
-    """Says of itself what the next of these is: alive (None), or what Ray raises; the last one again and again. "silent": no answer; "busy": late."""
+    """Says of itself what the next of these is: alive (None), or what Ray raises; the last one again and again.
+
+    "silent": no answer; "busy": a late one.
+    """
 
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
@@ -141,9 +145,17 @@ def test_a_learner_that_stays_reads_the_checkpoint_and_ends_without_one(monkeypa
 def test_a_rank_that_goes_back_counts_its_calls_from_there() -> None:
     """Of those before some may never have come: what they were to work on was lost with who had made it. Copies of weights that will have
     the same version again are dropped."""
-    rank = LearnerRankActor(LearnerConfig(), 0, bind="")
-    rank._learner = SimpleNamespace(restore=lambda _: None, weights_copy=list)  # type: ignore[assignment]
+    rank, done = LearnerRankActor(LearnerConfig(), 0, bind=""), list[str]()
+
+    def is_saved(*, wait: bool) -> bool:
+        done.append("save is over" if wait else "")
+        raise DataError("the disk is full")
+
+    restore = lambda _: done.append("restored")  # noqa: E731
+    rank._learner = SimpleNamespace(restore=restore, weights_copy=list, is_saved=is_saved)  # type: ignore[assignment]
+    rank._kept = KeptWeights(rank._learner)
     rank.restore(4, Path("a"), 2)
+    assert done == ["save is over", "restored"], "the same step will be saved again; how this one ends is nobody's business any more"
     rank.keep_weights(5, 2, 0)
     rank.restore(9, Path("a"), 1)
     assert rank._kept.versions == () and rank._version == 1

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from correction.batch import FinalDecision
+from correction.config import CorrectionConfig
+from correction.decision import no_counts
+from learner.results import Proximal, StepResult, StepValues
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "scipy", "pandas", "datasets", "reasoning_gym", "matplotlib")
@@ -73,3 +81,26 @@ def test_every_public_name_of_correction_is_found_and_is_no_module() -> None:
     assert found["correct"].__module__ == "correction.correct"
     with pytest.raises(AttributeError, match="no attribute 'corect'"):
         _ = correction.corect  # type: ignore[attr-defined]
+
+
+READS = """
+import json, pickle, sys
+for answer in pickle.load(sys.stdin.buffer):
+    pickle.loads(answer)
+    print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+
+def test_who_reads_what_the_learner_answers_needs_no_megatron() -> None:
+    """The driver reads a StepResult, for which it needs no torch either; the correction service the others. Megatron takes seconds to
+    import, in the midst of the first step, and 100 MB."""
+    numbers: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 0)
+    none, nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    decided = FinalDecision(nothing, none, no_counts(CorrectionConfig(preset="tis-token")))
+    answers = [StepResult(**numbers), StepValues(none, decided, none), Proximal(none, None, None)]
+    written = pickle.dumps([pickle.dumps(answer) for answer in answers])
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", READS], input=written, capture_output=True, cwd=ROOT, env=environment, check=True)
+    of_driver, *of_service = (set(json.loads(line)) for line in done.stdout.splitlines())
+    assert not of_driver & set(HEAVY)
+    assert len(of_service) == 2 and not any({"megatron", "transformers"} & loaded for loaded in of_service)

@@ -28,6 +28,8 @@ from correction.errors import ConfigError, DataError, EngineDirty, SyncError
 from learner.broadcast import WeightBroadcaster
 from rollout import weight_transfer
 from rollout.engine import RolloutEngine
+from rollout.engine_config import RESERVED_ARGUMENTS
+from rollout.engine_ranks import REFUSED_ARGUMENTS
 from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, k3, largest_difference, perturbed, response_logprobs, tiny_weights
@@ -464,6 +466,13 @@ def test_broadcast_that_never_comes_ends_and_the_engine_recovers(
     assert not engine.is_healthy
     engine_loop.run(engine.update_weights(version + 1, [WeightBucket.of(weights)]))
     assert engine.is_healthy
+
+
+def test_what_is_refused_are_arguments_of_sglang(engine: RolloutEngine) -> None:
+    """A name that SGLang doesn't know would refuse nothing."""
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(REFUSED_ARGUMENTS) | set(RESERVED_ARGUMENTS) <= set(ServerArgs.__struct_fields__)
 
 
 def free_port() -> int:

@@ -71,6 +71,7 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
     assert float((_apply(print, None, layer, x) == expected).float().mean()) > 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_an_engine_takes_float8_and_computes_with_it(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "m", tie=False, **SHAPE)

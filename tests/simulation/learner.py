@@ -22,7 +22,7 @@ from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.learner_group import LearnerRankActor
 from correction.errors import DataError
 from learner.config import LearnerConfig
-from learner.step import StepResult, StepValues
+from learner.results import StepResult, StepValues
 from tests.simulation.engine import checksums_of_weights, pieces_of, probe_of
 from tests.simulation.processes import HERE
 

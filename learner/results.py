@@ -1,0 +1,131 @@
+"""What the learner answers. The driver and the correction service read it, which have no use for Megatron: it is not imported here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from correction.batch import FinalDecision
+    from correction.config import CorrectionConfig
+    from learner.optimizer import GuardedOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """What a step says of its batch's N tokens."""
+
+    target_logprobs: Tensor
+    """[N] float32, CPU: log pi_theta of each trained token in the first forward pass that it was in, 0 elsewhere. With one optimizer
+    step per batch these are the weights from which the update starts: the proximal policy."""
+    decided: FinalDecision
+    """What the batch was trained with, in those same forward passes: [N] on the CPU, batch normalisation included."""
+    entropies: Tensor
+    """[N] float32, CPU: that of each trained token, 0 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one batch did to the weights. Equal on all ranks."""
+
+    step: int
+    """The caller's number of this batch."""
+    loss: float
+    """Mean over the optimizer steps of the batch's loss."""
+    metrics: dict[str, float]
+    """The objective's own numbers (correction.loss_metrics), from sums over all optimizer steps."""
+    values: Any
+    """StepValues; where the result is another process's, a reference to them."""
+    entropy: float | None
+    """Mean over trained tokens in nats, in those same forward passes; None if no token is trained."""
+    grad_norms: tuple[float, ...]
+    """Norm of the whole gradient before clipping, for each optimizer step whose gradient did not overflow."""
+    group_norms: dict[str, float]
+    """Norm of the gradient of each group of parameters (learner.optimizer.GROUPS) before clipping, mean over those optimizer steps; not
+    finite where a skipped step's was not."""
+    learning_rate: float
+    """Of the last update."""
+    tokens: int
+    """In the batch, prompts included."""
+    trained_tokens: int
+    """In the loss mask."""
+    optimizer_steps: int
+    """Updates made."""
+    skipped_steps: int
+    """Updates not made, because loss or gradient was not finite, or the gradient 0 everywhere."""
+    overflowed_steps: int
+    """Those of them whose float16 gradient overflowed under the loss scale: part of finding the scale, no fault of the batch."""
+    loss_scale: float | None
+    """Of the next update; None in other types than float16."""
+    microbatches: int
+    """Forward and backward passes of this rank."""
+    routing_agreement: float | None
+    """Share of tokens and layers, in those same forward passes, in which the learner's routers chose the experts that were replayed."""
+    seconds: dict[str, float]
+    """By phase: prepare, forward_backward, gather, optimizer, total."""
+
+    @classmethod
+    def of_nothing(cls, step: int, correction: CorrectionConfig, optimizer: GuardedOptimizer, *, updates: int) -> StepResult:
+        """Of a batch without a single token, in which every answer was left out: the weights stay as they are.
+
+        Args: updates: that a batch has, all of them left out.
+        """
+        import torch
+
+        from correction.batch import FinalDecision
+        from correction.decision import no_counts
+
+        empty, none = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        return cls(
+            step=step,
+            loss=0.0,
+            metrics={},
+            values=StepValues(empty, FinalDecision(none, empty, no_counts(correction, empty.device), empty, none), empty),
+            entropy=None,
+            grad_norms=(0.0,) * updates,
+            group_norms={},
+            learning_rate=optimizer.learning_rate,
+            tokens=0,
+            trained_tokens=0,
+            optimizer_steps=0,
+            skipped_steps=updates,
+            overflowed_steps=0,
+            loss_scale=optimizer.loss_scale,
+            microbatches=0,
+            routing_agreement=None,
+            seconds={"total": 0.0},
+        )
+
+    @property
+    def target_logprobs(self) -> Tensor:
+        return self.values.target_logprobs  # type: ignore[no-any-return]
+
+    @property
+    def decided(self) -> FinalDecision:
+        return self.values.decided  # type: ignore[no-any-return]
+
+    @property
+    def entropies(self) -> Tensor:
+        return self.values.entropies  # type: ignore[no-any-return]
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Mean over the optimizer steps; not finite if one was skipped for that reason, None if the gradients of all overflowed."""
+        if not self.grad_norms:
+            return None
+        return math.fsum(self.grad_norms) / len(self.grad_norms) if all(map(math.isfinite, self.grad_norms)) else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Proximal:
+    """A forward pass over a batch at the weights from which its update starts."""
+
+    logprobs: Tensor
+    """[N] float32, CPU, as learner.learner_rank.LearnerRank.logprobs."""
+    routed_experts: Tensor | None
+    """[N, layers, k], CPU: where the tokens were sent, if training is to follow."""
+    routing_agreement: float | None
+    """As StepResult's."""
