@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
@@ -25,9 +25,11 @@ from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.run_folder import RunFolder
+from actors.supervision import persistently
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded
 from rollout.tasks import Task
 
+T = TypeVar("T")
 MOST_RETURNS = 3
 """To one checkpoint: what has died four times on the way to the next one would die again."""
 _LOOK_S = 1.0
@@ -74,6 +76,23 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str
     for task in asked.values():
         task.cancel()
     return gone or silent or ([_ANSWER] if isinstance(error, ActorLost) else [])
+
+
+async def while_they_answer(
+    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, tell: Callable[[str, str], None]
+) -> T:
+    """As `persistently`; past its deadline the call is made again, if all of these parts live and answer by now.
+
+    Args: parts: actors by name. tell: told each time, with a level.
+    Raises: as `persistently`.
+    """
+    while True:
+        try:
+            return await persistently(call, what, deadline_s=deadline_s)
+        except DeadlineExceeded as error:
+            if await lost_among(parts, error):
+                raise
+            tell("warning", f"{error}; who was late answers again, and is asked again")
 
 
 async def end_parts(

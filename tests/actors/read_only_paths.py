@@ -1,4 +1,4 @@
-"""python -m tests.actors.read_only_paths: the ways of a batch, with every preset, where all that came from another process may only be read.
+"""python -m tests.actors.read_only_paths: the ways of a batch, with every preset, where what came from another process may only be read.
 
 So it lies in Ray's object store. A write ends this process by SIGSEGV; what has gone well is said, a line each. With --write it writes.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
-from actors.going_back import MOST_RETURNS, Returns, end_parts, lost_among, raise_when_lost
+from actors.going_back import MOST_RETURNS, Returns, end_parts, lost_among, raise_when_lost, while_they_answer
 from actors.learner_group import LearnerGroup, LearnerRankActor
 from actors.parts import StartingPoint, start_learner
 from actors.queue_actor import TrajectoryQueueActor
@@ -252,3 +252,25 @@ def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_queue(i
         assert old.groups == [] and sorted(new.groups) == [(0, 1), (1, 1)]
 
     asyncio.run(scenario())
+
+
+def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a queue that was late by a few seconds more than the deadline ended the run, as nothing of it was lost."""
+    monkeypatch.setattr("actors.going_back._ANSWER_S", 0.2)
+    told: list[str] = []
+    pauses = [1.0, 1.0, 0.0]
+
+    async def call() -> str:
+        await asyncio.sleep(pauses.pop(0))
+        return "settled"
+
+    def asked(part: Part) -> str:
+        tell = lambda _, text: told.append(text)  # noqa: E731
+        return asyncio.run(while_they_answer({"queue": part}, call, "advance", deadline_s=0.1, tell=tell))
+
+    assert asked(Part(ALIVE)) == "settled" and len(told) == 2 and "answers again" in told[0]
+    for part in (Part("silent"), Part(GONE)):
+        pauses[:] = [1.0]
+        with pytest.raises(DeadlineExceeded, match=r"^advance: not done"):
+            asked(part)
+    assert len(told) == 2
