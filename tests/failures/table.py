@@ -22,6 +22,8 @@ TESTS = (
     "tests/failures/test_parts_killed.py",
     "tests/failures/test_driver_killed.py",
     "tests/failures/test_frozen_engine.py",
+    "tests/failures/test_broadcast_stopped.py",
+    "tests/failures/test_late_calls.py",
     "tests/failures/test_out_of_memory.py",
     "tests/rollout/test_engine_failures.py",
     "tests/e2e/test_asynchronous_run.py",
