@@ -221,3 +221,12 @@ def test_of_two_that_run_side_by_side_the_first_error_ends_the_other() -> None:
         assert ended == ["slow"]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("full", [ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError])
+def test_an_answer_without_room_is_lost_and_says_what_it_needs(full: type[ray.exceptions.RayError]) -> None:
+    async def export() -> None:
+        raise ray.exceptions.RayTaskError("export", "a long traceback", full("full")).as_instanceof_cause()
+
+    with pytest.raises(ActorLost, match=r"^copy of the weights v2 <- rank 0: what it made found no room in .* \(ray\.temp_dir\)$"):
+        asyncio.run(wait_for(export(), "copy of the weights v2 <- rank 0", deadline_s=5.0))

@@ -25,6 +25,7 @@ TESTS = (
     "tests/failures/test_broadcast_stopped.py",
     "tests/failures/test_late_calls.py",
     "tests/failures/test_out_of_memory.py",
+    "tests/failures/test_full_object_store.py",
     "tests/rollout/test_engine_failures.py",
     "tests/e2e/test_asynchronous_run.py",
     "tests/actors/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
