@@ -84,6 +84,8 @@ async def wait_for(
                 f"{what}: what it made found no room in Ray's object store ({type(error.cause).__name__}); its node needs more memory in "
                 "/dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
             ) from error
+        if isinstance(error.cause, ray.exceptions.RayError) and not isinstance(error.cause, ray.exceptions.RayTaskError):
+            raise ActorLost(f"{what}: what the call needed is gone ({type(error.cause).__name__})") from error
         raise unwrapped(error) from error
     except ray.exceptions.ActorUnavailableError as error:
         raise ActorUnavailable(f"{what}: the actor can't be reached ({type(error).__name__})") from error

@@ -29,7 +29,7 @@ from actors.learner_group import LearnerGroup, checksums_of
 from actors.parts import StartingPoint, start_learner
 from actors.placement import RankPlaces
 from actors.weight_sync import SyncTarget, WeightSync
-from correction.correct import correct
+from correction.correct import correct, defer
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import EvenkeelError
 from learner.config import LearnerConfig
@@ -157,17 +157,20 @@ def test_joins_beside_forwards_and_steps_change_no_bit_and_hang_nothing(cluster:
 
 
 class BatchMaker:
-    """Stands where the correction service stands: batches are its own, and go with it."""
+    """Stands where the correction service stands: a batch that is lost with it."""
 
-    def make(self, seed: int) -> tuple[int, list[Any]]:
-        return os.getpid(), [ray.put(correct(random_batch(seed, groups=3), TIS))]
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def make(self) -> None:
+        await asyncio.Event().wait()
 
 
 async def two_steps(group: LearnerGroup) -> list[dict[str, str]]:
     """The same two each time. Returns: checksums of the weights after each."""
     found = []
     for step in (2, 3):
-        await group.step(ray.put(correct(random_batch(step, groups=3), TIS)), TIS, step=step)
+        await group.step(ray.put(defer(random_batch(step, groups=3), TIS)), TIS, step=step)
         found.append((await group.export(PLAN)).checksums)
     return found
 
@@ -185,33 +188,31 @@ async def going_back(group: LearnerGroup, parts: dict[str, Any], lost: str, fold
 
 @pytest.mark.slow
 def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: Cluster, tmp_path: Path) -> None:
-    """First with a step and a checkpoint under way, which nobody waits for any more; then after the end of who had made a step's batch,
-    which no rank may have got. Each time the two steps after the checkpoint are done again, to the same bits."""
+    """First with a step and a checkpoint under way, which nobody waits for any more; then after the end of who was to make a step's batch,
+    so that no rank has got the call. Each time the two steps after the checkpoint are done again, to the same bits."""
 
     async def scenario() -> None:
         async with learner(tmp_path) as group:
             pids = [await rank.__ray_call__.remote(lambda _: os.getpid()) for rank in group.ranks.values()]
             for step in range(2):
-                await group.step(ray.put(correct(random_batch(step, groups=3), TIS)), TIS, step=step)
+                await group.step(ray.put(defer(random_batch(step, groups=3), TIS)), TIS, step=step)
             await group.begin_save(tmp_path / "learner", tmp_path / "hf", deadline_s=60.0)
             await group.saved(deadline_s=60.0)
             first = await two_steps(group)
             assert first[0] != first[1]
 
             await group.begin_save(tmp_path / "later", tmp_path / "later_hf", deadline_s=60.0)
-            step_under_way = asyncio.create_task(group.step(ray.put(correct(random_batch(9, groups=40), TIS)), TIS, step=4))
+            step_under_way = asyncio.create_task(group.step(ray.put(defer(random_batch(9, groups=40), TIS)), TIS, step=4))
             await asyncio.sleep(0.05)
             step_under_way.cancel()
             group = await going_back(group, {}, "trajectory queue", tmp_path)
             assert await two_steps(group) == first
 
-            maker = ray.remote(BatchMaker).options(num_cpus=0).remote()
-            pid, (batch,) = await maker.make.remote(4)
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(ray.exceptions.RayActorError):
-                await maker.__ray_ready__.remote()
+            maker = ray.remote(BatchMaker).options(num_cpus=0, max_concurrency=2).remote()
+            step_without_batch = asyncio.create_task(group.step(maker.make.remote(), TIS, step=4))
+            os.kill(await maker.pid.remote(), signal.SIGKILL)
             with pytest.raises(EvenkeelError):
-                await group.step(batch, TIS, step=4)
+                await step_without_batch
             group = await going_back(group, {"correction service": maker}, "correction service", tmp_path)
             assert await two_steps(group) == first
 
