@@ -28,7 +28,6 @@ USUAL_START = 1 / 3
 HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
 """Is told, in tasks of this context, of each long wait that has used half of its deadline: its name."""
 _LONG_S = 60.0
-_NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 _AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between attempts to reach an actor that is unavailable: a network that comes back within half a minute costs nothing."""
 
@@ -79,13 +78,6 @@ async def wait_for(
             say = notice or (log.warning if waited >= usual_s else log.info)
             say(f"waiting {waited:.0f} s for {what}{clause}")
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, _NO_ROOM):
-            raise ActorLost(
-                f"{what}: what it made found no room in Ray's object store ({type(error.cause).__name__}); its node needs more memory in "
-                "/dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
-            ) from error
-        if isinstance(error.cause, ray.exceptions.RayError) and not isinstance(error.cause, ray.exceptions.RayTaskError):
-            raise ActorLost(f"{what}: what the call needed is gone ({type(error.cause).__name__})") from error
         raise unwrapped(error) from error
     except ray.exceptions.ActorUnavailableError as error:
         raise ActorUnavailable(f"{what}: the actor can't be reached ({type(error).__name__})") from error

@@ -24,14 +24,13 @@ from ray.cluster_utils import Cluster
 
 from actors.carriers import ExportPlan
 from actors.config import WeightSyncConfig
-from actors.going_back import end_parts
+from actors.going_back import end_parts, lost_answer
 from actors.learner_group import LearnerGroup, checksums_of
 from actors.parts import StartingPoint, start_learner
 from actors.placement import RankPlaces
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.correct import correct, defer
 from correction.engines.weight_bucket import WeightBucket
-from correction.errors import EvenkeelError
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
@@ -211,8 +210,9 @@ def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: 
             maker = ray.remote(BatchMaker).options(num_cpus=0, max_concurrency=2).remote()
             step_without_batch = asyncio.create_task(group.step(maker.make.remote(), TIS, step=4))
             os.kill(await maker.pid.remote(), signal.SIGKILL)
-            with pytest.raises(EvenkeelError):
+            with pytest.raises(ray.exceptions.RayError) as caught:
                 await step_without_batch
+            assert lost_answer(caught.value).startswith("what a call was to work on is gone (")
             group = await going_back(group, {"correction service": maker}, "correction service", tmp_path)
             assert await two_steps(group) == first
 

@@ -221,33 +221,3 @@ def test_of_two_that_run_side_by_side_the_first_error_ends_the_other() -> None:
         assert ended == ["slow"]
 
     asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("full", [ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError])
-def test_an_answer_without_room_is_lost_and_says_what_it_needs(full: type[ray.exceptions.RayError]) -> None:
-    async def export() -> None:
-        raise ray.exceptions.RayTaskError("export", "a long traceback", full("full")).as_instanceof_cause()
-
-    with pytest.raises(ActorLost, match=r"^copy of the weights v2 <- rank 0: what it made found no room in .* \(ray\.temp_dir\)$"):
-        asyncio.run(wait_for(export(), "copy of the weights v2 <- rank 0", deadline_s=5.0))
-
-
-@pytest.mark.parametrize(
-    ("cause", "expected"),
-    [
-        (ray.exceptions.ActorDiedError(), ActorLost),
-        (ray.exceptions.OwnerDiedError("", "", ""), ActorLost),
-        (ray.exceptions.RayTaskError("g", "another traceback", KeyError("x")), ray.exceptions.RayTaskError),
-        (KeyError("x"), KeyError),
-    ],
-    ids=["its maker died", "its owner died", "a bug in a call of the call's", "a bug"],
-)
-def test_a_call_whose_argument_is_gone_is_lost_and_a_bug_is_a_bug(cause: Exception, expected: type[Exception]) -> None:
-    """Ray says of both that the task has failed, though it never ran in the first case."""
-
-    async def step() -> None:
-        raise ray.exceptions.RayTaskError("step", "a long traceback", cause).as_instanceof_cause()
-
-    with pytest.raises(expected) as caught:
-        asyncio.run(wait_for(step(), "learner step 4 <- rank 0", deadline_s=5.0))
-    assert isinstance(caught.value, ActorLost) == (expected is ActorLost)
