@@ -58,15 +58,19 @@ class LearnerRankActor:
         self._version = 0
         self._calls = 0
         self._broadcaster: WeightBroadcaster | None = None
+        self._reserved: socket.socket | None = None
         self._staging: Staging | None = None
         self._processor: Processor | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 listens: this node and a port that is free now."""
+        """Where rank 0 will listen: this node and a port that nobody else is given until the next one is asked for."""
         host = node_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        if self._reserved is not None:
+            self._reserved.close()
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who listens there sets it, too, and may
+        self._reserved.bind((host, 0))
+        return host, self._reserved.getsockname()[1]
 
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""

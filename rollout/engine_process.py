@@ -100,7 +100,8 @@ class EngineProcess:
         """Role ("scheduler") -> process id; a tensor-parallel engine has several."""
         self._config = config
         self._engine_id = uuid.uuid4().hex
-        self._started_at = time.time()
+        self._strangers: set[psutil.Process] = set()
+        """Children that this process had before the engine."""
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._waiting: set[asyncio.Future[None]] = set()
@@ -198,7 +199,7 @@ class EngineProcess:
             if self._config.has_compiled_attention:
                 check_compiler()
             with _environment(self._environment()):
-                self._started_at = time.time() - 0.1                # clock ticks: create_time is a hundredth early or late
+                self._strangers = set(psutil.Process().children(recursive=True))
                 built = _build_engine(arguments)
             atexit.register(self._end_processes)
         except BaseException as error:                              # SystemExit too: SGLang raises it for bad arguments
@@ -259,7 +260,7 @@ class EngineProcess:
 
     def _has_mark(self, child: psutil.Process) -> bool:
         """A new child is known by our mark in its environment, until SGLang renames it and overwrites that; then by its new name."""
-        if child.create_time() < self._started_at or "resource_tracker" in _command(child):
+        if child in self._strangers or "resource_tracker" in _command(child):
             return False
         return _command(child).startswith("sglang::") or self._engine_id in child.environ().get(VARIABLE, "")
 
