@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine_config import EngineConfig
@@ -239,7 +240,8 @@ class RolloutEngine(UpdatableEngine):
 
 def _read_model_config(folder: Path) -> tuple[int, int, ExpertShape | None]:
     """(vocabulary, context length, experts that can be reported) of a Hugging Face folder."""
-    from transformers import AutoConfig
+    with uncollected():
+        from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder}: no config.json: not a Hugging Face model folder. Give a folder that transformers can load")

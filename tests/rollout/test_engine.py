@@ -9,6 +9,7 @@ engine dirty, and a whole one cleans it; checksums are of what the scheduler hol
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
 import random
 import socket
@@ -50,6 +51,20 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 def buckets_of(weights: dict[str, Tensor], count: int) -> list[WeightBucket]:
     names = list(weights)
     return [WeightBucket.of({name: weights[name] for name in names[start::count]}) for start in range(count)]
+
+
+def test_the_schedulers_registry_finds_our_models_before_it_imports_all(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own module, made anew with the variables that its children get."""
+    for name, value in engine._process._environment().items():
+        monkeypatch.setenv(name, value)
+    spec = importlib.util.find_spec("sglang.srt.models.registry")
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Glm4ForCausalLM"} <= set(fresh.ModelRegistry.models)
+    assert len(fresh.ModelRegistry.models) < 30 and not fresh.ModelRegistry._default_models_loaded
+    assert fresh.ModelRegistry.resolve_model_cls(["Qwen3ForCausalLM"])[1] == "Qwen3ForCausalLM"
+    assert not fresh.ModelRegistry._default_models_loaded
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
