@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.run_folder import RunFolder
+from actors.supervision import kill
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded
 from rollout.tasks import Task
 
@@ -102,13 +102,6 @@ async def end_parts(
         return learner, dict(ranks)
     kill(*ranks.values())
     return None, {}
-
-
-def kill(*actors: Any) -> None:
-    """Those that may be gone already."""
-    for actor in actors:
-        with contextlib.suppress(Exception):
-            ray.kill(actor)
 
 
 class Returns:
