@@ -22,7 +22,7 @@ from actors.carriers import ForwardRequest, PreparedBatch
 from actors.config import RunConfig
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
-from actors.going_back import Returns, end_parts, kill, lost_among, raise_when_lost, what_is_done_again, while_they_answer
+from actors.going_back import Returns, end_parts, lost_among, raise_when_lost, what_is_done_again, while_they_answer
 from actors.hub import model_folder
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint, fill_queue, make_queue, make_sync, start_learner, start_service
@@ -37,7 +37,7 @@ from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
-from actors.supervision import Stopwatch, abandon, counted, persistently, together, unless_failed, unless_set, wait_for
+from actors.supervision import Stopwatch, abandon, counted, kill, persistently, together, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
 from correction.errors import EvenkeelError
 from rollout.tasks import Task

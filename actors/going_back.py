@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
 from ray.exceptions import (
     ActorUnavailableError,
     NodeDiedError,
@@ -35,7 +34,7 @@ from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.run_folder import RunFolder
-from actors.supervision import persistently
+from actors.supervision import kill, persistently
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded
 from rollout.tasks import Task
 
@@ -147,13 +146,6 @@ async def end_parts(
         return learner, dict(ranks)
     kill(*ranks.values())
     return None, {}
-
-
-def kill(*actors: Any) -> None:
-    """Those that may be gone already."""
-    for actor in actors:
-        with contextlib.suppress(Exception):
-            ray.kill(actor)
 
 
 class Returns:

@@ -24,7 +24,7 @@ from actors.devices import check_received
 from actors.exporter import MetricsEndpoint, listen_address, node_address
 from actors.hub import model_folder
 from actors.placement import RankPlaces
-from actors.supervision import USUAL_START, wait_for
+from actors.supervision import USUAL_START, kill, wait_for
 from correction.engines.quick_imports import uncollected
 from correction.errors import DataError, DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
@@ -368,9 +368,7 @@ class LearnerGroup:
         return {f"learner rank {number}": rank for number, rank in enumerate(self._ranks)}
 
     def kill(self) -> None:
-        for rank in self._ranks:
-            with contextlib.suppress(Exception):  # it may be gone
-                ray.kill(rank)
+        kill(*self._ranks)
 
     def _submit(self, method: str, *arguments: Any, results: int = 1) -> list[Any]:
         """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller."""

@@ -103,7 +103,7 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 ) -> None:
     """Whatever else there is, ends; and of a learner all ranks or none."""
     killed: list[Any] = []
-    monkeypatch.setattr("actors.going_back.ray.kill", killed.append)
+    monkeypatch.setattr("actors.supervision.ray.kill", killed.append)
     monkeypatch.setattr("actors.going_back._IDLE_S", 0.3)
     learner = LearnerGroup(ranks, version=3, step_s=1.0)
     queue, service = Part(ALIVE), Part(ALIVE)
@@ -116,7 +116,7 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 @pytest.mark.parametrize(("start_took_s", "stays"), [(0.1, False), (5.0, True)])
 def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pytest.MonkeyPatch, start_took_s: float, stays: bool) -> None:
     """A step of minutes is cheaper than to load the model once more; and a start of seconds is cheaper than the step."""
-    monkeypatch.setattr("actors.going_back.ray.kill", lambda _: None)
+    monkeypatch.setattr("actors.supervision.ray.kill", lambda _: None)
     monkeypatch.setattr("actors.going_back._IDLE_S", 0.1)
     learner = LearnerGroup([Part("busy")], version=3, step_s=1.0)
     learner.start_took_s = start_took_s
@@ -127,7 +127,7 @@ def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pyt
 def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has the one before in its hand, whose ranks have been ended."""
     killed: list[Any] = []
-    monkeypatch.setattr("actors.going_back.ray.kill", killed.append)
+    monkeypatch.setattr("actors.supervision.ray.kill", killed.append)
     before, new = LearnerGroup([Part(ALIVE)], version=0, step_s=1.0), Part(ALIVE)
     assert asyncio.run(end_parts({"queue": Part(ALIVE), "learner rank 0": new}, before, ["queue"])) == (None, {})
     assert new in killed
