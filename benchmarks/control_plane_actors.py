@@ -161,7 +161,7 @@ class ReplayedRun:
         host = ray.remote(WorkerHost).options(num_cpus=0, max_concurrency=4096)
         self.observer = QuietObserver(self.figures)
         self.pool = ReplayPool(of_workers, deadlines, self.queue, self.observer)
-        self.pool.hosts = [host.remote(of_workers, self.queue, shape.tokens, shape.step_s / 4) for _ in range(shape.hosts)]
+        self.pool.hosts = [host.remote(of_workers, shape.tokens, shape.step_s / 4) for _ in range(shape.hosts)]
         self.sync = WeightSync(
             WeightSyncConfig(), self.learner, probe_ids=[], sync_s=_RECEIPT_S, on_receipt=lambda _: self.pool.wake(),
             on_probe=lambda *_: None, on_dirty=lambda target, reason: print(f"  dirty: {reason}"),
