@@ -313,7 +313,7 @@ class Controller:
         self._fruitless = FruitlessSteps(self._config.max_staleness, self._observer.event)
         self._checkpoints.saved_step = self._step
         self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._point.state, self._observer.event)
-        self._parts["trajectory queue"] = self._queue = make_queue(self._config, self._generation)
+        self._parts["trajectory queue"] = self._queue = make_queue(self._config)
 
     async def _start_parts(self) -> None:
         """At the starting point, to the first receipt of each engine; the queue and the pool are there."""

@@ -6,8 +6,8 @@ ledger is cut back to it, the position in the data is the queue's. What is lost 
 done again. Queue and service do that in new processes; a learner whose ranks all live reads the checkpoint where it is.
 
 Weights that were published after that moment are withdrawn: the same version numbers will come again with other weights. A generation,
-which grows by one each time, tells them apart: a queue takes groups of its own generation, the weight sync receipts of its own, and a
-worker gives up all that it has under way before it hears of the next one.
+which grows by one each time, tells them apart: the weight sync takes receipts of its own generation, and a worker gives up all that it has
+under way before it hears of the next one. The pool waits for no answer of an earlier one any more.
 """
 
 from __future__ import annotations

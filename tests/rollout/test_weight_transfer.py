@@ -72,7 +72,7 @@ class Scene:
         monkeypatch.setattr(weight_transfer, "end", lambda _: asyncio.sleep(0))
         monkeypatch.setattr(weight_transfer, "resume", lambda _: step("resume"))
         settings = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
-        self.worker = RolloutWorker("0", WorkerSettings(settings, Path("model"), prompt(0), bind="", resource="rollout"), None)
+        self.worker = RolloutWorker("0", WorkerSettings(settings, Path("model"), prompt(0), bind="", resource="rollout"))
         self.worker._sampler = SimpleNamespace(engine=self.engine)  # type: ignore[assignment]
         self.worker._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
 
