@@ -126,6 +126,7 @@ def make_sync(
         on_dirty=observer.dirty,
         on_failure=pool.report_unsyncable,
         generation=generation,
+        ranks_of_engine=config.rollout.engine.tensor_parallel,
     )
 
 

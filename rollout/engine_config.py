@@ -8,13 +8,13 @@ from pydantic import Field, model_validator
 
 from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
 from correction.settings import DerivedSettings, Settings
+from rollout.engine_ranks import REFUSED_ARGUMENTS
 
 RESERVED_ARGUMENTS = {
     "model_path": "the run's model folder",
     "device": "rollout.engine.device",
     "dtype": "rollout.engine.dtype",
-    "tp_size": "nothing: weights are compared tensor by tensor, so an engine is not sharded",
-    **dict.fromkeys(("pp_size", "dp_size", "ep_size", "nnodes"), "rollout.workers for more GPUs (an engine has one)"),
+    "tp_size": "rollout.engine.tensor_parallel",
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.memory_fraction",
     "max_running_requests": "rollout.engine.max_running_requests",
@@ -60,8 +60,10 @@ class EngineConfig(Settings):
     """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV cache; auto is the learner's, and without a learner bfloat16 on cuda and float32 on a CPU."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """GPUs of one node over which the engine is cut, for a model that one doesn't hold; on a CPU processes. It divides the heads."""
     threads: int = Field(default=1, ge=1, le=1024)
-    """Threads of the engine's tensor operations on a CPU."""
+    """Threads of the engine's tensor operations on a CPU, in each of its ranks."""
     max_running_requests: int = Field(default=64, ge=1, le=10**5)
     """Requests decoded together; more wait in the engine's queue. A run on GPUs has 256 unless this is set."""
     max_total_tokens: int | None = Field(default=None, ge=1)
@@ -103,6 +105,18 @@ class EngineConfig(Settings):
                     f"rollout.engine.engine_args.{name} = {self.engine_args[name]!r}: evenkeel sets this argument of SGLang itself; "
                     f"use {RESERVED_ARGUMENTS[name]} instead"
                 )
+            if name in REFUSED_ARGUMENTS:
+                reason, remedy = REFUSED_ARGUMENTS[name]
+                raise ValueError(f"rollout.engine.engine_args.{name} = {self.engine_args[name]!r}: {reason}; use {remedy} instead")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_batch_invariant_ranks(self) -> EngineConfig:
+        if self.batch_invariant and self.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.engine.tensor_parallel = {self.tensor_parallel} with batch_invariant: the sums over ranks are SGLang's, not the "
+                "learner's, and their bits differ. Set tensor_parallel: 1, or true_on_policy: false"
+            )
         return self
 
     @model_validator(mode="after")
@@ -174,6 +188,8 @@ class EngineConfig(Settings):
                 "mem_fraction_static": self.memory_fraction,
             }
             arguments |= {name: value for name, value in optional.items() if value is not None}
+        if self.tensor_parallel > 1:
+            arguments["tp_size"] = self.tensor_parallel
         if self.return_routed_experts:
             arguments["enable_return_routed_experts"] = True
         if not has_weights:

@@ -120,12 +120,14 @@ class ModelShape:
     def _experts(self, ranks: int) -> int:
         return self.experts // ranks * 3 * self.hidden * self.feed_forward
 
-    def key_value_bytes(self, dtype: str) -> int:
-        """Of one token in an engine's cache."""
-        return 2 * self.layers * self.key_heads * self.head_width * BYTES_OF[dtype]
+    def key_value_bytes(self, dtype: str, ranks: int = 1) -> int:
+        """Of one token in the cache of an engine, or of each of its ranks: at least one key head."""
+        return 2 * self.layers * max(self.key_heads // ranks, 1) * self.head_width * BYTES_OF[dtype]
 
-    def weight_bytes(self, dtype: str) -> int:
-        return self.parameters * BYTES_OF[dtype]
+    def weight_bytes(self, dtype: str, ranks: int = 1) -> int:
+        """Of the whole model, or of each rank of an engine, which has a part of every matrix and of every expert."""
+        shared, experts = self.split(ranks, 1, 1)[0]
+        return (shared + experts // ranks) * BYTES_OF[dtype]
 
 
 def _experts(config: Mapping[str, Any]) -> int:

@@ -100,11 +100,8 @@ def test_arguments_of_an_engine_without_weights() -> None:
 
 
 def test_reserved_and_unknown_settings_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"engine_args\.tp_size = 2.*not sharded"):
+    with pytest.raises(ValidationError, match=r"engine_args\.tp_size = 2.*use rollout\.engine\.tensor_parallel instead"):
         EngineConfig(engine_args={"tp_size": 2})
-    for name in ("pp_size", "dp_size", "ep_size", "nnodes"):  # each asks for GPUs that the worker has not asked Ray for
-        with pytest.raises(ValidationError, match=rf"engine_args\.{name} = 2.*rollout\.workers for more GPUs"):
-            EngineConfig(engine_args={name: 2})
     with pytest.raises(ValidationError, match="max_total_token"):
         EngineConfig(max_total_token=5)                             # type: ignore[call-arg]
 
