@@ -86,6 +86,7 @@ def test_ranks_share_the_processors(processors: list[int], bound: str | None) ->
     """SGLang wants a list for each rank where there are more ranks than NUMA nodes; on GPUs nothing."""
     variables = environment_of_ranks(2, processors)
     assert variables.get("SGLANG_CPU_OMP_THREADS_BIND") == bound
+    assert ("TORCH_COMPILE_DISABLE" in variables) == (bound is not None), "on a CPU it takes a minute of the first request"
     assert variables["SYNC_TOKEN_IDS_ACROSS_TP"] == "1", "ranks must not draw different tokens"
 
 
