@@ -35,6 +35,7 @@ import psutil
 from correction.errors import ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
 from rollout.engine_config import EngineConfig
+from rollout.engine_ranks import environment_of_ranks
 from rollout.sglang_plugin.attention_kernel import check_compiler
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
 
@@ -228,6 +229,8 @@ class EngineProcess:
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
             environment["OMP_NUM_THREADS"] = str(self._config.threads)
+        if self._config.tensor_parallel > 1:
+            environment |= environment_of_ranks(self._config.tensor_parallel, sorted(os.sched_getaffinity(0)) if on_cpu else ())
         return environment
 
     def _watch(self, engine: Any) -> None:
