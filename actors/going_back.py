@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
@@ -36,6 +36,8 @@ _ANSWER_S = 10.0
 """A part that is alive and has nothing to do answers within it; and Ray knows of a death."""
 _IDLE_S = 30.0
 """A learner that is to go on ends what it has under way within it, or within the time that its start took, or is started anew."""
+_DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+"""What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
 _ANSWER = "an answer"
 """What is lost when no part is."""
 
@@ -174,7 +176,7 @@ async def _is_gone(actor: Any) -> bool | None:
         await actor.__ray_ready__.remote()
     except ActorUnavailableError:
         return None
-    except RayActorError:
+    except _DEATHS:
         return True
     except RayError:
         return False

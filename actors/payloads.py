@@ -56,7 +56,7 @@ async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[
 async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:
     """What the payloads refer to, or the error of each that can't be read. Args: limit_s: for the thread that reads them."""
     references = [one.payload for one in groups]
-    if all(isinstance(one, ray.ObjectRef) for one in references):
+    if references and all(isinstance(one, ray.ObjectRef) for one in references):
         with suppress(ray.exceptions.RayError):  # of one of them, which isn't said
             return list(await asyncio.to_thread(ray.get, references, timeout=limit_s))  # one by one takes several times as long
     return await asyncio.gather(*(value_of(one) for one in references), return_exceptions=True)

@@ -253,13 +253,15 @@ class RolloutPool(Membership):
             self._hand_out()
             return
         self._will_look = True
-        asyncio.get_running_loop().call_later(_LOOK_S * len(self._workers), self._hand_out)
+        self.spawn(self._hand_out_soon(_LOOK_S * len(self._workers)))
+
+    async def _hand_out_soon(self, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        self._will_look = False
+        self._hand_out()
 
     def _hand_out(self) -> None:
         """Workers take what waits."""
-        self._will_look = False
-        if self._is_stopping:
-            return
         current = [w for w in self._joined() if self._is_current(w)]
         soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
         for worker, work in self._work.take(current, soon):

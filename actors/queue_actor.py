@@ -16,6 +16,8 @@ from rollout.trajectory import GroupFacts, Prompt
 
 _JOIN_S = 0.05
 """Seconds that a drawn group waits for others to come along."""
+_KNOWN = 1024
+"""Workers whose handles are kept: those that were heard of last. Others send theirs again."""
 
 
 class TrajectoryQueueActor:
@@ -73,18 +75,25 @@ class TrajectoryQueueActor:
         tickets: list[Ticket] = await self._admissions.once(number, admit)
         return tickets
 
-    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0, name: str = "") -> list[int]:
-        """Finished groups; those of another generation are no answers to this one's tickets. Returns: ids of those asked of the worker.
+    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0, name: str = "") -> list[int] | None:
+        """Finished groups; those of another generation are no answers to this one's tickets.
 
-        Args: worker: its handle; None: the one that came with the first call of this name, as to send it each time takes longer than all
-            else of a call.
+        Returns: ids of those asked of the worker; None, and nothing changes: its handle is needed.
+
+        Args: worker: its handle; None: the one that came with an earlier call of this name, as to send it each time takes half as long
+            again as the call.
         """
-        if worker is not None:
-            self._workers[name] = worker
+        worker = self._workers.pop(name, None) if worker is None else worker
+        if worker is None:
+            return None
+        self._workers.pop(name, None)
+        self._workers[name] = worker  # the last one heard of
+        if len(self._workers) > _KNOWN:
+            del self._workers[next(iter(self._workers))]
         if generation != self._generation:
             return []
         expected = list({one.group_id: one for one in groups if self._queue.expects(one.group_id)}.values())
-        for group in payloads.stored(expected, self._workers[name]):
+        for group in payloads.stored(expected, worker):
             self._queue.put(group)
         self._notify()
         return [one.group_id for one in expected]

@@ -170,14 +170,19 @@ class RolloutWorker:
                 return  # an earlier call took it along
             what = f"groups {[one.group_id for one in groups]} of rollout worker {self._name} -> trajectory queue"
             queue, generation = self._queue, self._generation
-            handle = None if self._is_known else self._handle()
+
+            async def put(handle: Any) -> list[int] | None:
+                return await patiently(lambda: queue.put.remote(groups, handle, generation, self._name), what, deadline_s=ANSWER_S)
+
             try:
-                taken = await patiently(lambda: queue.put.remote(groups, handle, generation, self._name), what, deadline_s=ANSWER_S)
+                taken = await put(None) if self._is_known else None
+                if taken is None:
+                    taken = await put(self._handle())
             except ActorLost as error:
                 raise LateError(str(error)) from error
             self._is_known = queue is self._queue
             del self._finished[: len(groups)]
-            for group_id in {one.group_id for one in groups}.difference(taken):
+            for group_id in {one.group_id for one in groups}.difference(taken or ()):
                 self._payloads.pop(group_id, None)
 
     async def payloads(self, group_ids: Sequence[int]) -> Any:

@@ -13,8 +13,9 @@ Printed are the faults, with the seconds until the run was further than it had b
 the same steps take undisturbed by what they took here; the steps done again; whether each prompt was trained or discarded once, none is
 missing, and the books are those of the undisturbed run; what the run has left behind; and its held-out accuracy.
 
-Exit code 1: books, orphans or the end are not as they should be, or the 99 % interval of the accuracy's difference from the undisturbed
-run's (Newcombe's, of two shares that both err) leaves out 0. --alone plays no undisturbed run, and compares nothing.
+Exit code 1: books, orphans or the end are not as they should be; nothing befell a run, or a kind of process was to be struck and never was;
+or the 99 % interval of the accuracy's difference from the undisturbed run's (Newcombe's, of two shares that both err) leaves out 0. --alone
+plays no undisturbed run, and compares nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class PlayedRun:
     """Finished steps that were taken back."""
     wrong: list[str] = field(default_factory=list)
 
-    def read(self) -> PlayedRun:
+    def read(self) -> None:
         """What it has written, and what of that is wrong by itself."""
         self.wrong = [f"left behind: {command}" for command in self.orphans]
         if self.code != 0:
@@ -74,7 +75,6 @@ class PlayedRun:
             self.wrong += self.books.wrong
         except EvenkeelError as error:
             self.wrong.append(str(error))
-        return self
 
     def compare(self, calm: PlayedRun) -> None:
         """Adds what is wrong beside an undisturbed run."""
@@ -111,7 +111,9 @@ def play(run_dir: Path, words: list[str], faults: Strikes | None, *, limit_s: fl
         if code is None:
             end_new()
         played = PlayedRun(run_dir.name, run_dir, code, last_s - (first_s or 0.0), run.close(), faults.told if faults else [])
-    return played.read()
+    played.read()
+    played.wrong += faults.wrong() if faults is not None else []
+    return played
 
 
 def main() -> None:

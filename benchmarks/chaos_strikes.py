@@ -33,7 +33,8 @@ _STOPPED_S, _LATE_S = (1.0, 30.0), (0.3, 8.0)
 _HELD_S = (0.2, 1.5)
 _EXPORT = "ray::LearnerRankActor.export"
 _LOOK_S, _LOOKING_S = 0.003, 0.15
-_NO_UPDATE_S = 15.0
+_PATIENCE_S = 60.0
+"""A blow whose process is just being started, or whose weight update doesn't come, waits so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Strike:
     """Something that was done to the run."""
 
     at_s: float
+    role: str
     what: str
     """Without how long it lasted."""
     text: str
@@ -85,12 +87,14 @@ class Strikes:
         self._undo: list[tuple[float, Callable[[], None]]] = []
         self._late: list[LateCalls] = []
         self._waits: tuple[Blow, float] | None = None
-        """For a weight update, and until when."""
+        """For its process, or for a weight update, and until when."""
         self._taking_part: tuple[list[psutil.Process], list[psutil.Process]] = [], []
         """In the next one: the learner's ranks, and the engines."""
         self._held: tuple[Blow, float, psutil.Process] | None = None
         self._furthest = 0
         self.told: list[Strike] = []
+        self.missed: list[tuple[str, str]] = []
+        """Blows that could not be dealt: roles, with the reasons."""
 
     def watch(self, now: Callable[[], float], reached: Callable[[], int]) -> None:
         """Called all the time while the run trains.
@@ -110,11 +114,17 @@ class Strikes:
             self._next_s = now() + self._chance.uniform(0.5, 1.5) * self._every_s
         if self._held is not None and now() >= self._held[1]:
             self._strike_in_update(now, reached)
-        elif self._waits is not None:
-            self._look_for_update(now)
-        elif self._held is None and now() >= self._next_s:
+        elif self._waits is None and self._held is None and now() >= self._next_s:
             self._next_s = None
-            self._begin(Blow.of(self._chance), now, reached)
+            self._waits = Blow.of(self._chance), now() + _PATIENCE_S
+        if self._waits is not None:
+            self._try(now, reached)
+
+    def wrong(self) -> list[str]:
+        """What was meant to befall the run, and never did."""
+        done = {fault.role for fault in self.told}
+        never = sorted({f"{role}: it was to be struck, and never was ({reason})" for role, reason in self.missed if role not in done})
+        return never if self.told else [*never, "nothing befell it"]
 
     def end(self) -> None:
         """Whatever is stopped goes on."""
@@ -131,18 +141,26 @@ class Strikes:
                 fault.recovered_s = now - fault.at_s
                 print(f"{now:7.1f} s  step {self._furthest}, {fault.recovered_s:.1f} s after {fault.text}", flush=True)
 
-    def _begin(self, blow: Blow, now: Callable[[], float], reached: Callable[[], int]) -> None:
+    def _try(self, now: Callable[[], float], reached: Callable[[], int]) -> None:
+        assert self._waits is not None
+        blow, until_s = self._waits
         if blow.held_s:
-            self._waits = blow, now() + _NO_UPDATE_S
+            self._look_for_update(blow, now)
         elif found := processes_of(blow.role):
+            self._waits = None
             self._strike(blow, found[int(blow.which * len(found))], now, reached)
+        if self._waits is not None and now() > until_s:
+            self._miss(blow, "no weight update came" if blow.held_s else "no such process came up")
+
+    def _miss(self, blow: Blow, reason: str) -> None:
+        self._waits = None
+        self.missed.append((blow.role, reason))
+        print(f"{blow.role} could not be {blow.deed}: {reason}", flush=True)
 
     # -- inside a weight update --------------------------------------------------------------------------------------
 
-    def _look_for_update(self, now: Callable[[], float]) -> None:
+    def _look_for_update(self, blow: Blow, now: Callable[[], float]) -> None:
         """The learner hands out new weights: an engine is stopped before it has them, so that its update can't end."""
-        assert self._waits is not None
-        blow, until_s = self._waits
         if not all(process.is_running() for some in self._taking_part for process in some) or not all(self._taking_part):
             self._taking_part = processes_of("learner rank"), processes_of("scheduler")
         ranks, engines = self._taking_part
@@ -155,8 +173,6 @@ class Strikes:
                     self._waits, self._held = None, (blow, now() + blow.held_s, engine)
                 return
             time.sleep(_LOOK_S)
-        if now() > until_s:
-            self._waits = None  # the run stands still
 
     def _strike_in_update(self, now: Callable[[], float], reached: Callable[[], int]) -> None:
         assert self._held is not None
@@ -165,6 +181,8 @@ class Strikes:
         found = [engine] if blow.role == "scheduler" else processes_of(blow.role)
         if found:
             self._strike(blow, found[int(blow.which * len(found))], now, reached)
+        else:
+            self._miss(blow, "no such process was there in the update")
         _go_on(engine)
 
     # -- what is done ------------------------------------------------------------------------------------------------
@@ -172,11 +190,9 @@ class Strikes:
     def _strike(self, blow: Blow, process: psutil.Process, now: Callable[[], float], reached: Callable[[], int]) -> None:
         try:
             self._do(blow, process, now)
-        except PermissionError as error:
-            print(f"{now():7.1f} s  {blow.role} could not be {blow.deed}: {error}", flush=True)
+        except (psutil.Error, OSError) as error:
+            self._miss(blow, f"{type(error).__name__}: {error}")
             return
-        except (psutil.NoSuchProcess, OSError):
-            return  # it is being started again
         where = " inside a weight update" if blow.held_s else ""
         lasts = "" if blow.deed == KILLED else f" for {blow.lasts_s:.1f} s"
         self._note(now(), reached())  # what it had done by then
@@ -184,7 +200,7 @@ class Strikes:
             fault.is_alone &= fault.recovered_s is not None
         is_alone = all(fault.recovered_s is not None for fault in self.told)
         what = f"{blow.role} {blow.deed}{where}"
-        self.told.append(Strike(now(), what, what + lasts, self._furthest, is_alone=is_alone))
+        self.told.append(Strike(now(), blow.role, what, what + lasts, self._furthest, is_alone=is_alone))
         print(f"{now():7.1f} s  {what}{lasts}, at step {self._furthest}", flush=True)
 
     def _do(self, blow: Blow, process: psutil.Process, now: Callable[[], float]) -> None:

@@ -27,9 +27,13 @@ class LateCalls:
     def __init__(self, pid: int) -> None:
         """Raises: OSError if the process has no such thread, or may not be stopped."""
         self._threads: list[int] = []
-        for folder in sorted(Path(f"/proc/{pid}/task").iterdir()):
-            if (folder / "comm").read_text().startswith(_NAME):
-                self._stop(int(folder.name))
+        try:
+            for folder in sorted(Path(f"/proc/{pid}/task").iterdir()):
+                if (folder / "comm").read_text().startswith(_NAME):
+                    self._stop(int(folder.name))
+        except OSError:
+            self.end()  # those that were stopped before it
+            raise
         if not self._threads:
             raise OSError(f"process {pid} has no thread {_NAME}")
 

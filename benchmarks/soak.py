@@ -3,12 +3,13 @@
     python benchmarks/soak.py [--minutes 30] [--every 10] [--workers 2] [--bound 60] [--keep FOLDER] [--write PAGE]
 
 The nano recipe with two workers trains for so long, undisturbed, and ends by SIGTERM. Every 10 s each of its processes is looked at: its
-own memory (Pss_Anon of /proc/PID/smaps_rollup, in which pages of the object store don't count), its open files, its threads. A line is laid
-through the second half by least squares, when caches are full and everything has been compiled; what comes and goes within it, as processes
-of Ray's pool do, is left out.
+own memory (Pss_Anon of /proc/PID/smaps_rollup), its open files, its threads; and at the memory that they share, such as the object store's
+(Pss_Shmem, all together). A line is laid through the second half by least squares, when caches are full and everything has been compiled;
+what comes and goes within it, as processes of Ray's pool do, is left out.
 
-Exit code 1: a process' memory grows by more than --bound MiB an hour, beyond what its own scatter can make of a flat line (two standard
-errors), or its open files or threads by more than 6 an hour; or the run ends by itself. Linux only.
+Exit code 1: a process' memory, or what they share, grows by more than --bound MiB an hour, beyond what its own scatter can make of a flat
+line (two standard errors), or its open files or threads by more than 6 an hour; a kind of process was not looked at; or the run ends by
+itself. Linux only.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.descendants import adopted_orphans, descendants, end_new
 from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between
-from benchmarks.watched_run import WatchedRun, command_of
+from benchmarks.watched_run import ROLES, WatchedRun, command_of
 
 _MIB = 1 << 20
+_IDLE = "IDLE"
+"""A process of Ray's pool that is nothing yet."""
+_LAST = ("rollout worker", "scheduler", "trajectory queue", "correction service", "learner rank", "driver")
+"""Roles of processes that have to be there all the time."""
 _COUNT_BOUND = 6.0
 """Open files or threads an hour."""
 _ERRORS = 2.0
@@ -47,6 +52,8 @@ class Look:
     at_s: float
     memory: float
     """MiB."""
+    shared: float
+    """MiB of memory that is shared with others, this process' part."""
     files: int
     threads: int
 
@@ -116,8 +123,10 @@ class Watch:
     def look(self, at_s: float) -> None:
         for process in descendants():
             try:
-                one = Look(at_s, own_memory(process.pid) / _MIB, process.num_fds(), process.num_threads())
-                self._names.setdefault(process, name_of(command_of(process)))
+                own, shared = (size / _MIB for size in memory_of(process.pid))
+                one = Look(at_s, own, shared, process.num_fds(), process.num_threads())
+                if (name := name_of(command_of(process))) != _IDLE:
+                    self._names[process] = name
             except (psutil.Error, OSError):
                 continue  # it has just ended
             self.looks[process].append(one)
@@ -125,16 +134,36 @@ class Watch:
     def grown(self, since_s: float, looks: int) -> list[Grown]:
         """Args: since_s: from then on. looks: what has been seen less often since then is left out."""
         later = {process: [look for look in all_of_it if look.at_s >= since_s] for process, all_of_it in self.looks.items()}
-        found = [Grown.of(self._names[process], some) for process, some in later.items() if len(some) >= max(3, looks)]
+        found = [Grown.of(self._names.get(process, _IDLE), some) for process, some in later.items() if len(some) >= max(3, looks)]
         return sorted(found, key=lambda one: (one.name, -one.last.memory))
 
+    def shared(self, since_s: float) -> tuple[list[float], list[float]]:
+        """Seconds, and MiB of shared memory of all processes together: each page counts once."""
+        sums: dict[float, float] = defaultdict(float)
+        for look in (look for some in self.looks.values() for look in some if look.at_s >= since_s):
+            sums[look.at_s] += look.shared
+        return list(sums), list(sums.values())
 
-def own_memory(pid: int) -> int:
-    """Bytes. Raises: OSError if the process is gone or another user's."""
-    found = re.search(r"^Pss_Anon:\s+(\d+) kB$", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-    if found is None:
-        raise OSError(f"process {pid}: the kernel doesn't tell the anonymous part of its memory")
-    return 1024 * int(found[1])
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Bytes of its own, and its part of what is shared. Raises: OSError if the process is gone or another user's."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    own, shared = (re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE) for name in ("Pss_Anon", "Pss_Shmem"))
+    if own is None or shared is None:
+        raise OSError(f"process {pid}: the kernel doesn't tell the parts of its memory")
+    return 1024 * int(own[1]), 1024 * int(shared[1])
+
+
+def conclusions(grown: Sequence[Grown], shared: Slope | None, bound: float) -> list[str]:
+    """What is wrong. Empty: nothing grows, and all that should have been looked at was."""
+    shown = {one.name for one in grown}
+    wrong = [f"{role}: it was not looked at often enough" for role in _LAST if name_of(ROLES[role]) not in shown]
+    wrong += [f"{one.name}: {said}" for one in grown for said in one.wrong(bound)]
+    if shared is None:
+        wrong.append("shared memory was not looked at")
+    elif shared.is_above(bound):
+        wrong.append(f"shared memory of all processes grows by {shared} MiB an hour, more than {bound:g}")
+    return wrong
 
 
 def name_of(command: str) -> str:
@@ -163,10 +192,14 @@ def main() -> None:
         watch, trained_s, steps, wrong = watched(folder / "run", words, arguments.minutes * 60, arguments.every)
     half_s = trained_s / 2
     grown = watch.grown(half_s, int(0.8 * half_s / arguments.every))
-    wrong += [f"{one.name}: {said}" for one in grown for said in one.wrong(arguments.bound)]
+    seconds, sizes = watch.shared(half_s)
+    shared = Slope.of(seconds, sizes) if len(seconds) >= 3 else None
+    wrong += conclusions(grown, shared, arguments.bound)
     head = ["process", "own memory, MiB", "an hour", "open files", "an hour", "threads", "an hour"]
     table = "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(one.row for one in grown)])
     told = f"{steps} steps in {trained_s / 60:.0f} minutes; the last {half_s / 60:.0f} of them, standard errors behind ±:\n\n{table}"
+    if shared is not None:
+        told += f"\n\nShared memory of all of them, the object store included: {sizes[0]:.0f} -> {sizes[-1]:.0f} MiB, {shared} an hour."
     print(told)
     if arguments.write is not None:
         put_between(arguments.write, "soak", told)

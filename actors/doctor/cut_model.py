@@ -95,6 +95,7 @@ def _model(folder: Path, dtype: str) -> Any:
 
     with no_init_weights():  # each value is drawn once: a model of 8B's widths has 450 million here
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model.tie_weights()  # left out with the initialisation
     torch.manual_seed(_SEED)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -106,8 +106,6 @@ class _Visit:
         self._agreements: list[AgreementFact] = []
         self._update: UpdateFact | None = None
         self._repeats = True
-        self._scored: list[float] = []
-        """The learner's logprobs of the first sequence."""
 
     async def facts(self) -> DeepFacts:
         places: RankPlaces | None = None
@@ -118,9 +116,10 @@ class _Visit:
             engine = _create_engine(self._config)
             starting = asyncio.ensure_future(self._wait(engine.start.remote(self._config, self._content), "start of the engine"))
             made, group = await self._ask_the_ranks(places)
-            await self._ask_the_engine(engine, starting, group)
-            if made is not None and group is not None:
-                await self._compare_gradients(group, made)
+            snapshot = await self._exported(group) if group is not None else None
+            if snapshot is not None and group is not None and made is not None:  # while the engine starts
+                await self._compare_with(made, group, snapshot)
+            await self._ask_the_engine(engine, starting, snapshot)
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("ranks and engine", error)
         finally:
@@ -154,18 +153,24 @@ class _Visit:
             self._tell("collectives of the learner", error)
         return references[0], group
 
-    async def _ask_the_engine(self, engine: Any, starting: asyncio.Future[Any], group: LearnerGroup | None) -> None:
+    async def _exported(self, group: LearnerGroup) -> WeightSnapshot | None:
+        """The learner's weights in the object store, and its logprobs of the first sequence."""
+        float8 = self._config.rollout.engine.has_float8
+        plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(self._sequences[0]), float8=float8)
+        try:
+            return await group.export(plan)
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._tell("export of the learner", error)
+            return None
+
+    async def _ask_the_engine(self, engine: Any, starting: asyncio.Future[Any], snapshot: WeightSnapshot | None) -> None:
         """The learner's weights there, by way of the object store; the probe; an update under requests."""
         probe = self._sequences[0]
         try:
-            if group is None:
-                await starting
-                return
-            float8 = self._config.rollout.engine.has_float8
-            plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(probe), float8=float8)
-            snapshot, _ = await asyncio.gather(group.export(plan), starting)
-            self._scored = snapshot.probe_logprobs
+            await starting
             self._say("the engine is up")
+            if snapshot is None:
+                return
             await self._wait(engine.take.remote(1, snapshot.buckets), "first weights of the engine")
             scored = await self._wait(engine.score.remote(probe), "probe of the engine")
             self._agreements.append(agreement(ENGINE_AND_LEARNER, scored, snapshot.probe_logprobs))
@@ -182,14 +187,13 @@ class _Visit:
         await under_way
         return UpdateFact(nbytes, snapshot.seconds, take_s, pause_s)
 
-    async def _compare_gradients(self, group: LearnerGroup, made: Reference) -> None:
+    async def _compare_with(self, made: Reference, group: LearnerGroup, snapshot: WeightSnapshot) -> None:
+        """Forward and backward pass; the learner has other weights afterwards, and what was exported stays."""
         try:
-            if not self._scored:  # no engine has asked for them
-                plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(self._sequences[0]))
-                self._scored = (await group.export(plan)).probe_logprobs
             norms = await self._each(group, backward, self._sequences)
             off = abs(norms[0] / made.gradient_norm - 1)
-            self._agreements.insert(0, agreement("the learner and float32 on a CPU", self._scored, made.logprobs, off))
+            self._agreements.append(agreement("the learner and float32 on a CPU", snapshot.probe_logprobs, made.logprobs, off))
+            self._say("the learner is compared with float32")
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("forward and backward pass of the learner", error)
 

@@ -23,6 +23,7 @@ from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B
 from tests.e2e.launch import RECIPE, evenkeel
+from tests.learner.learner_cases import grouped_batch, learner_on
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -148,6 +149,17 @@ def test_the_reference_is_that_of_the_rounded_weights_and_its_gradient_that_of_t
             losses.append(float(loss()))
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(found.gradient_norm**2, rel=5e-3)
     assert len(found.logprobs) == 5 and max(found.logprobs) < 0
+
+
+@pytest.mark.parametrize(("family", "tie"), [("qwen3", True), ("qwen3", False), ("qwen3_moe", False)])
+def test_the_learner_agrees_with_the_reference_of_what_was_made(tmp_path: Path, family: str, tie: bool) -> None:
+    """To float32's rounding, with a head that is the embedding and with one of its own: the folder says all that both read."""
+    content = json.loads((save_tiny_model(tmp_path / "whole", family, tie=tie) / "config.json").read_text())
+    folder, batch = tmp_path / "cut", grouped_batch([([1], [5])])
+    make_model(folder, cut_config(content, LearnerConfig()), "float32")
+    with learner_on(folder) as learner:
+        found = learner.logprobs(batch)[1:].tolist()
+    assert found == pytest.approx(reference(folder, [batch.token_ids.tolist()]).logprobs, abs=2e-5)
 
 
 def test_deep_is_for_machines_that_are_here() -> None:

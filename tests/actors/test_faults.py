@@ -549,6 +549,21 @@ def test_hundreds_of_workers_are_looked_through_for_many_changes_together(monkey
     play(scenario)
 
 
+def test_what_goes_wrong_while_work_is_handed_out_ends_the_run_with_hundreds_of_workers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=100, places=200)
+
+        def wrong(*_: Any) -> Any:
+            raise RuntimeError("a fault of the dispatch")
+
+        await world.begin()
+        monkeypatch.setattr(WaitingWork, "take", wrong)
+        with pytest.raises(RuntimeError, match="a fault of the dispatch"):
+            await world.all_done(400)
+
+    play(scenario)
+
+
 def test_a_node_that_lost_two_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         world = World(monkeypatch, workers=3, places=30)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from actors.going_back import MOST_RETURNS, Returns, end_parts, lost_among, raise_when_lost
 from actors.learner_group import LearnerGroup, LearnerRankActor
@@ -59,10 +59,11 @@ def without_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"queue": Part(UNREACHABLE, UNREACHABLE, GONE), "rank": Part("silent")}, EngineError("places"), ["queue"]),
         ({"queue": Part(UNREACHABLE, ALIVE), "rank": Part(ALIVE)}, EngineError("places"), []),
         ({"queue": Part(ALIVE), "rank": Part("silent")}, DeadlineExceeded("step"), ["rank"]),
+        ({"queue": Part(ALIVE), "rank": Part(OutOfMemoryError("killed"))}, ActorLost("step"), ["rank"]),
         ({"queue": Part(ALIVE), "rank": Part(ALIVE)}, ActorUnavailable("step"), ["an answer"]),
         ({"queue": Part(ALIVE), "rank": Part("silent")}, EngineError("of another kind, while a step is under way"), []),
     ],
-    ids=["dead", "none", "unreachable, then dead", "unreachable for a moment", "hangs", "answer lost", "busy"],
+    ids=["dead", "none", "unreachable, then dead", "unreachable for a moment", "hangs", "killed for memory", "answer lost", "busy"],
 )
 def test_a_part_is_lost_if_it_is_dead_or_hangs(parts: dict[str, Any], error: Exception, expected: list[str]) -> None:
     assert asyncio.run(lost_among(parts, error)) == expected

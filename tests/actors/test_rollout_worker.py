@@ -66,7 +66,7 @@ def test_groups_that_finish_during_a_call_share_the_next_one() -> None:
         queue = SlowQueue()
         assert await hand_over_three(queue) == [None] * 3
         assert queue.calls == [[0], [1, 2]]
-        assert queue.handles == ["handle", None], "it is sent once: that takes as long as all the rest of a call"
+        assert queue.handles == ["handle", None], "it is sent once: it makes a call half as long again"
 
     asyncio.run(scenario())
 
@@ -81,6 +81,24 @@ def test_another_queue_gets_the_workers_handle_as_well() -> None:
                 await worker._finish(group(Ticket(i, prompt(i), 0)))
             assert queue.handles == ["handle", None]
             await worker.follow(second, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_queue_that_has_forgotten_the_handle_gets_it_again() -> None:
+    class Forgetful(SlowQueue):
+        async def _put(self, groups: list[GroupFacts], worker: str | None, generation: int, name: str) -> list[int] | None:  # type: ignore[override]
+            taken = await super()._put(groups, worker, generation, name)
+            return taken if worker else None
+
+    async def scenario() -> None:
+        queue = Forgetful()
+        queue.gate.set()
+        worker = idle_worker(queue)
+        for i in range(2):
+            await worker._finish(group(Ticket(i, prompt(i), 0)))
+        assert queue.handles == ["handle", None, "handle"] and queue.calls == [[0], [1], [1]]
+        assert worker._payloads.keys() == {0, 1} and worker._finished == []
 
     asyncio.run(scenario())
 

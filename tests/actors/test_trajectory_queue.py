@@ -362,6 +362,26 @@ def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again(
     asyncio.run(scenario())
 
 
+def test_handles_are_kept_of_the_workers_that_were_heard_of_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them: the third takes the place of the one that was silent for longest, whose handle has to come again."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr("actors.queue_actor._KNOWN", 2)
+        actor = TrajectoryQueueActor(groups_per_step=8, max_staleness=0)
+        finished = [group(ticket) for ticket in await actor.admit(prompts(0, 8))]
+
+        async def put(number: int, name: str, *, sends: bool = False) -> list[int] | None:
+            return await actor.put([finished[number].facts], FakeWorker(*finished) if sends else None, 0, name)
+
+        assert await put(0, "a") is None, "it was never heard of"
+        assert [await put(0, "a", sends=True), await put(1, "b", sends=True), await put(2, "a")] == [[0], [1], [2]]
+        assert await put(3, "c", sends=True) == [3]
+        assert await put(4, "b") is None and actor._queue.counts()["finished"] == 4
+        assert [await put(4, "a"), await put(5, "b", sends=True)] == [[4], [5]]
+
+    asyncio.run(scenario())
+
+
 def test_a_repeated_delivery_asks_the_worker_for_nothing() -> None:
     async def scenario() -> None:
         actor = TrajectoryQueueActor(groups_per_step=2, max_staleness=0)

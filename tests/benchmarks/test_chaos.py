@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from benchmarks.chaos_books import HeldOut, RunBooks
 from benchmarks.chaos_strikes import KILLED, LATE, Blow, Strike, Strikes, table
 from benchmarks.late_calls import LateCalls
 from benchmarks.sides import put_between
-from benchmarks.soak import Grown, Look, Slope, own_memory
+from benchmarks.soak import Grown, Look, Slope, Watch, conclusions, memory_of
 
 _TWO_THREADS = """
 import ctypes, sys, threading, time
@@ -101,7 +102,7 @@ def test_a_seed_gives_the_same_blows_with_every_deed() -> None:
 
 def test_a_fault_is_over_when_the_run_is_further_and_alone_if_nothing_else_came() -> None:
     strikes = Strikes(random.Random(0), every_s=1e9)
-    first, second, third = (Strike(at, "queue killed", "queue killed", step) for at, step in ((10.0, 5), (12.0, 5), (40.0, 7)))
+    first, second, third = (Strike(at, "queue", "queue killed", "queue killed", step) for at, step in ((10.0, 5), (12.0, 5), (40.0, 7)))
     strikes.told, second.is_alone, first.is_alone = [first, second], False, False
     strikes.watch(lambda: 20.0, lambda: 5)
     assert first.recovered_s is None
@@ -110,6 +111,19 @@ def test_a_fault_is_over_when_the_run_is_further_and_alone_if_nothing_else_came(
     strikes.watch(lambda: 46.0, lambda: 8)
     assert [one.recovered_s for one in strikes.told] == [15.0, 13.0, 6.0]
     assert table(strikes.told).splitlines()[-1] == "| queue killed | 3 | 1 | 6.0 | 15.0 | 0 |"
+
+
+def test_a_blow_that_is_never_dealt_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its process a while; a run that nothing befell has shown nothing."""
+    monkeypatch.setattr("benchmarks.chaos_strikes.processes_of", lambda _: [])
+    strikes, seconds = Strikes(random.Random(3), every_s=10.0), [0.0]
+    assert strikes.wrong() == ["nothing befell it"]
+    while not strikes.missed:
+        strikes.watch(lambda: seconds[0], lambda: 1)
+        seconds[0] += 5.0
+    assert 60.0 < seconds[0] < 100.0 and len(strikes.wrong()) == 2 and strikes.missed[0][0] in strikes.wrong()[0]
+    strikes.told = [Strike(1.0, strikes.missed[0][0], "killed", "killed", 1)]
+    assert strikes.wrong() == [], "of its role something was done another time"
 
 
 def test_the_difference_of_two_shares_has_newcombes_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,18 +151,43 @@ def test_a_slope_is_that_of_least_squares_with_its_error() -> None:
 
 def test_what_grows_is_named() -> None:
     def looks(grows: float) -> list[Look]:
-        return [Look(10.0 * i, 200.0 + grows * i + (-1) ** i, 30, 12 + (i > 20)) for i in range(90)]
+        return [Look(10.0 * i, 200.0 + grows * i + (-1) ** i, 5.0, 30, 12 + (i > 20)) for i in range(90)]
 
     assert Grown.of("queue", looks(0.0)).wrong(60.0) == []
     (said,) = Grown.of("queue", looks(0.5)).wrong(60.0)
     assert said.startswith("its memory grows by +179.7 ± 1.5") and said.endswith("MiB an hour, more than 60")
 
 
+def test_a_table_without_a_part_of_the_run_shows_nothing() -> None:
+    flat = [Look(10.0 * i, 200.0 + (-1) ** i, 5.0, 30, 12) for i in range(90)]
+    actors = ("RolloutWorker", "CorrectionService", "TrajectoryQueueActor", "LearnerRankActor")
+    grown = [Grown.of(name, flat) for name in (*actors, "sglang::scheduler", "actors.commands.attempt")]
+    assert conclusions(grown, Slope(0.0, 1.0), 60.0) == []
+    assert conclusions(grown[:2] + grown[3:], Slope(0.0, 1.0), 60.0) == ["trajectory queue: it was not looked at often enough"]
+    assert len(conclusions([], None, 60.0)) == 7
+    assert conclusions(grown, Slope(100.0, 1.0), 60.0) == ["shared memory of all processes grows by +100.0 ± 1.0 MiB an hour, more than 60"]
+
+
+def test_shared_memory_is_that_of_all_processes_together() -> None:
+    watch = Watch()
+    first, second = (object(), object())
+    watch.looks = {p: [Look(float(i), 1.0, share + i, 1, 1) for i in range(4)] for p, share in ((first, 10.0), (second, 20.0))}  # type: ignore[assignment,misc]
+    assert watch.shared(2.0) == ([2.0, 3.0], [34.0, 36.0])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="as the kernel of Linux tells it")
 def test_memory_of_ones_own_is_what_was_touched() -> None:
-    before = own_memory(os.getpid())
+    own, shared = memory_of(os.getpid())
     block = b"\1" * (64 << 20)
-    assert own_memory(os.getpid()) - before == pytest.approx(len(block), rel=0.1)
+    memory = SharedMemory(create=True, size=32 << 20)
+    try:
+        memory.buf[:] = b"\1" * memory.size
+        now_own, now_shared = memory_of(os.getpid())
+    finally:
+        memory.close()
+        memory.unlink()
+    assert now_own - own == pytest.approx(len(block), rel=0.1)
+    assert now_shared - shared == pytest.approx(32 << 20, rel=0.1)
 
 
 def test_a_part_of_a_page_is_replaced(tmp_path: Path) -> None:

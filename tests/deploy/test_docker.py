@@ -100,12 +100,14 @@ def bare_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def inside(root: Path, command: str, folder: str, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A shell command in the root, which has its own /proc, an empty environment, and of this machine the network and pip's settings.
+    """A shell command in the root, which has its own /proc, an empty environment, and of this machine /sys, /dev, the network and pip's
+    settings.
 
     An index that a Dockerfile names would take the place of this machine's, which has the same wheels, and may be out of reach here.
     """
     binds = "".join(f"mkdir -p {root}{path} && mount --bind {path} {root}{path} && " for path in _where_pip_looks())
-    program = f"mount -t proc proc {root}/proc && mount --rbind /dev {root}/dev && {binds}exec chroot {root} /bin/sh -c \"$1\""
+    kernel = f"mount -t proc proc {root}/proc && mount --rbind /sys {root}/sys && mount --rbind /dev {root}/dev"  # as in a container
+    program = f'{kernel} && {binds}exec chroot {root} /bin/sh -c "$1"'
     shown = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/root", "DEBIAN_FRONTEND": "noninteractive"} | variables
     shown.pop("PIP_EXTRA_INDEX_URL", None)
     assigned = " ".join(f"{name}='{value}'" for name, value in shown.items())

@@ -71,6 +71,7 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
     assert float((_apply(print, None, layer, x) == expected).float().mean()) > 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_an_engine_takes_float8_and_computes_with_it(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "m", tie=False, **SHAPE)
@@ -93,5 +94,8 @@ def test_an_engine_takes_float8_and_computes_with_it(tmp_path: Path) -> None:
     assert specs["model.layers.0.self_attn.k_proj.weight_scale_inv"] == "float32 [1, 2]"
     assert specs["model.layers.1.mlp.down_proj.weight_scale_inv"] == "float32 [2, 2]"
     assert checksums == WeightBucket.of(sent).checksums(), "to the last bit, under the names and in the shapes of the files"
-    float8, plain = ((torch.tensor(scored) - reference_logprobs(folder, ids, is_float8=is_float8)).abs() for is_float8 in (True, False))
-    assert float(float8.mean()) < 0.5 * float(plain.mean()), "rounding differs now and then; other weights would differ everywhere"
+    plain, float8 = (reference_logprobs(folder, ids, is_float8=is_float8) for is_float8 in (False, True))
+    moved, expected = torch.tensor(scored) - plain, float8 - plain
+    found = float(torch.corrcoef(torch.stack([moved, expected]))[0, 1])
+    # 0.78: where bfloat16 sums differ in the last bit, an entry now and then falls into another step of float8. Of unlike rounding it is 0.
+    assert found > 0.6 and 0.5 < float(moved.std() / expected.std()) < 2.0, found
