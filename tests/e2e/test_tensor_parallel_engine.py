@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from correction.correct import correct
 from correction.engines.weight_bucket import WeightBucket
@@ -85,6 +86,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     config = EngineConfig(device="cpu", max_total_tokens=16_384, max_running_requests=32, tensor_parallel=RANKS)
     with learner_on(folder, learning_rate=2e-3) as learner:
         engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of two ranks", has_weights=False))
+        engine_loop.run(engine.update_weights(1, copies(learner)))
         yield Scene(engine, learner, engine_loop)
         engine_loop.run(engine.shutdown())
 
@@ -115,7 +117,7 @@ def test_both_ranks_are_members_of_a_broadcast(scene: Scene) -> None:
 
     async def join() -> WeightBroadcaster:
         joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, 1 + RANKS, "weights"))
-        sender = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 1 + RANKS, "weights", 60.0)
+        sender = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, 1 + RANKS, "weights", 60.0, torch.device("cpu"))
         await joining
         return sender
 
