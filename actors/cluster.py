@@ -82,6 +82,7 @@ class Cluster:
                 raise
             return self
         os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: the others lower theirs themselves, see lower_priority
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # or Ray's control service keeps 100,000 calls
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
         workers = self._config.rollout.most_workers
         arguments: dict[str, Any] = {

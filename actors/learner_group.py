@@ -194,10 +194,10 @@ class LearnerRankActor:
         """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
         import torch
 
-        from learner.optimizer_steps import nobodys_batch
+        from learner.optimizer_steps import unsampled_batch
 
         ids, ends = torch.tensor(token_ids, dtype=torch.int64), torch.tensor([0, len(token_ids)])
-        batch = nobodys_batch(ids, ends, torch.arange(len(ids)) > 0)
+        batch = unsampled_batch(ids, ends, torch.arange(len(ids)) > 0)
         return [float(value) for value in self._learner.logprobs(batch)[1:]]
 
     def begin_save(self, number: int, folder: Path, hf_folder: Path) -> None:

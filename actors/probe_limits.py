@@ -33,8 +33,8 @@ class ProbeLimits:
     def of_run(cls, config: RunConfig) -> ProbeLimits:
         """With an engine's projections in float8 (rollout.engine.quantization) more than the learner's type alone would.
 
-        Measured on a CPU: the nano model's answers have a median of 0.01 and a largest of 0.06 nats, random models of two layers
-        0.1 and 0.4.
+        Measured on a CPU: the nano model's answers have a median of 0.01 and a largest of 0.06 nats, random models of two layers 0.1
+        and 0.4.
         """
         limit = config.weight_sync.max_probe_difference
         if config.rollout.engine.has_float8 and limit is None:

@@ -86,11 +86,11 @@ def demonstration_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -
     count = int(loss_mask.sum())
     if count == 0:
         raise DataError("supervised_step: loss_mask is False everywhere; there is nothing to learn from these sequences")
-    batch = nobodys_batch(token_ids, offsets, loss_mask)
+    batch = unsampled_batch(token_ids, offsets, loss_mask)
     return replace(uncorrected(batch), token_scale=torch.full((len(token_ids),), 1.0 / count))
 
 
-def nobodys_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> PackedBatch:
+def unsampled_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> PackedBatch:
     """Tokens that no policy has sampled, each sequence a group of its own. Raises: DataError for what doesn't fit together."""
     zeros = torch.zeros(len(token_ids))
     return PackedBatch(

@@ -313,7 +313,10 @@ def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     engine = IdsOnly(**arguments)
     asyncio.set_event_loop_policy(policy)                           # SGLang's import makes uvloop the policy of the whole process
     atexit.unregister(engine.shutdown)
-    engine.tokenizer_manager._subprocess_watchdog.stop()
+    manager = engine.tokenizer_manager
+    manager._subprocess_watchdog.stop()
+    for zmq_socket in (engine.send_to_rpc, manager.send_to_scheduler, manager.recv_from_detokenizer):
+        zmq_socket.linger = 0  # or whoever drops a dead engine waits until it has read what was sent to it: the garbage collector, for good
     return engine, capabilities
 
 

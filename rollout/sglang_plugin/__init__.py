@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import sys
 
@@ -26,7 +27,8 @@ def serves_on_cpu() -> bool:
 
 def platform() -> None:
     """Entry point `sglang.srt.platforms`: returns None, so that SGLang picks its platform itself."""
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    if multiprocessing.parent_process() is not None:  # the owner is not ours to tune
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     if not serves_on_cpu():
         return
     for name in STAND_INS:

@@ -177,6 +177,9 @@ def test_stopped_and_killed_scheduler(doomed: RolloutEngine, tiny_model: Path, e
         bystander.kill()
         bystander.wait(10)
     assert wait_until_gone(list(engine.process_ids.values()), 30.0) == []
+    manager = engine._process.engine.tokenizer_manager
+    lingers = [one.linger for one in (manager.send_to_scheduler, manager.recv_from_detokenizer, engine._process.engine.send_to_rpc)]
+    assert lingers == [0, 0, 0], "whoever collects this engine would wait for good until its scheduler has read the last messages"
     assert still_runs, "shutting the engine down killed a process that is not its own"
 
 
