@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from correction.engines.device_choice import KEPT_KERNELS
 from correction.errors import ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
 from rollout.engine_config import EngineConfig
@@ -228,7 +229,7 @@ class EngineProcess:
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
-            environment["OMP_NUM_THREADS"] = str(self._config.threads)
+            environment |= {"OMP_NUM_THREADS": str(self._config.threads), **KEPT_KERNELS}
         if self._config.tensor_parallel > 1:
             environment |= environment_of_ranks(self._config.tensor_parallel, sorted(os.sched_getaffinity(0)) if on_cpu else ())
         return environment

@@ -15,6 +15,7 @@ from actors.devices import check_devices, check_engine_device, check_received, c
 from actors.environment import OF_BATCHES, learner_environment, worker_environment
 from actors.placement import in_order
 from actors.rollout_worker import WorkerSettings
+from correction.engines.device_choice import KEPT_KERNELS
 from correction.errors import ConfigError
 from tests.actors.cases import prompt
 
@@ -181,7 +182,9 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one["NCCL_CUMEM_ENABLE"] == "0" and one["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
         assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"
     assert not {name for name in learner_environment(config()) if name.startswith(("NCCL", "TORCH_NCCL"))}
-    assert learner_environment(config("learner.device=cpu"))["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
+    on_cpu = learner_environment(config("learner.device=cpu"))
+    assert on_cpu["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
+    assert on_cpu.items() >= KEPT_KERNELS.items(), "or kernels for each shape stay in memory"
 
 
 def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:
