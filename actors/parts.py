@@ -143,6 +143,7 @@ def make_sync(
         on_failure=pool.report_unsyncable,
         generation=generation,
         float8=config.rollout.engine.has_float8,
+        ranks_of_engine=config.rollout.engine.tensor_parallel,
     )
 
 

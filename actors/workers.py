@@ -138,8 +138,8 @@ def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> 
     actor = (
         ray.remote(RolloutWorker)
         .options(
-            num_cpus=1,
-            num_gpus=settings.rollout.gpus_per_worker if on_gpu else 0,
+            num_cpus=settings.rollout.engine.tensor_parallel,  # as many processes compute
+            num_gpus=settings.rollout.gpus_of_a_worker if on_gpu else 0,
             resources={settings.resource: 1},
             max_concurrency=4096,
             max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead

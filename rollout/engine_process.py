@@ -37,6 +37,7 @@ from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
 from rollout.engine_config import EngineConfig
+from rollout.engine_ranks import environment_of_ranks
 from rollout.sglang_plugin import served_models
 from rollout.sglang_plugin.attention_kernel import check_compiler
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
@@ -234,6 +235,8 @@ class EngineProcess:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
             environment["TORCHDYNAMO_DISABLE"] = "1"                # functions that only GPUs need; to mark them loads the whole compiler
             environment |= {"OMP_NUM_THREADS": str(self._config.threads), **KEPT_KERNELS}
+        if self._config.tensor_parallel > 1:
+            environment |= environment_of_ranks(self._config.tensor_parallel, sorted(os.sched_getaffinity(0)) if on_cpu else ())
         return environment
 
     def _watch(self, engine: Any) -> None:
