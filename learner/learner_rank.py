@@ -20,6 +20,7 @@ from torch import Tensor
 
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
+from correction.engines import host_memory
 from correction.engines.capture import Capture
 from correction.engines.operators import head_logits
 from correction.engines.processor import Processor
@@ -195,6 +196,7 @@ class LearnerRank:
         trained = entropies[corrected.batch.loss_mask]
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics, updates = loss_metrics(sums, correction_config), [update for _, _, update in done]
+        host_memory.give_back_now_and_then()
         watch.seconds["total"] = time.perf_counter() - started
         return StepResult(
             step=step,

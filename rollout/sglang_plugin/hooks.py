@@ -14,6 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, UntypedStorage
 
+from correction.engines import host_memory
+
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"
 """Answer: HF name -> "dtype:shape", for example "float32:128,64"."""
@@ -62,6 +64,7 @@ def register(group_timeout_s: float) -> None:
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}._add_request_to_queue", _into_current_namespace, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.record_weight_version_change", _move_waiting, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.record_weight_version_change", _give_back_memory, HookType.AFTER)
     HookRegistry.register("sglang.srt.mem_cache.common.maybe_cache_unfinished_req", _leave_out_what_was_found, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _sleep, HookType.AFTER)
     HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_timeout, HookType.AROUND)
@@ -93,6 +96,10 @@ def _into_current_namespace(_scheduler: Any, req: Any, *_: Any, **__: Any) -> No
 def _move_waiting(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     for req in scheduler.waiting_queue:
         _into_current_namespace(scheduler, req)
+
+
+def _give_back_memory(*_: Any, **__: Any) -> None:
+    host_memory.give_back_now_and_then()
 
 
 def _leave_out_what_was_found(req: Any, _cache: Any, *, chunked: bool = False, **__: Any) -> None:
