@@ -6,8 +6,8 @@ ledger is cut back to it, the position in the data is the queue's. What is lost 
 done again. Queue and service do that in new processes; a learner whose ranks all live reads the checkpoint where it is.
 
 Weights that were published after that moment are withdrawn: the same version numbers will come again with other weights. A generation,
-which grows by one each time, tells them apart: a queue takes groups of its own generation, the weight sync receipts of its own, and a
-worker gives up all that it has under way before it hears of the next one.
+which grows by one each time, tells them apart: the weight sync takes receipts of its own generation, and a worker gives up all that it has
+under way before it hears of the next one. The pool waits for no answer of an earlier one any more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
 from ray.exceptions import (
     ActorUnavailableError,
     NodeDiedError,
@@ -35,7 +34,7 @@ from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.run_folder import RunFolder
-from actors.supervision import persistently
+from actors.supervision import kill, persistently
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded
 from rollout.tasks import Task
 
@@ -147,13 +146,6 @@ async def end_parts(
         return learner, dict(ranks)
     kill(*ranks.values())
     return None, {}
-
-
-def kill(*actors: Any) -> None:
-    """Those that may be gone already."""
-    for actor in actors:
-        with contextlib.suppress(Exception):
-            ray.kill(actor)
 
 
 class Returns:

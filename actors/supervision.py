@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import ray
 import ray.exceptions
 
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
@@ -178,6 +179,15 @@ def abandon(task: asyncio.Task[Any]) -> None:
     """Cancel a task whose end nobody waits for any more; an error that it has ended with counts as known."""
     if not task.cancel() and not task.cancelled():
         task.exception()
+
+
+def kill(*actors: Any) -> None:
+    """Kill actors that may be gone already."""
+    for actor in actors:
+        try:
+            ray.kill(actor)
+        except Exception as error:  # nothing to kill is what was wanted
+            log.debug("kill: %s", error)
 
 
 def unwrapped(error: BaseException) -> BaseException:

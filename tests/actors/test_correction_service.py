@@ -40,7 +40,7 @@ from learner.config import LearnerConfig
 from learner.results import StepValues
 from rollout.config import MaskOverlong, RolloutConfig
 from rollout.trajectory import FinishReason, Group
-from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put, trajectory
+from tests.actors.cases import FakeActor, group, prompt, prompts, stored, trajectory
 
 GROUPS = 4
 ROLLOUT = RolloutConfig.model_validate(
@@ -169,7 +169,7 @@ class Scene:
 
     async def put(self, *groups: Group) -> None:
         for finished in groups:
-            await put(self.queue, finished)
+            await self.queue.put(stored(finished))
             await asyncio.sleep(0.01)
 
 
@@ -284,7 +284,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
             under_way += await scene.admit(admitted, admitted + places)
             if under_way:
                 ticket = under_way.pop(order.randrange(len(under_way)))
-                await put(scene.queue, answered(ticket, rewards=(1.0, 1.0) if ticket.group_id in uniform else (0.0, 1.0)))
+                await scene.queue.put(stored(answered(ticket, rewards=(1.0, 1.0) if ticket.group_id in uniform else (0.0, 1.0))))
             await asyncio.sleep(0.02 * order.random())
 
     async def scenario() -> None:
@@ -694,7 +694,7 @@ def test_groups_whose_tokens_are_lost_are_sampled_again() -> None:
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.next_batch(0))
         finished = [answered(ticket) for ticket in tickets]
-        await scene.queue.put([one.facts for one in finished], FakeWorker(*finished, lost=(1, 3)))
+        await scene.queue.put(stored(*finished, lost=(1, 3)))
         again = await scene.queue.take_lost(1, 5.0)
         assert [ticket.group_id for ticket in again] == [1, 3] and not waiting.done()
         counts = scene.queue._queue.counts()

@@ -27,7 +27,7 @@ from actors.payloads import fetched
 from actors.queue_actor import TrajectoryQueueActor
 from actors.trajectory_queue import TrajectoryQueue
 from correction.batch import CorrectedBatch, PackedBatch
-from rollout.trajectory import Group, ids_of, logprobs_of
+from rollout.trajectory import Group, GroupFacts, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
 from tests.failures.measured import Measured
 
@@ -37,21 +37,13 @@ LARGE = 100_000
 
 
 class Sampling:
-    """A worker that has finished the groups it is given."""
+    """A worker that has finished the group that it is given."""
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
+    async def generate_group(self, one: Group) -> tuple[GroupFacts, Group]:
+        return one.facts, one
 
-    async def finish(self, groups: list[Group]) -> int:
-        self._groups = {one.group_id: one for one in groups}
-        await self._queue.put.remote([one.facts for one in groups], ray.get_runtime_context().current_actor)
-        while self._groups:
-            await asyncio.sleep(0.01)
+    async def pid(self) -> int:
         return os.getpid()
-
-    async def payloads(self, group_ids: list[int]) -> Any:
-        groups = [self._groups.pop(group_id) for group_id in group_ids]
-        return groups if len(groups) > 1 else groups[0]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +61,7 @@ def large(one: Group) -> Group:
 
 
 def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cluster) -> None:
-    """A worker that is killed right after its groups were taken costs none of them, small or large. Of a node that goes, the large ones
+    """A worker that is killed right after its answers costs none of them, small or large. Of a node that goes, the large ones
     are lost: said by their ids, and no others; the small ones came with their references."""
     node = cluster.add_node(num_cpus=2, resources={"rollout": 2})
     head = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # where a run has it: beside the driver
@@ -80,10 +72,14 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     finished = [group(ticket) for ticket in ray.get(queue.admit.remote(prompts(0, 4)), timeout=60)]
     finished = [large(one) if one.group_id % 2 else one for one in finished]
 
-    workers = [sampling.remote(queue) for _ in range(2)]  # kept: Ray ends an actor that nobody holds
-    pids = ray.get([worker.finish.remote(part) for worker, part in zip(workers, (finished[:2], finished[2:]), strict=True)], timeout=60)
+    workers = [sampling.remote() for _ in range(2)]  # kept: Ray ends an actor that nobody holds
+    pids = ray.get([worker.pid.remote() for worker in workers], timeout=60)
+    pairs = [workers[i // 2].generate_group.options(num_returns=2).remote(one) for i, one in enumerate(finished)]
+    facts = ray.get([found for found, _ in pairs], timeout=60)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    ray.get(queue.put.remote([StoredGroup(*both) for both in zip(facts, [group for _, group in pairs], strict=True)]), timeout=60)
+    del pairs
     stored = ray.get(queue.draw.remote(0, 4, 10.0), timeout=60)
     assert [one.facts for one in stored] == [one.facts for one in finished]
     groups, lost = asyncio.run(fetched(stored[:2], deadline_s=60.0))

@@ -142,7 +142,7 @@ _FAULTS = {  # by kind: how often, how long
     "reject_batches": (1, (1, 2)),
 }
 _LATE = (
-    "generate_groups",
+    "generate_group",
     "update_weights",
     "put",
     "draw",
@@ -155,10 +155,10 @@ _LATE = (
     "snapshot",
 )
 _LOST = (
-    *("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
+    *("generate_group", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
     *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost"),
 )
-_REPEATED = ("generate_groups", "put", "admit", "draw", "advance", "next_batch", "forwarded")
+_REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
 _BROKEN = ("", "", "everybody")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 
