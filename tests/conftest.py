@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups = [group_of(item.nodeid) for item in items]
     places = {name: place for place, name in enumerate(dict.fromkeys(groups))}
     items.sort(key=lambda item: (_rank(name := group_of(item.nodeid)), places[name]))  # stable: tests of a group keep their order
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch, Ray and 4,000 tests stay to the end: no collection of garbage need look through them
 
 
 def pytest_sessionfinish() -> None:
