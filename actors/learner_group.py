@@ -24,7 +24,7 @@ from actors.devices import check_received
 from actors.exporter import MetricsEndpoint, listen_address, node_address
 from actors.hub import model_folder
 from actors.placement import RankPlaces
-from actors.supervision import USUAL_START, wait_for
+from actors.supervision import USUAL_START, kill, wait_for
 from correction.engines.quick_imports import uncollected
 from correction.errors import DataError, DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
@@ -58,15 +58,19 @@ class LearnerRankActor:
         self._version = 0
         self._calls = 0
         self._broadcaster: WeightBroadcaster | None = None
+        self._reserved: socket.socket | None = None
         self._staging: Staging | None = None
         self._processor: Processor | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 listens: this node and a port that is free now."""
+        """Where rank 0 will listen: this node and a port that nobody else is given until the next one is asked for."""
         host = node_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        if self._reserved is not None:
+            self._reserved.close()
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who listens there sets it, too, and may
+        self._reserved.bind((host, 0))
+        return host, self._reserved.getsockname()[1]
 
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
@@ -364,9 +368,7 @@ class LearnerGroup:
         return {f"learner rank {number}": rank for number, rank in enumerate(self._ranks)}
 
     def kill(self) -> None:
-        for rank in self._ranks:
-            with contextlib.suppress(Exception):  # it may be gone
-                ray.kill(rank)
+        kill(*self._ranks)
 
     def _submit(self, method: str, *arguments: Any, results: int = 1) -> list[Any]:
         """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller."""

@@ -23,7 +23,7 @@ from actors.departures import Departures, first_to_leave
 from actors.elastic import Elastic
 from actors.faults import LossBook
 from actors.rollout_worker import WorkerSettings
-from actors.supervision import counted, unwrapped, wait_for
+from actors.supervision import counted, kill, unwrapped, wait_for
 from actors.weight_sync import WeightSync
 from actors.workers import PoolObserver, WorkerHandle, WorkerState
 from correction.errors import ActorLost, EngineError, EvenkeelError
@@ -36,10 +36,10 @@ _STARTS = 3
 class Membership(ABC):
     """The workers of a pool. One event loop uses it."""
 
-    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver, places: int = 1) -> None:
+    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, observer: PoolObserver, places: int = 1) -> None:
         """Args: places: groups that admission allows outstanding; an elastic pool grows to no more workers than they keep busy."""
         self._settings, self._config, self._deadlines = settings, settings.rollout, deadlines
-        self._queue_actor, self._observer = queue, observer
+        self._observer = observer
         self._sync: WeightSync | None = None
         self._workers: dict[str, WorkerHandle] = {}
         self._born = 0
@@ -163,8 +163,8 @@ class Membership(ABC):
     def _start_worker(self) -> None:
         name = str(self._born)
         self._born += 1
-        worker = workers.create(name, self._settings, self._queue_actor, self._losses.avoided(self._now()))
-        worker.follow(self._queue_actor, self._generation)
+        worker = workers.create(name, self._settings, self._losses.avoided(self._now()))
+        worker.follow(self._generation)
         self._workers[name] = worker
         self.spawn(self._bring_up(worker))
 
@@ -198,7 +198,7 @@ class Membership(ABC):
             return
         never_worked = worker.state is WorkerState.STARTING
         self.forget(worker)
-        workers.kill(worker.actor)
+        kill(worker.actor)
         self._lost_groups.add(worker)
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")

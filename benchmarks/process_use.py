@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray.actor import ActorHandle
 
 _EVERY_S = 0.1
 _IDLE_S = 5.0
@@ -88,6 +89,8 @@ class Uses:
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
+        self.calls: dict[str, int] = {}
+        """Of actors, by the process that made them, between `begin` and `end`."""
 
     async def idle_share(self) -> dict[str, float]:
         """By process: CPU seconds of a second in which nothing is asked of it (Ray's own threads, heartbeats)."""
@@ -100,6 +103,8 @@ class Uses:
         """What follows counts."""
         for use in self._uses.values():
             use.begin()
+        _count_calls(None)
+        _all(self._actors, _count_calls)
         if self._profile == "functions":
             _begin_profile(None)
             _all(self._actors, _begin_profile)
@@ -107,6 +112,8 @@ class Uses:
     def end(self) -> dict[str, tuple[float, int]]:
         """CPU seconds since `begin` and bytes, by process; prints what was asked for."""
         used = {name: (use.cpu_s, use.grown) for name, use in self._uses.items()}
+        made = _calls_made(None)  # before it asks the others
+        self.calls = {"driver": made} | dict(zip(self._actors, _all(self._actors, _calls_made), strict=True))
         self._is_over.set()
         self._watcher.join()
         if self._profile == "threads":
@@ -130,6 +137,29 @@ def _all(actors: Mapping[str, Any], what: Any) -> list[Any]:
 
 def _pid(_: Any) -> int:
     return os.getpid()
+
+
+_calls = -1  # of this process; -1: they are not counted yet
+
+
+def _count_calls(_: Any) -> None:
+    """Calls of actors that this process makes from now on."""
+    global _calls
+    is_first, _calls = _calls < 0, 0
+    if not is_first:
+        return
+    call = ActorHandle._actor_method_call
+
+    def counted(handle: Any, *arguments: Any, **named: Any) -> Any:
+        global _calls
+        _calls += 1
+        return call(handle, *arguments, **named)
+
+    ActorHandle._actor_method_call = counted
+
+
+def _calls_made(_: Any) -> int:
+    return _calls
 
 
 _profile: cProfile.Profile | None = None  # a process has one: of the thread that its event loop runs in

@@ -325,7 +325,7 @@ def test_sglang_reads_a_bucket_of_many_types(engine: RolloutEngine) -> None:
 
     types = (torch.bfloat16, torch.float32, torch.uint8, torch.float16)
     tensors = {str(dtype): torch.arange(6, dtype=dtype).reshape(2, 3).T for dtype in types}
-    payload = MultiprocessingSerializer.deserialize(weight_transfer.SharedStaging().payload(WeightBucket.of(tensors)))
+    payload = MultiprocessingSerializer.deserialize(weight_transfer.SharedStaging().payloads(WeightBucket.of(tensors))[0])
     read = FlattenedTensorBucket(flattened_tensor=payload["flattened_tensor"], metadata=payload["metadata"]).reconstruct_tensors()
     assert [name for name, _ in read] == list(tensors)
     assert all(torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype for name, tensor in read)
