@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ _RUNS = (
     "tests/actors/test_learner_ranks_in_ray.py",
     "tests/failures",
 )
-"""Whole runs, which wait as much as they compute, the longest first: one of the two processes begins with them."""
+"""Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them."""
 
 _COMPUTING = (
     "tests/rollout/test_rewards.py",
@@ -48,7 +49,7 @@ _COMPUTING = (
     "ranks",
     "engines",
 )
-"""What computes, the longest last: the other process begins there. What is short lies between, and they end together."""
+"""What computes, the longest last: the others begin there. What is short lies between, and they end together."""
 
 
 def group_of(node_id: str) -> str:
@@ -58,7 +59,7 @@ def group_of(node_id: str) -> str:
 
 
 def _rank(group: str) -> int:
-    """Place in the row of which two processes take from the front, and the second from the back; 0: in the middle."""
+    """Place in the row of which the first process takes from the front, and the others from the back; 0: in the middle."""
     for rank, start in enumerate(_RUNS):
         if group.startswith(start):
             return rank - len(_RUNS)
@@ -71,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups for `pytest -n 2`. (Those of `--dist loadgroup` go by marks, which pytest 9.2 leaves without effect.)"""
+    """Groups for `pytest -n 2`, or more. (Those of `--dist loadgroup` go by marks, which pytest 9.2 leaves without effect.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class InGroups(LoadScopeScheduling):
@@ -79,7 +80,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            if self.nodes.index(node) % 2:
+            if self.nodes.index(node):  # one whole run at a time, as long as there is something else
                 self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
             super()._assign_work_unit(node)
 
@@ -94,6 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups = [group_of(item.nodeid) for item in items]
     places = {name: place for place, name in enumerate(dict.fromkeys(groups))}
     items.sort(key=lambda item: (_rank(name := group_of(item.nodeid)), places[name]))  # stable: tests of a group keep their order
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # torch, Ray and 4,000 tests stay to the end: no collection of garbage need look through them
 
 
 def pytest_sessionfinish() -> None:

@@ -32,6 +32,7 @@ from actors.record.terminal import TerminalView
 from actors.run_summary import RunSummary
 from actors.supervision import HALF_OVER, counted
 from actors.true_on_policy import resolved
+from correction.engines.quick_imports import uncollected
 from correction.errors import DataError, EvenkeelError
 from learner.hf_folder import HFWeights, read_config
 from learner.model_check import check_trainable
@@ -75,6 +76,7 @@ def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None
         folder.close()
 
 
+@uncollected()  # it imports transformers and the task's library
 def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[RunConfig, Task, list[str]]:
     """Check a run before anything of it is made.
 

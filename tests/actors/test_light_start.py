@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +24,61 @@ HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "scipy", "pandas"
 """Each of these takes between half a second and five to import."""
 
 PROGRAM = """
-import json, sys
+import json, os, sys
 from actors.commands.cli import main
-sys.argv[1:] = json.loads(sys.argv[1])
-try:
-    main()
-except SystemExit as end:
-    code = end.code
+for words in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    if os.fork():
+        os.wait()
+        continue
+    sys.argv[1:] = words
+    try:
+        main()
+        code = None
+    except SystemExit as end:
+        code = end.code
     loaded = sorted({name.split(".")[0] for name in sys.modules})
-    print(json.dumps({"code": code, "loaded": loaded}), file=sys.stderr)
+    sys.stdout.flush()
+    print(json.dumps({"code": code, "loaded": loaded}), file=sys.stderr, flush=True)
+    os._exit(0)
 """
 
 
-def loaded_by(*words: str) -> tuple[object, set[str]]:
-    """(exit code or message, top-level packages loaded) of a call of the command line in a process of its own."""
+@cache
+def answers() -> list[dict[str, Any]]:
+    """Of the command line to each of the calls: exit code or message, and the top-level packages that were loaded.
+
+    Each call has a process of its own, a fork of one that has imported the command line and nothing else.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(words)], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
-    )
-    answer = json.loads(done.stderr.splitlines()[-1])
-    return answer["code"], set(answer["loaded"])
+    asked = json.dumps([words for words, _ in CALLS])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, asked], capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    return [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"code"')]
 
 
 RECIPE = "recipes/nano_spell_backward.yaml"
 
 
-@pytest.mark.parametrize(
-    ("words", "end"),
-    [
-        (["--help"], 0),
-        (["train", "--help"], 0),
-        (["train", RECIPE, "stepps=5"], "stepps = 5: no such key; the nearest is steps"),
-        (["train", RECIPE, "correction.preset=grop"], "Did you mean grpo?"),
-        (["init-model", RECIPE, "rollout.workers=two"], "rollout.workers"),
-        (["eval", "models/none", "--task", RECIPE, "learner.learning_rte=1"], "the nearest is learner.learning_rate"),
-        (["train", "--resume", "runs/none", "stepps=5"], "runs/none"),
-        (["config", RECIPE], 0),
-        (["presets"], 0),
-        (["simulate", "--help"], 0),
-        (["simulate", RECIPE, "--decode", "fast"], "--decode fast: give REQUESTS:TOKENS_PER_S"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_help_and_refusals_load_nothing_heavy(words: list[str], end: int | str) -> None:
-    code, loaded = loaded_by(*words)
+CALLS: list[tuple[list[str], int | str]] = [
+    (["--help"], 0),
+    (["train", "--help"], 0),
+    (["train", RECIPE, "stepps=5"], "stepps = 5: no such key; the nearest is steps"),
+    (["train", RECIPE, "correction.preset=grop"], "Did you mean grpo?"),
+    (["init-model", RECIPE, "rollout.workers=two"], "rollout.workers"),
+    (["eval", "models/none", "--task", RECIPE, "learner.learning_rte=1"], "the nearest is learner.learning_rate"),
+    (["train", "--resume", "runs/none", "stepps=5"], "runs/none"),
+    (["config", RECIPE], 0),
+    (["presets"], 0),
+    (["simulate", "--help"], 0),
+    (["simulate", RECIPE, "--decode", "fast"], "--decode fast: give REQUESTS:TOKENS_PER_S"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=lambda number: " ".join(CALLS[number][0]))
+def test_help_and_refusals_load_nothing_heavy(number: int) -> None:
+    end, found = CALLS[number][1], answers()
+    assert len(found) == len(CALLS)
+    code, loaded = found[number]["code"], set(found[number]["loaded"])
     assert code == end if isinstance(end, int) else end in str(code)
     assert loaded & set(HEAVY) == set()
     assert "actors" in loaded  # it was our command that ran

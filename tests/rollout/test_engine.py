@@ -53,18 +53,27 @@ def buckets_of(weights: dict[str, Tensor], count: int) -> list[WeightBucket]:
     return [WeightBucket.of({name: weights[name] for name in names[start::count]}) for start in range(count)]
 
 
-def test_the_schedulers_registry_finds_our_models_before_it_imports_all(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own module, made anew with the variables that its children get."""
-    for name, value in engine._process._environment().items():
-        monkeypatch.setenv(name, value)
-    spec = importlib.util.find_spec("sglang.srt.models.registry")
+def made_anew(module: str) -> Any:
+    """Another copy of a module of SGLang's."""
+    spec = importlib.util.find_spec(module)
     assert spec is not None and spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
-    assert {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Glm4ForCausalLM"} <= set(fresh.ModelRegistry.models)
-    assert len(fresh.ModelRegistry.models) < 30 and not fresh.ModelRegistry._default_models_loaded
-    assert fresh.ModelRegistry.resolve_model_cls(["Qwen3ForCausalLM"])[1] == "Qwen3ForCausalLM"
-    assert not fresh.ModelRegistry._default_models_loaded
+    return fresh
+
+
+def test_a_scheduler_imports_our_models_alone_and_no_compiler(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own modules, made anew with the variables that its children get."""
+    for name, value in engine._process._environment().items():
+        monkeypatch.setenv(name, value)
+    registry = made_anew("sglang.srt.models.registry").ModelRegistry
+    assert {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Glm4ForCausalLM"} <= set(registry.models)
+    assert registry.resolve_model_cls(["Qwen3ForCausalLM"])[1] == "Qwen3ForCausalLM"
+    assert len(registry.models) < 30 and not registry._default_models_loaded
+    assert registry.is_arch_supported("GraniteForCausalLM"), "others are found, too"
+    assert len(registry.models) > 200 and registry._default_models_loaded
+    marked = made_anew("sglang.srt.managers.overlap_utils")._assert_nonneg_and_invalidate
+    assert not hasattr(marked, "_torchdynamo_orig_callable"), "to mark a function for the compiler loads it"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
