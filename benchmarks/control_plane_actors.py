@@ -7,8 +7,7 @@ ones. Many workers share a process. Printed for each number of workers and of gr
 process by process, what of them a process takes in that time without any work, and by how much its anonymous memory has grown; how long a
 place that has become free waits for its group (p50, p99); what the learner waits between two steps; from publishing a version to the last
 worker's receipt; how late the driver's event loop was; and the tokens a second at which the first of the single processes would have no
-time left; before that, what Ray takes for a call that does nothing. With --profile also in which threads, or functions of their event
-loops.
+time left; before that, what Ray takes for a call that does nothing. With --threads also in which threads.
 """
 
 from __future__ import annotations
@@ -236,12 +235,12 @@ class ReplayedRun:
             ray.kill(actor)
 
 
-async def run(shape: ReplayedShape, *, profile: str) -> tuple[Figures, dict[str, tuple[float, int]]]:
+async def run(shape: ReplayedShape, *, tells_threads: bool) -> tuple[Figures, dict[str, tuple[float, int]]]:
     """Of a run: what was measured, and of each process CPU seconds and bytes."""
     replayed = ReplayedRun(shape)
     try:
         await replayed.join()
-        uses = Uses(replayed.actors, profile=profile)
+        uses = Uses(replayed.actors, tells_threads=tells_threads)
         replayed.figures.idle = await uses.idle_share()
         return replayed.figures, await replayed.train(uses)
     finally:
@@ -261,7 +260,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e5, help="tokens a second that engines and learner aim at")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--hosts", type=int, default=1, help="processes that the workers share")
-    parser.add_argument("--profile", choices=("threads", "functions"), default="", help="print what of the processes takes their time")
+    parser.add_argument("--threads", action="store_true", help="print which threads of the processes take their time")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of the actors
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp") as folder:
@@ -269,7 +268,7 @@ def main() -> None:
         print(asyncio.run(CallFloor.measured()), flush=True)
         for workers, groups in itertools.product(map(int, arguments.workers.split(",")), map(int, arguments.groups.split(","))):
             shape = ReplayedShape(workers, groups, arguments.tokens, arguments.rate, arguments.steps, arguments.hosts)
-            found, used = asyncio.run(run(shape, profile=arguments.profile))
+            found, used = asyncio.run(run(shape, tells_threads=arguments.threads))
             _tell(shape, found, used)
         ray.shutdown()
 
