@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from actors.carriers import Ticket
+from actors.carriers import StoredGroup, Ticket
 from actors.supervision import patiently
 from actors.trajectory_queue import ANSWER_S
 from correction.errors import ActorLost
@@ -31,6 +31,10 @@ class PatientQueue:
         call = getattr(self.actor, method)
         what = f"{method} <- trajectory queue"
         return await patiently(lambda: call.remote(*arguments), what, deadline_s=limit_s, notice_s=limit_s, late=self._late)
+
+    async def put(self, groups: list[StoredGroup]) -> None:
+        """Finished ones. Raises: ActorLost."""
+        await self.ask("put", groups)
 
     async def give_up(self, group_id: int, reason: str) -> None:
         """Discard a group that nobody could sample."""

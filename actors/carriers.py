@@ -140,6 +140,19 @@ class GroupSummary:
     reward_s: float = 0.0
     """Seconds from the last answer to the last reward."""
 
+    @classmethod
+    def of(cls, group: GroupFacts, worker: str) -> GroupSummary:
+        return cls(
+            group_id=group.group_id,
+            response_tokens=sum(t.response_tokens for t in group.trajectories),
+            trajectories=len(group.trajectories),
+            reward_errors=tuple(t.error for t in group.trajectories if t.error),
+            generate_s=group.generate_s,
+            worker=worker,
+            prompt_id=group.prompt_id,
+            reward_s=group.reward_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GroupFailure:

@@ -86,7 +86,7 @@ class Cluster:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
         workers = self._config.rollout.most_workers
         arguments: dict[str, Any] = {
-            "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
+            "num_cpus": self._config.logical_cpus,
             "resources": {settings.rollout_resource: workers},
             "include_dashboard": settings.include_dashboard,
             "_temp_dir": str(settings.temp_dir.resolve()) if settings.temp_dir else None,

@@ -18,8 +18,6 @@ from rollout.config import AnswerSampling
 from rollout.continuation import UnfinishedGroup
 from rollout.trajectory import Prompt, Trajectory
 
-_HANDFUL = 4
-"""Groups in one call to a worker, at most: one call for each would keep the driver and the workers busy with calls."""
 _EVALUATION_SHARE = 4
 """One in so many of a worker's slots may go to evaluations while training is fed."""
 
@@ -97,7 +95,7 @@ class WaitingWork:
         questions = f"{sum(part.size for part in self._questions)} evaluation answers" if self._questions else ""
         return " and ".join(part for part in (groups, questions) if part) or "nothing"
 
-    def take(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Sequence[Ticket] | Questions]]:
+    def take(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Ticket | Questions]]:
         """What workers take now, as (worker, what one call to it is given); counted among what they have under way.
 
         Args:
@@ -120,7 +118,7 @@ class WaitingWork:
             worker.questions += size
             yield worker, self._questions.pop(0)
 
-    def _take_groups(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Sequence[Ticket]]]:
+    def _take_groups(self, ready: Sequence[T], sharers: Sequence[T]) -> Iterator[tuple[T, Ticket]]:
         total = len(self._tickets) + sum(len(w.groups) for w in sharers)
         share, rest = divmod(total, max(1, len(sharers)))  # `rest` workers may hold one more than that
         above = sum(len(w.groups) > share for w in sharers)
@@ -130,8 +128,7 @@ class WaitingWork:
             taken = self._take_tickets(worker, max(0, free), is_alone=len(sharers) < 2)
             worker.groups.update(ticket.group_id for ticket in taken)
             above += held <= share < len(worker.groups)
-            size = max(1, min(_HANDFUL, len(taken) // 8))
-            yield from ((worker, taken[i : i + size]) for i in range(0, len(taken), size))
+            yield from ((worker, ticket) for ticket in taken)
 
     def _take_tickets(self, worker: Taker, count: int, *, is_alone: bool) -> list[Ticket]:
         """The oldest ones that this worker may have."""

@@ -36,10 +36,10 @@ _STARTS = 3
 class Membership(ABC):
     """The workers of a pool. One event loop uses it."""
 
-    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver, places: int = 1) -> None:
+    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, observer: PoolObserver, places: int = 1) -> None:
         """Args: places: groups that admission allows outstanding; an elastic pool grows to no more workers than they keep busy."""
         self._settings, self._config, self._deadlines = settings, settings.rollout, deadlines
-        self._queue_actor, self._observer = queue, observer
+        self._observer = observer
         self._sync: WeightSync | None = None
         self._workers: dict[str, WorkerHandle] = {}
         self._born = 0
@@ -163,8 +163,8 @@ class Membership(ABC):
     def _start_worker(self) -> None:
         name = str(self._born)
         self._born += 1
-        worker = workers.create(name, self._settings, self._queue_actor, self._losses.avoided(self._now()))
-        worker.follow(self._queue_actor, self._generation)
+        worker = workers.create(name, self._settings, self._losses.avoided(self._now()))
+        worker.follow(self._generation)
         self._workers[name] = worker
         self.spawn(self._bring_up(worker))
 

@@ -72,10 +72,10 @@ class StartingPoint:
         return f"the checkpoint of step {self.step}" if self.checkpoint else "its beginning (it has no checkpoint)"
 
 
-def make_queue(config: RunConfig, generation: int) -> Any:
+def make_queue(config: RunConfig) -> Any:
     """The queue's actor, empty."""
     queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(
-        groups_per_step=config.groups_per_step, max_staleness=config.max_staleness, generation=generation
+        groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
     )
     lower_priority(queue)
     return queue
@@ -143,6 +143,7 @@ def make_sync(
         on_failure=pool.report_unsyncable,
         generation=generation,
         float8=config.rollout.engine.has_float8,
+        ranks_of_engine=config.rollout.engine.tensor_parallel,
     )
 
 

@@ -1,9 +1,10 @@
 """Payload by reference: groups travel as facts, and their tokens stay in the object store until somebody computes with them.
 
-A worker tells the queue the facts of a finished group (rewards, lengths, version spans), and the queue asks the worker for the group
-itself: a call whose result is nobody's concern but its reference. So the queue owns the object and not the worker, whose engine may fail or
-be replaced at any moment: an object goes with its owner, and what a lost worker had finished would have to be sampled again. The object
-lies in the store of the worker's node (a small one with its reference); with that node it is lost, and the group is sampled again.
+A worker answers the pool's call with the facts of the finished group (rewards, lengths, version spans) and, as a second result, with the
+group itself: only its reference goes on, with the facts, to the queue and the service. Ray gives a result to who has called, so the driver
+owns the object and not the worker, whose engine may fail or be replaced at any moment: an object goes with its owner, and what a lost
+worker had finished would have to be sampled again. The object lies in the store of the worker's node (a small one with its reference);
+with that node it is lost, and the group is sampled again.
 """
 
 from __future__ import annotations
@@ -18,24 +19,17 @@ import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup
 from actors.supervision import persistently, wait_for
-from rollout.trajectory import Group, GroupFacts
-
-
-def stored(groups: Sequence[GroupFacts], worker: Any) -> list[StoredGroup]:
-    """The groups with references to them, owned by the process that calls this.
-
-    Args: worker: handle of the RolloutWorker that holds them; it lets go of them.
-    """
-    if not groups:
-        return []
-    found = worker.payloads.options(num_returns=len(groups)).remote([one.group_id for one in groups])
-    references = found if len(groups) > 1 else [found]
-    return [StoredGroup(facts, reference) for facts, reference in zip(groups, references, strict=True)]
+from rollout.trajectory import Group
 
 
 async def value_of(reference: Any) -> Any:
     """What a reference refers to, or the thing itself. It is read beside the event loop, as Ray does it for what is awaited."""
     return await reference if isinstance(reference, Awaitable) else reference
+
+
+def disregard(reference: Any) -> None:
+    """Nobody needs what a call that failed would have returned beside its answer. (Ray reports an error that nobody has looked at.)"""
+    asyncio.ensure_future(reference).add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], list[int]]:

@@ -10,22 +10,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from actors import workers
 from actors.admission import PatientQueue
-from actors.carriers import FAILED, LOST, GroupFailure, Ticket
+from actors.carriers import FAILED, LOST, GroupFailure, GroupSummary, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
 from actors.deadlines import group_s
+from actors.delivery import Delivery
 from actors.dispatch import Questions, WaitingWork, continuing
 from actors.faults import STRIKES, GroupBook
 from actors.membership import Membership
+from actors.payloads import disregard
 from actors.rollout_worker import GroupOutcome, WorkerSettings
 from actors.supervision import counted, unless_failed, wait_for
 from actors.trajectory_queue import ANSWER_S
 from actors.weight_sync import SyncTarget
 from actors.workers import PoolObserver, WorkerHandle
-from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
+from correction.errors import ActorLost, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
 from rollout.config import AnswerSampling
 from rollout.continuation import UnfinishedGroup
 from rollout.trajectory import Prompt, Trajectory
@@ -47,8 +50,9 @@ class RolloutPool(Membership):
 
     def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver, places: int = 1) -> None:
         """Args: places: groups that admission allows outstanding."""
-        super().__init__(settings, deadlines, queue, observer, places)
+        super().__init__(settings, deadlines, observer, places)
         self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
+        self._begin_delivery()
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._groups = GroupBook()
         self._will_look = False
@@ -72,10 +76,11 @@ class RolloutPool(Membership):
 
     def serve(self, queue: Any, generation: int) -> None:
         """Finished groups go to another queue from now on; what the workers have under way is given up."""
-        self._queue, self._queue_actor, self._generation = self._queue.replaced_by(queue), queue, generation
+        self._queue, self._generation = self._queue.replaced_by(queue), generation
+        self._begin_delivery()
         self._progressed = self._now()
         for worker in self._workers.values():
-            worker.follow(queue, generation)
+            worker.follow(generation)
 
     # -- workers that fail -------------------------------------------------------------------------------------------
 
@@ -120,59 +125,76 @@ class RolloutPool(Membership):
             self._work.add_groups(tickets)
             self.wake()
 
-    async def _sample(self, worker: WorkerHandle, tickets: Sequence[Ticket]) -> None:
-        """Have a worker sample groups that it took; if it fails they wait again, and the queue takes each once."""
-        ids = [ticket.group_id for ticket in tickets]
+    async def _sample(self, worker: WorkerHandle, ticket: Ticket) -> None:
+        """Have a worker sample a group that it took; if it fails the group waits again, and the queue takes it once."""
+        group_id = ticket.group_id
         lived = False
+        outcome = payload = None
         try:
-            if self._groups.were_lost(ids):  # on a worker that died together with others, without it
+            if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
                 await wait_for(worker.actor.load.remote(), f"sign of life <- rollout worker {worker.name}", deadline_s=ANSWER_S)
                 if not self._is_current(worker):  # a version was published meanwhile
                     raise EngineDirty(f"rollout worker {worker.name} doesn't hold the published weights any more")
             lived = True
-            call = worker.actor.generate_groups.remote(tickets)
-            outcomes = await self._worked(call, f"groups {ids} <- rollout worker {worker.name}")
+            found, payload = worker.actor.generate_group.options(num_returns=2).remote(ticket)
+            outcome = await self._worked(found, f"group {group_id} <- rollout worker {worker.name}")
         except EngineError as error:
             self._engine_failed(worker, error)
             is_loss = lived and not worker.leaves and not isinstance(error, EngineDirty)
-            guilty = self._groups.lost(ids, worker.name) if is_loss else []
-            for ticket in tickets:
-                if ticket.group_id in guilty:
-                    self._discard(ticket, LOST, f"a third engine was lost while it was sampled: {error}")
-                elif self._groups.is_suspect(ticket.group_id):
-                    self._work.suspect(ticket.group_id)
-            self._work.add_groups([ticket for ticket in tickets if ticket.group_id not in guilty])
+            if is_loss and self._groups.lost([group_id], worker.name):
+                self._discard(ticket, LOST, f"a third engine was lost while it was sampled: {error}")
+            else:
+                if self._groups.is_suspect(group_id):
+                    self._work.suspect(group_id)
+                self._work.add_groups([ticket])
         except (DeadlineExceeded, LateError) as error:  # the worker answers its heartbeat: it waits for others
-            self._observer.event("warning", f"others sample groups {ids} again, worker {worker.name} goes on: {error}")
-            self._work.add_groups(tickets)
+            self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
+            self._work.add_groups([ticket])
         else:
-            self._take(worker, tickets, outcomes)
+            self._take(worker, ticket, outcome, payload)
         finally:
-            worker.groups.difference_update(ids)
+            worker.groups.discard(group_id)
+            if payload is not None and outcome is None:
+                disregard(payload)
         self.wake()
 
-    def _take(self, worker: WorkerHandle, tickets: Sequence[Ticket], outcomes: Sequence[GroupOutcome]) -> None:
-        """What became of the groups of a call."""
-        for ticket, outcome in zip(tickets, outcomes, strict=True):
-            if isinstance(outcome, UnfinishedGroup):
-                worker.handed_back.append(outcome)
-                self._work.add_groups([continuing(ticket, outcome)])
-            elif not isinstance(outcome, GroupFailure):
-                if not worker.has_worked:
-                    worker.has_worked = True
-                    self._observer.event("info", workers.first_work(worker))
-                worker.resyncs, self._progressed, worker.worked_at = 0, self._now(), self._now()
-                self._losses.worked()
-                self._groups.finished(ticket.group_id, worker.name)
-                self._work.forget(ticket.group_id)
-                self._observer.group_finished(outcome)
-            elif not outcome.is_final and self._groups.failed(ticket.group_id, worker.name):
-                self._observer.event("warning", f"group {ticket.group_id} is sampled again: {outcome.reason}")
-                self._work.add_failed(ticket, worker)
-            else:
-                self._discard(ticket, FAILED, outcome.reason)
+    def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any) -> None:
+        """What became of a group. Args: payload: reference to it, if it is finished."""
+        if isinstance(outcome, UnfinishedGroup):
+            worker.handed_back.append(outcome)
+            self._work.add_groups([continuing(ticket, outcome)])
+        elif not isinstance(outcome, GroupFailure):
+            if not worker.has_worked:
+                worker.has_worked = True
+                self._observer.event("info", workers.first_work(worker))
+            worker.resyncs, self._progressed, worker.worked_at = 0, self._now(), self._now()
+            self._losses.worked()
+            self._groups.finished(ticket.group_id, worker.name)
+            self._work.forget(ticket.group_id)
+            self._observer.group_finished(GroupSummary.of(outcome, worker.name))
+            self._delivery.add(ticket, StoredGroup(outcome, payload))
+        elif not outcome.is_final and self._groups.failed(ticket.group_id, worker.name):
+            self._observer.event("warning", f"group {ticket.group_id} is sampled again: {outcome.reason}")
+            self._work.add_failed(ticket, worker)
+        else:
+            self._discard(ticket, FAILED, outcome.reason)
         if self._groups.is_sick(worker.name):
             self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
+
+    def _begin_delivery(self) -> None:
+        self._delivery = Delivery(self._queue, self._undelivered, spawn=lambda work: self.spawn(work, name=_CALL))
+
+    def _undelivered(self, tickets: Sequence[Ticket], error: ActorLost) -> None:
+        """The queue can't be reached; if it is gone, the run goes back, or ends."""
+        self._observer.event("warning", f"groups {[ticket.group_id for ticket in tickets]} are sampled again: {error}")
+        self._work.add_groups(tickets)
+        self.wake()
+
+    @contextmanager
+    def learner_waits(self) -> Iterator[None]:
+        """Around the learner's wait for a batch, once a step."""
+        with super().learner_waits(), self._delivery.hurried():
+            yield
 
     def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
@@ -268,5 +290,5 @@ class RolloutPool(Membership):
             if isinstance(work, Questions):
                 self.spawn(self._ask(worker, work), name=_CALL)
                 continue
-            self._lost_groups.taken(ticket.group_id for ticket in work)
+            self._lost_groups.taken([work.group_id])
             self.spawn(self._sample(worker, work), name=_CALL)

@@ -7,17 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from actors import payloads
 from actors.carriers import QueueSnapshot, StoredGroup, Ticket
 from actors.numbered import NumberedCalls
 from actors.trajectory_queue import TrajectoryQueue
 from rollout.stacks import tell_stacks
-from rollout.trajectory import GroupFacts, Prompt
+from rollout.trajectory import Prompt
 
 _JOIN_S = 0.05
 """Seconds that a drawn group waits for others to come along."""
-_KNOWN = 1024
-"""Workers whose handles are kept: those that were heard of last. Others send theirs again."""
 
 
 class TrajectoryQueueActor:
@@ -26,10 +23,8 @@ class TrajectoryQueueActor:
     Args of its methods: number: of the call, see NumberedCalls; the pool numbers its calls of each method, the correction service all.
     """
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, generation: int = 0) -> None:
-        """Args: generation: of the run, see actors/going_back.py."""
+    def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
         tell_stacks()
-        self._generation = generation
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         """What each caller waits for, and what wakes it."""
@@ -37,8 +32,6 @@ class TrajectoryQueueActor:
         self._restored: list[Ticket] | None = None
         self._advance: tuple[int, Any] = (-1, None)
         """Version of the last one, and its answer."""
-        self._workers: dict[str, Any] = {}
-        """Handles, by name."""
 
     def _notify(self) -> None:
         """Something has changed: wake those whose wait is over, and no others; a run has thousands of changes."""
@@ -75,28 +68,11 @@ class TrajectoryQueueActor:
         tickets: list[Ticket] = await self._admissions.once(number, admit)
         return tickets
 
-    async def put(self, groups: list[GroupFacts], worker: Any, generation: int = 0, name: str = "") -> list[int] | None:
-        """Finished groups; those of another generation are no answers to this one's tickets.
-
-        Returns: ids of those asked of the worker; None, and nothing changes: its handle is needed.
-
-        Args: worker: its handle; None: the one that came with an earlier call of this name, as to send it each time takes half as long
-            again as the call.
-        """
-        worker = self._workers.pop(name, None) if worker is None else worker
-        if worker is None:
-            return None
-        self._workers.pop(name, None)
-        self._workers[name] = worker  # the last one heard of
-        if len(self._workers) > _KNOWN:
-            del self._workers[next(iter(self._workers))]
-        if generation != self._generation:
-            return []
-        expected = list({one.group_id: one for one in groups if self._queue.expects(one.group_id)}.values())
-        for group in payloads.stored(expected, worker):
+    async def put(self, groups: list[StoredGroup]) -> None:
+        """Finished groups; of those that have come before nothing changes."""
+        for group in groups:
             self._queue.put(group)
         self._notify()
-        return [one.group_id for one in expected]
 
     async def lose(self, group_ids: list[int], number: int = 0) -> None:
         async def lose() -> None:

@@ -1,4 +1,4 @@
-"""A rollout worker: a Ray actor that owns one SGLang engine, samples groups, scores them and puts them into the queue."""
+"""A rollout worker: a Ray actor that owns one SGLang engine, samples groups and scores them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 
-from actors.carriers import ActorInfo, BegunTicket, GroupFailure, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WorkerLoad
 from actors.config import RunConfig
 from actors.devices import check_received
 from actors.environment import worker_environment
 from actors.exporter import MetricsEndpoint, listen_address
 from actors.preemption import EndNotice
-from actors.supervision import patiently, wait_for
-from actors.trajectory_queue import ANSWER_S
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
-from correction.errors import ActorLost, DataError, DeadlineExceeded, LateError, RequestError, SyncError
+from correction.errors import DataError, DeadlineExceeded, LateError, RequestError, SyncError
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup
@@ -34,9 +31,7 @@ from rollout.trajectory import FinishReason, Group, GroupFacts, Prompt, SyncRece
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
-_FETCHED_S = 5.0
-"""The queue asks for a group with the answer to its being told of it: by then it has, or it is gone."""
-GroupOutcome = GroupSummary | GroupFailure | UnfinishedGroup
+GroupOutcome = GroupFacts | GroupFailure | UnfinishedGroup
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """What one request may fail with while its engine goes on."""
 
@@ -79,36 +74,27 @@ class WorkerSettings:
 class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
-    def __init__(self, name: str, settings: WorkerSettings, queue: Any) -> None:
+    def __init__(self, name: str, settings: WorkerSettings) -> None:
         tell_stacks()
-        self._name, self._settings, self._queue = name, settings, queue
-        self._finished: list[GroupFacts] = []
-        """Not yet handed over; the next is beside it."""
-        self._payloads: dict[int, Group] = {}
-        """Groups themselves, by their id, until the queue asks for them."""
+        self._name, self._settings = name, settings
         self._asked_update = 0
         """Number of the newest one; an older one whose weights arrive late would take the engine back."""
         self._newest = (0, -1)
         """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
-        self._handing_over = asyncio.Lock()
-        self._is_known = False
-        """The queue has this worker's handle."""
         self._generation = 0
         self._under_way: set[asyncio.Task[Any]] = set()
 
-    async def follow(self, queue: Any, generation: int) -> None:
-        """Give up all that is under way, whose requests are aborted; groups of the next calls go to this queue."""
-        self._queue, self._generation, self._is_known = queue, generation, False
+    async def follow(self, generation: int) -> None:
+        """Give up all that is under way, whose requests are aborted: the next calls are of this generation."""
+        self._generation = generation
         for task in self._under_way:
             task.cancel()
-        self._finished.clear()
-        self._payloads.clear()
 
     async def start(self, version: int) -> ActorInfo:
         """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
         settings = self._settings
         if settings.rollout.engine.resolved_device == "cuda":
-            check_received(f"rollout worker {self._name}", settings.rollout.gpus_per_worker, ray.get_gpu_ids())
+            check_received(f"rollout worker {self._name}", settings.rollout.gpus_of_a_worker, ray.get_gpu_ids())
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
         with own_folder() as self._temporary:
             self._sampler = await Sampler.start(
@@ -124,15 +110,16 @@ class RolloutWorker:
         self._end_notice = EndNotice()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
-    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupOutcome]:
-        """Sample several groups at once; each goes to the queue as soon as it is finished. After `hand_back`: what there is of the rest.
+    async def generate_group(self, ticket: Ticket) -> tuple[GroupOutcome, Group | None]:
+        """Sample the G trajectories of a prompt, or go on with them, and score them. After `hand_back`: what there is of them.
 
-        Raises: EngineError kinds, if the engine is dirty or lost; LateError, if the queue is gone: the groups are not sampled then.
+        Returns: what became of the group, and a finished one itself, which stays in the object store (payloads.py).
+        Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow`.
         """
-        return await self._until_withdrawn([self._generate_group(ticket) for ticket in tickets])
+        (found,) = await self._until_withdrawn([self._generate_group(ticket)])
+        return found
 
-    async def _generate_group(self, ticket: Ticket) -> GroupOutcome:
-        """Sample the G trajectories of a prompt, or go on with them, score them, put the group into the queue."""
+    async def _generate_group(self, ticket: Ticket) -> tuple[GroupOutcome, Group | None]:
         generation = self._generation
         try:
             group = await self._sampler.group(
@@ -143,60 +130,14 @@ class RolloutWorker:
                 begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
             )
         except UNANSWERED as error:
-            return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError))
+            return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError)), None
         if generation != self._generation:
             raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn while it was sampled")
         if isinstance(group, UnfinishedGroup):
-            return group
+            return group, None
         self._count(group.trajectories)
-        await self._finish(group)
         self._endpoint.add("rollout/finished_groups_total", 1)
-        return _summary(group, self._name)
-
-    async def _finish(self, group: Group) -> None:
-        facts = group.facts
-        self._payloads[group.group_id] = group
-        self._finished.append(facts)
-        await self._hand_over(facts)
-
-    async def _hand_over(self, group: GroupFacts) -> None:
-        """Put a finished group into the queue, and with it all others that are finished: short answers come by the dozen.
-
-        A queue that is late is waited for. Groups whose call failed stay; the queue knows a repeated delivery.
-        """
-        async with self._handing_over:
-            groups = list(self._finished)
-            if not any(one is group for one in groups):
-                return  # an earlier call took it along
-            what = f"groups {[one.group_id for one in groups]} of rollout worker {self._name} -> trajectory queue"
-            queue, generation = self._queue, self._generation
-
-            async def put(handle: Any) -> list[int] | None:
-                return await patiently(lambda: queue.put.remote(groups, handle, generation, self._name), what, deadline_s=ANSWER_S)
-
-            try:
-                taken = await put(None) if self._is_known else None
-                if taken is None:
-                    taken = await put(self._handle())
-            except ActorLost as error:
-                raise LateError(str(error)) from error
-            self._is_known = queue is self._queue
-            del self._finished[: len(groups)]
-            for group_id in {one.group_id for one in groups}.difference(taken or ()):
-                self._payloads.pop(group_id, None)
-
-    async def payloads(self, group_ids: Sequence[int]) -> Any:
-        """Groups that the queue has been told of, as many results: into the object store, and out of this process."""
-        groups = [self._payloads.pop(group_id) for group_id in group_ids]
-        return groups if len(groups) > 1 else groups[0]
-
-    async def _until_fetched(self) -> None:
-        while self._payloads.keys() - {one.group_id for one in self._finished}:
-            await asyncio.sleep(0.02)
-
-    @staticmethod
-    def _handle() -> Any:
-        return ray.get_runtime_context().current_actor
+        return group.facts, group
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation); not put into the queue."""
@@ -251,7 +192,7 @@ class RolloutWorker:
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
         receipt = await self._sampler.engine.update_weights(version, fetched)
-        return await self._receipt(replace(receipt, generation=generation), began, with_checksums=bool(checksums))
+        return await self._receipt(replace(receipt, generation=generation), began, fetched if checksums else ())
 
     def _number_of_update(self, version: int, generation: int) -> int:
         if (generation, version) < self._newest:
@@ -272,15 +213,16 @@ class RolloutWorker:
         began = time.monotonic()
         self._number_of_update(version, generation)
         receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
-        return await self._receipt(replace(receipt, generation=generation), began, with_checksums=False)
+        return await self._receipt(replace(receipt, generation=generation), began)
 
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a fixed prompt at the present weights."""
         return await self._sampler.engine.score(token_ids)
 
-    async def _receipt(self, receipt: SyncReceipt, began: float, with_checksums: bool) -> SyncReceipt:
-        checksums = await self._sampler.engine.weight_checksums() if with_checksums else {}
-        processor = await self._sampler.engine.processor() if with_checksums and self._settings.rollout.engine.batch_invariant else None
+    async def _receipt(self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = ()) -> SyncReceipt:
+        """Args: sent: with which what the engine holds is to be compared."""
+        checksums = await self._sampler.engine.weight_checksums(sent) if sent else {}
+        processor = await self._sampler.engine.processor() if sent and self._settings.rollout.engine.batch_invariant else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)
@@ -293,7 +235,7 @@ class RolloutWorker:
         return WorkerLoad(self._sampler.busy_s, self._sampler.up_s, self._sampler.generated_tokens, self._sampler.engine.requests_in_flight)
 
     async def hand_back(self) -> None:
-        """Sample nothing more; `generate_groups` returns what there is. Returns when the engine has nothing under way."""
+        """Sample nothing more; `generate_group` returns what there is. Returns when the engine has nothing under way."""
         await self._sampler.engine.hand_back()
 
     async def end_notice(self) -> None:
@@ -301,23 +243,8 @@ class RolloutWorker:
         await self._end_notice.told.wait()
 
     async def stop(self) -> None:
-        """End the engine. What was finished here, and the queue was told of, has gone out before: it would go with this process."""
-        what = f"finished groups of rollout worker {self._name} -> trajectory queue"
-        with suppress(DeadlineExceeded):
-            await wait_for(self._until_fetched(), what, deadline_s=_FETCHED_S)
+        """End the engine."""
         await self._sampler.close()
         await asyncio.to_thread(remove, self._temporary)
         self._endpoint.close()
 
-
-def _summary(group: Group, worker: str) -> GroupSummary:
-    return GroupSummary(
-        group_id=group.group_id,
-        response_tokens=sum(len(t.response_ids) for t in group.trajectories),
-        trajectories=len(group.trajectories),
-        reward_errors=tuple(t.error for t in group.trajectories if t.error),
-        generate_s=group.generate_s,
-        worker=worker,
-        prompt_id=group.prompt.prompt_id,
-        reward_s=group.reward_s,
-    )

@@ -128,6 +128,14 @@ async def patiently(
             late(f"{what}: late, no answer in {waited_s:.0f} s; it is asked again")
 
 
+async def lost_if_late(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that others ask for again and again. Raises: ActorLost past a deadline within it: to ask again would not help."""
+    try:
+        return await work
+    except DeadlineExceeded as error:
+        raise ActorLost(str(error)) from error
+
+
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, None]) -> T:
     """The result of `work`, or the error of `failure`, which never returns, if that comes first; what is left is cancelled."""
     task, failing = asyncio.ensure_future(work), asyncio.ensure_future(failure)

@@ -81,11 +81,11 @@ class WorkerHandle:
     def has_node(self) -> bool:
         return self.placed_at is not None
 
-    def follow(self, queue: Any, generation: int) -> None:
-        """Its groups go to this queue from now on, and it holds weights of no version; see actors/going_back.py."""
+    def follow(self, generation: int) -> None:
+        """It gives up what it has under way, and holds weights of no version; see actors/going_back.py."""
         if generation:
             self.sync = SyncTarget(self.name, self.actor)
-            self.actor.follow.remote(queue, generation)
+            self.actor.follow.remote(generation)
 
 
 class PoolObserver(Protocol):
@@ -129,7 +129,7 @@ class LostGroups:
             self._tell(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
 
 
-def create(name: str, settings: WorkerSettings, queue: Any, avoided: Sequence[str] = ()) -> WorkerHandle:
+def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:
     """A worker whose actor Ray has been asked for.
 
     Args: avoided: ids of nodes that it gets only if there is no room elsewhere.
@@ -138,15 +138,15 @@ def create(name: str, settings: WorkerSettings, queue: Any, avoided: Sequence[st
     actor = (
         ray.remote(RolloutWorker)
         .options(
-            num_cpus=1,
-            num_gpus=settings.rollout.gpus_per_worker if on_gpu else 0,
+            num_cpus=settings.rollout.engine.tensor_parallel,  # as many processes compute
+            num_gpus=settings.rollout.gpus_of_a_worker if on_gpu else 0,
             resources={settings.resource: 1},
             max_concurrency=4096,
             max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
             runtime_env={"env_vars": dict(settings.environment)},
             scheduling_strategy=NodeLabelSchedulingStrategy({}, soft={_NODE_ID: NotIn(*avoided)}) if avoided else None,  # type: ignore[no-untyped-call]
         )
-        .remote(name, settings, queue)
+        .remote(name, settings)
     )
     lower_priority(actor)
     return WorkerHandle(name, actor, SyncTarget(name, actor))

@@ -6,13 +6,15 @@ Engines sleep and hand over groups of real size, cut from made-up buffers; a lea
 ones. Many workers share a process. Printed for each number of workers and of groups: processor seconds for each million tokens trained,
 process by process, what of them a process takes in that time without any work, and by how much its anonymous memory has grown; how long a
 place that has become free waits for its group (p50, p99); what the learner waits between two steps; from publishing a version to the last
-worker's receipt; how late the driver's event loop was; and the tokens a second at which the first of the single processes would have no
-time left; before that, what Ray takes for a call that does nothing. With --threads also in which threads.
+worker's receipt; how late the driver's event loop was; how many calls of Ray's the processes made for a group; and the tokens a second at
+which the first of the single processes would have no time left; before that, what Ray takes for a call that does nothing. With --profile
+also in which threads, or functions of their event loops, or what the driver's loop was doing while it was late.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import math
@@ -45,6 +47,7 @@ from actors.scaling import ScalingDecision
 from actors.supervision import unless_failed
 from actors.weight_sync import WeightSync
 from benchmarks.call_floor import CallFloor
+from benchmarks.late_loop import LateLoop
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WorkerHost
 from benchmarks.sides import ROOT, options
@@ -59,6 +62,7 @@ _WARM_UP = 2
 """Steps that don't count."""
 _JOIN_S = 120.0
 _RECEIPT_S = 60.0
+_SETTLE_S = 0.1
 
 
 @dataclass
@@ -71,6 +75,8 @@ class Figures:
     tokens: int = 0
     seconds: float = 0.0
     late_s: float = 0.0
+    calls: dict[str, int] = field(default_factory=dict)
+    """Of actors, as Uses.calls."""
     idle: dict[str, float] = field(default_factory=dict)
     """Of each process, as Uses.idle_share."""
 
@@ -145,9 +151,9 @@ class ReplayedShape:
 class ReplayedRun:
     """Queue, service, pool and weight sync as a run has them, with parts that replay."""
 
-    def __init__(self, shape: ReplayedShape) -> None:
+    def __init__(self, shape: ReplayedShape, *, profile: str) -> None:
         """Start them; workers join as they come."""
-        self.shape, self.figures = shape, Figures()
+        self.shape, self.figures, self.profile = shape, Figures(), profile
         rollout, deadlines = shape.rollout, DeadlinesConfig()
         self.queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(groups_per_step=shape.groups, max_staleness=1)
         quiet = EarlyWarningConfig(detailed=False)
@@ -160,7 +166,7 @@ class ReplayedRun:
         host = ray.remote(WorkerHost).options(num_cpus=0, max_concurrency=4096)
         self.observer = QuietObserver(self.figures)
         self.pool = ReplayPool(of_workers, deadlines, self.queue, self.observer)
-        self.pool.hosts = [host.remote(of_workers, self.queue, shape.tokens, shape.step_s / 4) for _ in range(shape.hosts)]
+        self.pool.hosts = [host.remote(of_workers, shape.tokens, shape.step_s / 4) for _ in range(shape.hosts)]
         self.sync = WeightSync(
             WeightSyncConfig(), self.learner, probe_ids=[], sync_s=_RECEIPT_S, on_receipt=lambda _: self.pool.wake(),
             on_probe=lambda *_: None, on_dirty=lambda target, reason: print(f"  dirty: {reason}"),
@@ -187,6 +193,7 @@ class ReplayedRun:
 
         Raises: what the pool fails with.
         """
+        gc.freeze()  # as the controller, before it trains
         return await unless_failed(self._steps(uses), self._failing())
 
     async def _failing(self) -> None:
@@ -195,22 +202,29 @@ class ReplayedRun:
     async def _steps(self, uses: Uses) -> dict[str, tuple[float, int]]:
         clock, figures = LoopClock(), self.figures
         clock.start()
+        late: LateLoop | None = None
         ended = began = time.monotonic()
         for step in range(self.shape.steps + _WARM_UP):
             if step == _WARM_UP:
                 uses.begin()
+                await asyncio.sleep(_SETTLE_S)  # so that by how much this was late is read here
                 clock.read()
+                late = LateLoop() if self.profile == "late" else None
                 figures.admission_s, figures.gap_s, figures.tokens, began = [], [], 0, time.monotonic()
             ended = await self._step(step, ended)
         figures.seconds, figures.late_s = time.monotonic() - began, clock.read()
+        if late is not None:
+            print(late.end(), flush=True)
         used = uses.end()
+        figures.calls = uses.calls
         await asyncio.wait(self._waits, timeout=_RECEIPT_S)
         return used
 
     async def _step(self, step: int, ended: float) -> float:
         """Args: ended: when the learner ended the last one. Returns: when it ended this one."""
         learner, service, figures = self.learner, self.service, self.figures
-        batch = await next_batch(lambda: service.next_batch.remote(learner.version), service, learner, deadline_s=_RECEIPT_S)
+        with self.pool.learner_waits():
+            batch = await next_batch(lambda: service.next_batch.remote(learner.version), service, learner, deadline_s=_RECEIPT_S)
         figures.gap_s.append(time.monotonic() - ended)
         result = await learner.step(batch.corrected, batch.correction, step=step)
         ended = time.monotonic()
@@ -235,12 +249,12 @@ class ReplayedRun:
             ray.kill(actor)
 
 
-async def run(shape: ReplayedShape, *, tells_threads: bool) -> tuple[Figures, dict[str, tuple[float, int]]]:
+async def run(shape: ReplayedShape, *, profile: str) -> tuple[Figures, dict[str, tuple[float, int]]]:
     """Of a run: what was measured, and of each process CPU seconds and bytes."""
-    replayed = ReplayedRun(shape)
+    replayed = ReplayedRun(shape, profile=profile)
     try:
         await replayed.join()
-        uses = Uses(replayed.actors, tells_threads=tells_threads)
+        uses = Uses(replayed.actors, profile=profile)
         replayed.figures.idle = await uses.idle_share()
         return replayed.figures, await replayed.train(uses)
     finally:
@@ -260,15 +274,17 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e5, help="tokens a second that engines and learner aim at")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--hosts", type=int, default=1, help="processes that the workers share")
-    parser.add_argument("--threads", action="store_true", help="print which threads of the processes take their time")
+    profile = parser.add_argument("--profile", choices=("threads", "functions", "late"), default="")
+    profile.help = "print what of the processes takes their time, or what makes the driver's loop late"
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of the actors
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp") as folder:
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # as a private Ray (actors/cluster.py)
         ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, _temp_dir=folder)
         print(asyncio.run(CallFloor.measured()), flush=True)
         for workers, groups in itertools.product(map(int, arguments.workers.split(",")), map(int, arguments.groups.split(","))):
             shape = ReplayedShape(workers, groups, arguments.tokens, arguments.rate, arguments.steps, arguments.hosts)
-            found, used = asyncio.run(run(shape, tells_threads=arguments.threads))
+            found, used = asyncio.run(run(shape, profile=arguments.profile))
             _tell(shape, found, used)
         ray.shutdown()
 
@@ -281,6 +297,9 @@ def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int
         idle = found.idle[name] * found.seconds / millions
         memory = f"{grown / 2**20:.0f} MiB more with {held:.1f} million tokens in flight"
         print(f"  {name:8} {cpu_s / millions:7.3f} CPU s for a million tokens ({idle:.3f} of them without any work), {memory}")
+    groups, calls = shape.groups * steps, sum(found.calls.values())
+    made = ", ".join(f"{name} {number / groups:.2f}" for name, number in found.calls.items() if number)
+    print(f"  {calls / groups:.2f} calls of Ray's for a group of {shape.tokens * SAMPLES} tokens, made by: {made}")
     print(f"  a free place has its group after {_of(found.admission_s, 0.5):.3f} s (p50), {_of(found.admission_s, 0.99):.3f} s (p99)")
     gap_s, receipts_s = statistics.median(found.gap_s), statistics.median(found.receipts_s)
     print(

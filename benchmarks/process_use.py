@@ -1,9 +1,12 @@
-"""What processes take: processor time, memory, and, if asked, in which threads."""
+"""What processes take: processor time, memory, and, if asked, in which threads and in which functions of their event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import cProfile
+import io
 import os
+import pstats
 import re
 import threading
 import time
@@ -15,9 +18,12 @@ from typing import Any
 
 import psutil
 import ray
+from ray.actor import ActorHandle
 
 _EVERY_S = 0.1
 _IDLE_S = 5.0
+_SHOWN = 25
+"""Functions of a profile."""
 _SHOWN_THREADS = 6
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -75,14 +81,16 @@ class ProcessUse:
 class Uses:
     """Of this process, the driver, and of actors, looked at ten times a second."""
 
-    def __init__(self, actors: Mapping[str, Any], *, tells_threads: bool) -> None:
-        """Args: tells_threads: `end` prints them."""
-        self._tells_threads = tells_threads
-        pids = {"driver": os.getpid()} | dict(zip(actors, ray.get([one.__ray_call__.remote(_pid) for one in actors.values()]), strict=True))
+    def __init__(self, actors: Mapping[str, Any], *, profile: str) -> None:
+        """Args: profile: what `end` prints besides: "threads" or "functions"; empty: nothing."""
+        self._actors, self._profile = actors, profile
+        pids = {"driver": os.getpid()} | dict(zip(actors, _all(actors, _pid), strict=True))
         self._uses = {name: ProcessUse(pid) for name, pid in pids.items()}
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
+        self.calls: dict[str, int] = {}
+        """Of actors, by the process that made them, between `begin` and `end`."""
 
     async def idle_share(self) -> dict[str, float]:
         """By process: CPU seconds of a second in which nothing is asked of it (Ray's own threads, heartbeats)."""
@@ -95,14 +103,25 @@ class Uses:
         """What follows counts."""
         for use in self._uses.values():
             use.begin()
+        _count_calls(None)
+        _all(self._actors, _count_calls)
+        if self._profile == "functions":
+            _begin_profile(None)
+            _all(self._actors, _begin_profile)
 
     def end(self) -> dict[str, tuple[float, int]]:
         """CPU seconds since `begin` and bytes, by process; prints what was asked for."""
         used = {name: (use.cpu_s, use.grown) for name, use in self._uses.items()}
+        made = _calls_made(None)  # before it asks the others
+        self.calls = {"driver": made} | dict(zip(self._actors, _all(self._actors, _calls_made), strict=True))
         self._is_over.set()
         self._watcher.join()
-        if self._tells_threads:
+        if self._profile == "threads":
             print("\n".join(f"  threads of {name}: {use.threads}" for name, use in self._uses.items()), flush=True)
+        if self._profile == "functions":
+            texts = [_end_profile(None), *_all(self._actors, _end_profile)]
+            for name, text in zip(["driver", *self._actors], texts, strict=True):
+                print(f"-- {name}\n{text}", flush=True)
         return used
 
     def _watch(self) -> None:
@@ -112,5 +131,49 @@ class Uses:
             self._uses["driver"].unmeant_s = time.thread_time()
 
 
+def _all(actors: Mapping[str, Any], what: Any) -> list[Any]:
+    return list(ray.get([actor.__ray_call__.remote(what) for actor in actors.values()]))
+
+
 def _pid(_: Any) -> int:
     return os.getpid()
+
+
+_calls = -1  # of this process; -1: they are not counted yet
+
+
+def _count_calls(_: Any) -> None:
+    """Calls of actors that this process makes from now on."""
+    global _calls
+    is_first, _calls = _calls < 0, 0
+    if not is_first:
+        return
+    call = ActorHandle._actor_method_call
+
+    def counted(handle: Any, *arguments: Any, **named: Any) -> Any:
+        global _calls
+        _calls += 1
+        return call(handle, *arguments, **named)
+
+    ActorHandle._actor_method_call = counted
+
+
+def _calls_made(_: Any) -> int:
+    return _calls
+
+
+_profile: cProfile.Profile | None = None  # a process has one: of the thread that its event loop runs in
+
+
+def _begin_profile(_: Any) -> None:
+    global _profile
+    _profile = cProfile.Profile()
+    _profile.enable()
+
+
+def _end_profile(_: Any) -> str:
+    text = io.StringIO()
+    if _profile is not None:
+        _profile.disable()
+        pstats.Stats(_profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(_SHOWN)
+    return text.getvalue()

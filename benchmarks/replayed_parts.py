@@ -64,7 +64,7 @@ class ReplayedEngine:
 
     def raise_if_lost(self) -> None: ...
 
-    async def weight_checksums(self) -> dict[str, str]:
+    async def weight_checksums(self, _: Sequence[Any] = ()) -> dict[str, str]:
         return {}
 
 
@@ -79,12 +79,12 @@ class NoEndpoint:
 class WorkerHost:
     """A process with many rollout workers, real ones but for their engines; calls name the worker."""
 
-    def __init__(self, settings: WorkerSettings, queue: Any, tokens: int, seconds: float) -> None:
-        self._settings, self._queue, self._tokens, self._seconds = settings, queue, tokens, seconds
+    def __init__(self, settings: WorkerSettings, tokens: int, seconds: float) -> None:
+        self._settings, self._tokens, self._seconds = settings, tokens, seconds
         self._workers: dict[str, RolloutWorker] = {}
 
     async def start(self, name: str, version: int) -> ActorInfo:
-        worker = RolloutWorker(name, self._settings, self._queue)
+        worker = RolloutWorker(name, self._settings)
         worker._endpoint = NoEndpoint()  # type: ignore[assignment]
         worker._end_notice = SimpleNamespace(told=asyncio.Event())  # type: ignore[assignment]
         worker._sampler = ReplayedEngine(self._tokens, self._seconds, int(name))  # type: ignore[assignment]
@@ -93,14 +93,6 @@ class WorkerHost:
 
     async def call(self, name: str, method: str, *arguments: Any) -> Any:
         return await getattr(self._workers[name], method)(*arguments)
-
-    async def payloads(self, group_ids: Sequence[int]) -> Any:
-        """As RolloutWorker.payloads: the queue knows the process, not the worker."""
-        groups = [self._of(group_id) for group_id in group_ids]
-        return groups if len(groups) > 1 else groups[0]
-
-    def _of(self, group_id: int) -> Group:
-        return next(held.pop(group_id) for held in (worker._payloads for worker in self._workers.values()) if group_id in held)
 
 
 class HostedWorker:
@@ -118,13 +110,17 @@ class HostedCall:
     host: Any
     name: str
     method: str
+    results: int = 1
+
+    def options(self, *, num_returns: int) -> HostedCall:
+        return HostedCall(self.host, self.name, self.method, num_returns)
 
     def remote(self, *arguments: Any) -> Any:
         if self.method == "__ray_ready__":
             return self.host.__ray_ready__.remote()
         if self.method == "start":
             return self.host.start.remote(self.name, *arguments)
-        return self.host.call.remote(self.name, self.method, *arguments)
+        return self.host.call.options(num_returns=self.results).remote(self.name, self.method, *arguments)
 
 
 class ReplayedRank:

@@ -294,7 +294,7 @@ class RunFolder:
     def checkpoint(self, step: int) -> Iterator[Checkpoint]:
         """A place to write a checkpoint to, which becomes checkpoints/step_... when the block ends well, and goes if it doesn't."""
         final = self.path / "checkpoints" / f"step_{step:06d}"
-        partial = final.with_name(final.name + ".partial")
+        partial = final.with_name(f"{final.name}.{os.urandom(4).hex()}.partial")  # another one's, should an old rank still write to that
         for leftover in final.parent.glob("*.partial"):  # of saves that failed while a rank was still writing
             shutil.rmtree(leftover, ignore_errors=True)
         try:

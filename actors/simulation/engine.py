@@ -26,19 +26,10 @@ class SampledGroup:
     """A group on its way through an engine, and what it was in the end."""
 
     ticket: Ticket
-    call: SampleCall
     unfinished: int
     """Answers that have not ended."""
     tokens: int = 0
     tokens_by_version: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class SampleCall:
-    """Groups that were handed over together; they leave the worker's books together."""
-
-    group_ids: list[int]
-    unfinished: int
 
 
 class EngineOwner(Protocol):
@@ -92,12 +83,11 @@ class SimulatedEngine:
     # -- work --------------------------------------------------------------------------------------------------------
 
     def take(self, tickets: Sequence[Ticket]) -> None:
-        """One call's groups."""
+        """Groups that it is given at one moment."""
         self.pass_time()
-        call = SampleCall([ticket.group_id for ticket in tickets], len(tickets))
         samples = self._shape.samples_per_group
         for ticket in tickets:
-            self._waiting.extend([SampledGroup(ticket, call, samples)] * samples)
+            self._waiting.extend([SampledGroup(ticket, samples)] * samples)
         self._owner.waiting_changed(len(tickets) * samples)
         self._fill()
         self._look_ahead()

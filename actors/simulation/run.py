@@ -6,9 +6,11 @@ leave the queue, and their places are given to new prompts; a worker takes them 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from operator import itemgetter
 
 from actors.carriers import Ticket
 from actors.dispatch import Questions, WaitingWork
@@ -118,9 +120,8 @@ class _SimulatedRun:
         ready = [engine for engine in self._engines if engine.version == self._published and len(engine.groups) < slots]
         if not ready:
             return
-        for engine, tickets in self._work.take(ready, self._engines):
-            assert not isinstance(tickets, Questions)
-            engine.take(tickets)
+        for engine, taken in itertools.groupby(self._work.take(ready, self._engines), key=itemgetter(0)):
+            engine.take([work for _, work in taken if not isinstance(work, Questions)])
 
     def group_finished(self, engine: SimulatedEngine, group: SampledGroup) -> None:
         """Called by an engine."""
@@ -129,10 +130,8 @@ class _SimulatedRun:
         self._sampled[ticket.group_id] = group
         self._queue.put(Group(ticket.group_id, ticket.prompt, (), ticket.admitted_version))
         self._draw()
-        group.call.unfinished -= 1
-        if not group.call.unfinished:
-            engine.groups.difference_update(group.call.group_ids)
-            self._dispatch()
+        engine.groups.discard(ticket.group_id)
+        self._dispatch()
 
     def activity_changed(self, by: int) -> None:
         """Called by an engine."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 
-from actors.carriers import Ticket
+from actors.carriers import StoredGroup, Ticket
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 
@@ -42,34 +42,16 @@ def group(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Gr
     return Group(ticket.group_id, ticket.prompt, answers, ticket.admitted_version)
 
 
-class FakeWorker:
-    """Stands where the handle of a rollout worker stands that holds finished groups; those in `lost` went with its node."""
-
-    def __init__(self, *groups: Group, lost: Collection[int] = ()) -> None:
-        self._groups = {group.group_id: group for group in groups}
-        self._lost = lost
-        self.asked: list[int] = []
-        self.payloads = self
-
-    def options(self, *, num_returns: int) -> FakeWorker:
-        self._returns = num_returns
-        return self
-
-    def remote(self, group_ids: Sequence[int]) -> Any:
-        assert len(group_ids) == self._returns
-        self.asked += group_ids
-        references = [asyncio.get_running_loop().create_future() for _ in group_ids]
-        for reference, group_id in zip(references, group_ids, strict=True):
-            if group_id in self._lost:
-                reference.set_exception(ray.exceptions.ObjectLostError("", "", ""))
-            else:
-                reference.set_result(self._groups[group_id])
-        return references if self._returns > 1 else references[0]
-
-
-async def put(queue: Any, *groups: Group, generation: int = 0) -> list[int]:
-    """As a worker hands over what it has finished. Args: queue: a TrajectoryQueueActor."""
-    found: list[int] = await queue.put([group.facts for group in groups], FakeWorker(*groups), generation)
+def stored(*groups: Group, lost: Collection[int] = ()) -> list[StoredGroup]:
+    """Finished groups as they reach the queue; those in `lost` went with their node."""
+    found = []
+    for one in groups:
+        reference = asyncio.get_running_loop().create_future()
+        if one.group_id in lost:
+            reference.set_exception(ray.exceptions.ObjectLostError("", "", ""))
+        else:
+            reference.set_result(one)
+        found.append(StoredGroup(one.facts, reference))
     return found
 
 
@@ -98,8 +80,23 @@ _USUAL = {
 
 
 class _FakeMethod:
-    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]], name: str) -> None:
-        self._method, self._method_name = method, name
+    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]], name: str, results: int = 1) -> None:
+        self._method, self._method_name, self._results = method, name, results
 
-    def remote(self, *args: Any, **named: Any) -> asyncio.Task[Any]:
-        return asyncio.ensure_future(self._method(*args, **named))
+    def options(self, *, num_returns: int) -> _FakeMethod:
+        return _FakeMethod(self._method, self._method_name, num_returns)
+
+    def remote(self, *args: Any, **named: Any) -> Any:
+        task = asyncio.ensure_future(self._method(*args, **named))
+        return task if self._results == 1 else [_Part(task, number) for number in range(self._results)]
+
+
+class _Part:
+    """A reference to one of the results of a call."""
+
+    def __init__(self, task: asyncio.Task[Any], number: int) -> None:
+        self._task, self._number = task, number
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        found = yield from asyncio.shield(self._task).__await__()
+        return found[self._number]

@@ -14,14 +14,15 @@ import pytest
 import ray.exceptions
 
 import actors.workers
-from actors.carriers import ActorInfo, GroupSummary, Ticket
+from actors.carriers import ActorInfo, Ticket
 from actors.config import DeadlinesConfig
 from actors.dispatch import Questions, WaitingWork
 from actors.pool import RolloutPool
 from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
 from rollout.config import AnswerSampling, RolloutConfig
-from tests.actors.cases import FakeActor, group, prompt, put
+from rollout.trajectory import Group, GroupFacts
+from tests.actors.cases import FakeActor, group, prompt
 from tests.actors.simulated_time import simulate
 
 RECEIPTS_APART_S = 0.02
@@ -30,25 +31,21 @@ RECEIPTS_APART_S = 0.02
 class Engine:
     """Samples as many groups at a time as it has slots for; a group takes `group_s`, give or take a half."""
 
-    def __init__(self, name: str, queue: TrajectoryQueueActor, group_s: float) -> None:
-        self.name, self.queue, self.group_s = name, queue, group_s
+    def __init__(self, name: str, group_s: float) -> None:
+        self.name, self.group_s = name, group_s
         self.random = random.Random(name)
         self.under_way = self.most_under_way = self.sampled = self.answered = 0
 
     async def start(self, *_: Any) -> ActorInfo:
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
 
-    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary]:
-        self.under_way += len(tickets)
+    async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts, Group]:
+        self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        return list(await asyncio.gather(*(self._sample(ticket) for ticket in tickets)))
-
-    async def _sample(self, ticket: Ticket) -> GroupSummary:
         await asyncio.sleep(self.group_s * self.random.uniform(0.5, 1.5))
-        await put(self.queue, group(ticket))
         self.under_way -= 1
         self.sampled += 1
-        return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
+        return group(ticket).facts, group(ticket)
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         await asyncio.sleep(self.group_s)
@@ -74,7 +71,7 @@ class Run:
         self.sync = SimpleNamespace(version=0, join=lambda target: setattr(target, "version", 0), leave=lambda name: None)
 
         def make(name: str, *_: Any, **__: Any) -> FakeActor:
-            self.engines.append(Engine(name, self.queue, group_s[int(name)]))
+            self.engines.append(Engine(name, group_s[int(name)]))
             return FakeActor(self.engines[-1])
 
         fake_ray = SimpleNamespace(
@@ -106,10 +103,11 @@ class Run:
         """Train the next batch, publish, and send receipts one after the other."""
         version, batch = self.sync.version, 0
         trained: list[int] = []
-        while batch < self.groups_per_step:
-            drawn = await self.queue.draw(version, self.groups_per_step - batch, 10.0)
-            batch += len(drawn)
-            trained += [g.group_id for g in drawn]
+        with self.pool.learner_waits():
+            while batch < self.groups_per_step:
+                drawn = await self.queue.draw(version, self.groups_per_step - batch, 10.0)
+                batch += len(drawn)
+                trained += [g.group_id for g in drawn]
         self.sync.version += 1
         self.pool.wake()
         await self.queue.advance(self.sync.version, trained)

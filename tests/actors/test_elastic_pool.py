@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import pytest
 import ray.exceptions
 
 import actors.workers
-from actors.carriers import ActorInfo, BegunTicket, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, BegunTicket, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.departures import first_to_leave
 from actors.pool import RolloutPool
@@ -25,8 +25,8 @@ from actors.scaling import Cause, ScalingDecision
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup, unsampled
-from rollout.trajectory import FinishReason, Trajectory, VersionSpan, ids_of, logprobs_of
-from tests.actors.cases import FakeActor, group, prompt, put
+from rollout.trajectory import FinishReason, Group, GroupFacts, Trajectory, VersionSpan, ids_of, logprobs_of
+from tests.actors.cases import FakeActor, group, prompt
 from tests.actors.simulated_time import simulate
 
 TOKENS = 100
@@ -56,10 +56,7 @@ class ElasticEngine:
         self.born = self.scene.now
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1", node=f"node{self.name}")
 
-    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary | UnfinishedGroup]:
-        return list(await asyncio.gather(*(self._sample(ticket) for ticket in tickets)))
-
-    async def _sample(self, ticket: Ticket) -> GroupSummary | UnfinishedGroup:
+    async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts | UnfinishedGroup, Group | None]:
         begun = ticket.begun.answers[0] if isinstance(ticket, BegunTicket) else unsampled(ticket.prompt.token_ids, ticket.prompt.prompt_id)
         began, before = self.scene.now, len(begun.response_ids)
         self.under_way.append(began)
@@ -67,9 +64,8 @@ class ElasticEngine:
         try:
             await asyncio.wait_for(self.leaves.wait(), left_s)
         except TimeoutError:
-            await put(self.scene.queue, group(ticket))
             self.scene.sampled.append((ticket.group_id, self.name, before))
-            return GroupSummary(ticket.group_id, 2 * TOKENS, 2, (), left_s, self.name)
+            return group(ticket).facts, group(ticket)
         finally:
             self.under_way.remove(began)
             self.busy_s += (self.scene.now - began) / max(1, self.scene.slots)
@@ -78,7 +74,7 @@ class ElasticEngine:
         n = before + int((self.scene.now - began) / self.scene.group_s * TOKENS)
         spans = (*begun.version_spans, VersionSpan(self.scene.sync.version, before, n))
         half = replace(begun, response_ids=ids_of([7] * n), behavior_logprobs=logprobs_of([-1.0] * n), version_spans=spans)
-        return UnfinishedGroup(ticket.group_id, (half, half), 0.0)
+        return UnfinishedGroup(ticket.group_id, (half, half), 0.0), None
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         try:

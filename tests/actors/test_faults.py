@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import ray.exceptions
 
 import actors.workers
-from actors.carriers import FAILED, LOST, ActorInfo, GroupFailure, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import FAILED, LOST, ActorInfo, GroupFailure, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.dispatch import WaitingWork
 from actors.faults import GroupBook, LossBook
@@ -25,14 +25,15 @@ from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
 from correction.errors import DeadlineExceeded, EngineError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
-from tests.actors.cases import FakeActor, group, prompt, put
+from rollout.trajectory import Group, GroupFacts
+from tests.actors.cases import FakeActor, group, prompt
 from tests.actors.simulated_time import simulate
 from tests.actors.test_supervision import errors_of_ray
 from tests.failures.measured import PLAYED, Measured
 
 GROUP_S = 10.0
 START_S = 60.0
-Outcome = GroupSummary | GroupFailure
+Outcome = GroupFacts | GroupFailure
 
 
 class Mortal:
@@ -58,21 +59,18 @@ class Mortal:
         if self.is_frozen:
             await asyncio.sleep(1e6)
 
-    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[Outcome]:
-        return list(await self._living(self._all(tickets)))
+    async def generate_group(self, ticket: Ticket) -> tuple[Outcome, Group | None]:
+        found: tuple[Outcome, Group | None] = await self._living(self._one(ticket))
+        return found
 
-    async def _all(self, tickets: Sequence[Ticket]) -> list[Outcome]:
-        return list(await asyncio.gather(*(self._one(ticket) for ticket in tickets)))
-
-    async def _one(self, ticket: Ticket) -> Outcome:
+    async def _one(self, ticket: Ticket) -> tuple[Outcome, Group | None]:
         await self._answer()
         outcome = await self.world.sample(self, ticket)
         if outcome is not None:
-            return outcome
+            return outcome, group(ticket) if isinstance(outcome, GroupFacts) else None
         await asyncio.sleep(GROUP_S)
-        await put(self.world.queue, group(ticket))
         self.finished.append(ticket.group_id)
-        return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
+        return group(ticket).facts, group(ticket)
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         await self._living(self.world.sample(self, Ticket(-1, prompts[0], 0)))
@@ -510,8 +508,7 @@ def test_a_worker_that_has_just_finished_something_is_not_asked_whether_it_lives
 
         async def one_after_the_other(mortal: Mortal, ticket: Ticket) -> Outcome:
             await asyncio.sleep(4.0 * (ticket.group_id + 1))
-            await put(world.queue, group(ticket))
-            return GroupSummary(ticket.group_id, 4, 2, (), 0.1, mortal.name)
+            return group(ticket).facts
 
         world.sample = one_after_the_other
         await world.begin()

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,14 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.carriers import StoredGroup
 from actors.cluster import beside_the_driver
 from actors.environment import OF_BATCHES
 from actors.payloads import fetched
 from actors.queue_actor import TrajectoryQueueActor
+from actors.trajectory_queue import TrajectoryQueue
 from correction.batch import CorrectedBatch, PackedBatch
-from rollout.trajectory import Group, ids_of, logprobs_of
+from rollout.trajectory import Group, GroupFacts, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
 from tests.failures.measured import Measured
 
@@ -31,21 +37,13 @@ LARGE = 100_000
 
 
 class Sampling:
-    """A worker that has finished the groups it is given."""
+    """A worker that has finished the group that it is given."""
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
+    async def generate_group(self, one: Group) -> tuple[GroupFacts, Group]:
+        return one.facts, one
 
-    async def finish(self, groups: list[Group]) -> int:
-        self._groups = {one.group_id: one for one in groups}
-        await self._queue.put.remote([one.facts for one in groups], ray.get_runtime_context().current_actor)
-        while self._groups:
-            await asyncio.sleep(0.01)
+    async def pid(self) -> int:
         return os.getpid()
-
-    async def payloads(self, group_ids: list[int]) -> Any:
-        groups = [self._groups.pop(group_id) for group_id in group_ids]
-        return groups if len(groups) > 1 else groups[0]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +61,7 @@ def large(one: Group) -> Group:
 
 
 def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cluster) -> None:
-    """A worker that is killed right after its groups were taken costs none of them, small or large. Of a node that goes, the large ones
+    """A worker that is killed right after its answers costs none of them, small or large. Of a node that goes, the large ones
     are lost: said by their ids, and no others; the small ones came with their references."""
     node = cluster.add_node(num_cpus=2, resources={"rollout": 2})
     head = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # where a run has it: beside the driver
@@ -74,10 +72,14 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     finished = [group(ticket) for ticket in ray.get(queue.admit.remote(prompts(0, 4)), timeout=60)]
     finished = [large(one) if one.group_id % 2 else one for one in finished]
 
-    workers = [sampling.remote(queue) for _ in range(2)]  # kept: Ray ends an actor that nobody holds
-    pids = ray.get([worker.finish.remote(part) for worker, part in zip(workers, (finished[:2], finished[2:]), strict=True)], timeout=60)
+    workers = [sampling.remote() for _ in range(2)]  # kept: Ray ends an actor that nobody holds
+    pids = ray.get([worker.pid.remote() for worker in workers], timeout=60)
+    pairs = [workers[i // 2].generate_group.options(num_returns=2).remote(one) for i, one in enumerate(finished)]
+    facts = ray.get([found for found, _ in pairs], timeout=60)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    ray.get(queue.put.remote([StoredGroup(*both) for both in zip(facts, [group for _, group in pairs], strict=True)]), timeout=60)
+    del pairs
     stored = ray.get(queue.draw.remote(0, 4, 10.0), timeout=60)
     assert [one.facts for one in stored] == [one.facts for one in finished]
     groups, lost = asyncio.run(fetched(stored[:2], deadline_s=60.0))
@@ -90,6 +92,49 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(1, 5.0), timeout=60)] == [3]
     follows = "its workers' groups go to others; of finished groups those whose tokens lay there are sampled again"
     Measured("node of rollout workers removed", follows, None, "1 group of 2 that were finished there", "a real node").write()
+
+
+class Silent:
+    async def never(self) -> None:
+        await asyncio.Event().wait()
+
+
+def in_ray_get() -> bool:
+    """Whether a thread that is not this one waits for Ray's object store."""
+    frames = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    while frames:
+        if (frame := frames.pop()).f_code.co_name == "get_objects":
+            return True
+        frames += [frame.f_back] if frame.f_back else []
+    return False
+
+
+def test_a_fetch_that_is_given_up_leaves_no_thread_behind(cluster: Cluster) -> None:
+    """A thread in ray.get can't be interrupted. Without a limit of its own each fetch that a run gives up would take one of the few
+    threads of its process for good."""
+    silent = ray.remote(Silent).options(num_cpus=0, max_concurrency=2).remote()
+    (ticket,) = TrajectoryQueue(groups_per_step=1, max_staleness=0).admit(prompts(0, 1))
+    waiting = StoredGroup(group(ticket).facts, silent.never.remote())
+
+    async def until(is_there: bool) -> None:
+        ends = time.monotonic() + 60.0
+        while in_ray_get() is not is_there and time.monotonic() < ends:
+            await asyncio.sleep(0.05)
+        assert in_ray_get() is is_there
+
+    async def scenario() -> None:
+        fetching = asyncio.create_task(fetched([waiting], deadline_s=5.0))
+        await until(True)
+        fetching.cancel()
+        with suppress(asyncio.CancelledError):
+            await fetching
+        assert in_ray_get(), "it is still there, and nobody waits for it"
+        try:
+            await until(False)
+        finally:
+            ray.kill(silent)  # or the end of the loop would wait for a thread that hangs
+
+    asyncio.run(scenario())
 
 
 class Maker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,15 @@ import pytest
 import ray.exceptions
 
 import actors.workers
-from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.carriers import ActorInfo, StoredGroup, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
 from actors.pool import RolloutPool
 from actors.queue_actor import TrajectoryQueueActor
 from actors.rollout_worker import WorkerSettings
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
-from tests.actors.cases import FakeActor, group, prompt, put
+from rollout.trajectory import Group, GroupFacts
+from tests.actors.cases import FakeActor, group, prompt, stored
 
 DEAD = ray.exceptions.ActorDiedError()
 Fault = Exception | Callable[[], Awaitable[object]]
@@ -45,14 +46,10 @@ class Worker:
             raise fault
         return ActorInfo("rollout", self.name, 1, "127.0.0.1:1")
 
-    async def generate_groups(self, tickets: Sequence[Ticket]) -> list[GroupSummary]:
-        return [await self._generate_group(ticket) for ticket in tickets]
-
-    async def _generate_group(self, ticket: Ticket) -> GroupSummary:
+    async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts, Group]:
         await self._play()
         self.sampled.append(ticket.group_id)
-        await put(self.scene.queue, group(ticket))
-        return GroupSummary(ticket.group_id, 4, 2, (), 0.1, self.name)
+        return group(ticket).facts, group(ticket)
 
     async def answer(self, prompts: list[Any], how: AnswerSampling) -> list[str]:
         await asyncio.sleep(0)
@@ -157,7 +154,8 @@ class Scene:
         return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
 
     async def until_finished(self, count: int) -> None:
-        while len(self.finished) < count:
+        """And with the queue."""
+        while len(self.finished) < count or self.queue._queue.counts()["finished"] < count:
             await asyncio.sleep(0.01)
 
 
@@ -262,7 +260,7 @@ def test_a_group_that_was_delivered_before_the_worker_died_counts_once(monkeypat
 
         async def deliver_and_die() -> None:
             snapshot, _, _ = await scene.queue.snapshot()
-            await put(scene.queue, group(snapshot.in_flight[0]))
+            await scene.queue.put(stored(group(snapshot.in_flight[0])))
             raise DEAD
 
         scene.faults["0"] = deliver_and_die
@@ -270,6 +268,50 @@ def test_a_group_that_was_delivered_before_the_worker_died_counts_once(monkeypat
         await scene.until_finished(1)
         counts = scene.queue._queue.counts()
         assert (counts["admitted"], counts["finished"], counts["in_flight"]) == (1, 1, 0)
+
+    play(scenario)
+
+
+def test_groups_of_a_call_to_the_queue_that_failed_are_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All eight were on board; the queue lives, as the next call shows, and has each of them once."""
+
+    async def scenario() -> None:
+        scene, failed = Scene(monkeypatch), list[list[int]]()
+        put = scene.queue.put
+
+        async def fails_once(groups: list[StoredGroup]) -> None:
+            if not failed:
+                failed.append([one.group_id for one in groups])
+                raise DEAD
+            await put(groups)
+
+        monkeypatch.setattr(scene.queue, "put", fails_once)
+        await scene.begin()
+        await scene.until_finished(8)
+        assert failed == [list(range(8))] and sorted(scene.workers["0"].sampled) == sorted([*range(8)] * 2)
+        assert sum("are sampled again" in event for event in scene.events) == 1
+
+    play(scenario)
+
+
+def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group ids come again with the same prompts: an answer by withdrawn weights must not be taken for the new one."""
+
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+        scene = Scene(monkeypatch, faults={"0": go_on.wait}, places=1)
+        await scene.begin()
+        while not scene.pool._workers["0"].groups:
+            await asyncio.sleep(0.01)
+        old, new = scene.queue, TrajectoryQueueActor(groups_per_step=1, max_staleness=0)
+        (ticket,) = await new.admit([prompt(0)])
+        await scene.pool.withdraw()
+        scene.workers["0"].follow = lambda generation: asyncio.sleep(0)  # type: ignore[attr-defined]
+        scene.pool.serve(FakeActor(new), 1)
+        go_on.set()
+        await asyncio.sleep(0.3)
+        assert scene.workers["0"].sampled == [0] and scene.finished == []
+        assert [queue._queue.expects(ticket.group_id) for queue in (old, new)] == [True, True]
 
     play(scenario)
 

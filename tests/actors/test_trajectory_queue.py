@@ -28,7 +28,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LateError, LedgerError
 from rollout.trajectory import Group
-from tests.actors.cases import FakeActor, FakeWorker, group, prompt, prompts, put
+from tests.actors.cases import FakeActor, group, prompt, prompts, stored
 
 
 class QueueLife(RuleBasedStateMachine):
@@ -296,7 +296,7 @@ def test_the_actor_waits_for_places_and_groups() -> None:
         placing = asyncio.create_task(actor.wait_for_places(60.0))
         await asyncio.sleep(0.05)
         assert not drawing.done()
-        await put(actor, group(ticket))
+        await actor.put(stored(group(ticket)))
         assert [g.group_id for g in await asyncio.wait_for(drawing, 5.0)] == [0]
         assert not placing.done()
         discarded, counts, _ = await actor.advance(1, [0])
@@ -350,7 +350,7 @@ def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again(
     async def scenario() -> None:
         actor = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
         finished = [group(ticket) for ticket in await actor.admit(prompts(0, 4))]
-        await actor.put([one.facts for one in finished[:3]], FakeWorker(*finished, lost=(1,)))
+        await actor.put(stored(*finished[:3], lost=(1,)))
         snapshot = await whole_snapshot(FakeActor(actor), deadline_s=5.0)
         assert snapshot.finished == (finished[0], finished[2])
         assert [ticket.group_id for ticket in snapshot.in_flight] == [1, 3]
@@ -362,34 +362,19 @@ def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again(
     asyncio.run(scenario())
 
 
-def test_handles_are_kept_of_the_workers_that_were_heard_of_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them: the third takes the place of the one that was silent for longest, whose handle has to come again."""
+def test_a_repeated_delivery_changes_nothing() -> None:
+    """Neither of a whole call, which may run twice, nor of a group that another worker has sampled as well: the first one counts."""
 
-    async def scenario() -> None:
-        monkeypatch.setattr("actors.queue_actor._KNOWN", 2)
-        actor = TrajectoryQueueActor(groups_per_step=8, max_staleness=0)
-        finished = [group(ticket) for ticket in await actor.admit(prompts(0, 8))]
-
-        async def put(number: int, name: str, *, sends: bool = False) -> list[int] | None:
-            return await actor.put([finished[number].facts], FakeWorker(*finished) if sends else None, 0, name)
-
-        assert await put(0, "a") is None, "it was never heard of"
-        assert [await put(0, "a", sends=True), await put(1, "b", sends=True), await put(2, "a")] == [[0], [1], [2]]
-        assert await put(3, "c", sends=True) == [3]
-        assert await put(4, "b") is None and actor._queue.counts()["finished"] == 4
-        assert [await put(4, "a"), await put(5, "b", sends=True)] == [[4], [5]]
-
-    asyncio.run(scenario())
-
-
-def test_a_repeated_delivery_asks_the_worker_for_nothing() -> None:
     async def scenario() -> None:
         actor = TrajectoryQueueActor(groups_per_step=2, max_staleness=0)
         finished = [group(ticket) for ticket in await actor.admit(prompts(0, 2))]
-        worker = FakeWorker(*finished)
-        assert await actor.put([finished[0].facts], worker) == [0]
-        assert await actor.put([finished[0].facts, finished[1].facts, finished[1].facts], worker) == [1]
-        assert worker.asked == [0, 1]
+        other = group(Ticket(0, finished[0].prompt, 0), rewards=(1.0, 0.0))
+        await actor.put(stored(finished[0]))
+        await actor.put(stored(other, finished[1], finished[1]))
+        drawn = await actor.draw(0, 2, 5.0)
+        assert await fetched(drawn, deadline_s=5.0) == (finished, [])
+        await actor.put(stored(*finished))
+        assert actor._queue.counts() == {"admitted": 2, "trained": 0, "discarded": 0, "in_flight": 0, "finished": 0, "drawn": 2}
 
     asyncio.run(scenario())
 
@@ -426,7 +411,7 @@ def operations(held: int) -> int:
         work.add_groups(tickets)
         for _ in range(64):
             taker.groups.clear()
-            assert len([ticket for _, part in work.take([taker], [taker]) for ticket in part]) == 10
+            assert len(list(work.take([taker], [taker]))) == 10
         for ticket in tickets:
             queue.put(group(ticket))
             (drawn,) = queue.draw(0, 1)
@@ -453,13 +438,13 @@ def test_what_may_be_asked_twice_happens_once() -> None:
         assert await actor.admit(prompts(0, 2), 1) == first and actor._queue.counts()["admitted"] == 2
         second = await actor.admit(prompts(2, 6), 2)
         assert [ticket.group_id for ticket in second] == [2, 3]
-        await put(actor, group(first[0]))
+        await actor.put(stored(group(first[0])))
         assert [await actor.give_up(group_id, "why") for group_id in (0, 1, 1)] == [False, True, False]
         counts = actor._queue.counts()
         assert (counts["finished"], counts["in_flight"], counts["discarded"]) == (1, 2, 1)
         (drawn,) = await actor.draw(0, 1, 1.0)
         told = await actor.advance(1, [drawn.group_id])
-        await put(actor, *map(group, second))
+        await actor.put(stored(*map(group, second)))
         drawing = [asyncio.ensure_future(actor.draw(1, 2, 5.0, number=1)) for _ in range(2)]  # the first is not done when it is repeated
         assert [one.group_id for one in await drawing[0]] == [2, 3] and await drawing[1] == await drawing[0]
         await actor.discard([2], "why", number=2)

@@ -23,4 +23,8 @@ def test_the_real_actors_train_on_what_is_replayed() -> None:
     assert all(0.3 < float(millions) * 1e6 / (6 * 8 * (100 + 200)) < 3 for _, millions in found), "prompts of 200 tokens each, and answers"
     for process in ("driver", "queue", "service", "rank", "host 0", "host 1"):
         assert len(re.findall(rf"^  {process} +[\d.]+ CPU s for a million tokens", done.stdout, re.MULTILINE)) == 2
+    made = r"^  [\d.]+ calls of Ray's for a group of 800 tokens, made by: driver ([\d.]+), service [\d.]+$"
+    calls = re.findall(made, done.stdout, re.MULTILINE)
+    assert len(calls) == 2, "neither workers nor queue call anybody for a group"
+    assert all(float(driver) > 1 for driver in calls)
     assert "is gone" not in done.stdout and "dirty" not in done.stdout, "no worker was lost on the way"

@@ -130,8 +130,8 @@ _FAULTS = {  # by kind: how often, how long
     "repeated_call": (3, None),
     "no_node": (1, (5.0, 100.0)),
     "slow_learner": (1, (5.0, 60.0)),
-    "freeze_service": (1, (1.0, 40.0)),
-    "freeze_queue": (1, (1.0, 40.0)),
+    "freeze_service": (1, (1.0, 300.0)),
+    "freeze_queue": (1, (1.0, 300.0)),
     "freeze_driver": (1, (1.0, 25.0)),
     "full_disk": (2, (1.0, 60.0)),
     "crash_driver": (4, None),
@@ -142,7 +142,7 @@ _FAULTS = {  # by kind: how often, how long
     "reject_batches": (1, (1, 2)),
 }
 _LATE = (
-    "generate_groups",
+    "generate_group",
     "update_weights",
     "put",
     "draw",
@@ -155,10 +155,10 @@ _LATE = (
     "snapshot",
 )
 _LOST = (
-    *("generate_groups", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
+    *("generate_group", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
     *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost"),
 )
-_REPEATED = ("generate_groups", "put", "admit", "draw", "advance", "next_batch", "forwarded")
+_REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
 _BROKEN = ("", "", "everybody")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 

@@ -125,7 +125,7 @@ class World:
         if method == "export":
             self.books.is_exported(args[1], may_be_copied=self.schedule.broadcasts)
         if caller is None and process.kind == WORKER:
-            if method in ("generate_groups", "answer"):
+            if method in ("generate_group", "answer"):
                 self.books.gets_work(process.name, self._controller._sync.version)
                 ref.on_done = partial(self._worked, process.name)
             elif method in ("update_weights", "receive_weights"):

@@ -1,0 +1,117 @@
+"""Finished groups go to the queue together: how many calls that takes, in what order they come, and what becomes of a call that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import ray.exceptions
+
+from actors.admission import PatientQueue
+from actors.carriers import StoredGroup, Ticket
+from actors.delivery import Delivery
+from tests.actors.cases import group, prompt
+from tests.actors.simulated_time import simulate
+
+CALL_S = 0.005
+
+
+class Queue:
+    """Stands where the queue's handle stands. A call takes CALL_S; those named in `failing` find nobody."""
+
+    def __init__(self, failing: Sequence[int] = ()) -> None:
+        self.calls: list[list[int]] = []
+        self.at: list[float] = []
+        self.under_way = 0
+        self._failing = failing
+        self.put = SimpleNamespace(remote=self._put)
+
+    async def _put(self, groups: list[StoredGroup]) -> None:
+        self.under_way += 1
+        assert self.under_way == 1, "one call at a time, or a later one could come first"
+        self.calls.append([one.group_id for one in groups])
+        self.at.append(asyncio.get_running_loop().time())
+        number = len(self.calls) - 1
+        await asyncio.sleep(CALL_S)
+        self.under_way -= 1
+        if number in self._failing:
+            raise ray.exceptions.ActorDiedError()
+
+
+class Scene:
+    def __init__(self, *, failing: Sequence[int] = ()) -> None:
+        self.queue = Queue(failing)
+        self.returned: list[list[int]] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.delivery = Delivery(
+            PatientQueue(self.queue, late=lambda _: None),
+            lambda tickets, error: self.returned.append([ticket.group_id for ticket in tickets]),
+            spawn=lambda work: self.tasks.append(asyncio.ensure_future(work)),
+        )
+
+    def finish(self, *ids: int) -> None:
+        for i in ids:
+            ticket = Ticket(i, prompt(i), 0)
+            self.delivery.add(ticket, StoredGroup(group(ticket).facts, None))
+
+    async def end(self) -> None:
+        await asyncio.gather(*self.tasks)
+
+
+def test_while_the_learner_is_at_work_groups_wait_a_moment_for_others() -> None:
+    """32 groups in a second, as a large pool finishes them, in eight calls: each is made a tenth of a second after its first group came.
+    Order is kept."""
+
+    async def scenario() -> None:
+        scene = Scene()
+        for i in range(32):
+            scene.finish(i)
+            await asyncio.sleep(1 / 32)
+        await scene.end()
+        assert scene.queue.calls == [list(range(i, i + 4)) for i in range(0, 32, 4)]
+
+    simulate(scenario)
+
+
+def test_while_the_learner_waits_no_group_does_but_for_a_call_under_way() -> None:
+    """The first goes at once; what finishes during its call goes with the next. A learner that begins to wait ends the moment."""
+
+    async def scenario() -> None:
+        scene, clock = Scene(), asyncio.get_running_loop().time
+        scene.finish(0)
+        await asyncio.sleep(0.02)
+        assert scene.queue.calls == []
+        with scene.delivery.hurried():
+            await asyncio.sleep(0.001)
+            assert scene.queue.calls == [[0]]
+            scene.finish(1, 2)
+            await asyncio.sleep(2 * CALL_S)
+            assert scene.queue.calls == [[0], [1, 2]]
+            await scene.end()
+            began = clock()
+            scene.finish(3)
+            await scene.end()
+            assert scene.queue.calls[2:] == [[3]] and scene.queue.at[-1] == began
+        scene.finish(4)
+        await scene.end()
+        assert scene.queue.calls[3:] == [[4]] and scene.queue.at[-1] >= began + 0.1
+
+    simulate(scenario)
+
+
+def test_a_call_that_fails_gives_back_all_of_its_groups_and_no_others() -> None:
+    async def scenario() -> None:
+        scene = Scene(failing=[1])
+        with scene.delivery.hurried():
+            scene.finish(0)
+            await asyncio.sleep(0.001)
+            scene.finish(1, 2, 3)
+            await asyncio.sleep(CALL_S)
+            scene.finish(4)
+            await scene.end()
+        assert scene.queue.calls == [[0], [1, 2, 3], [4]]
+        assert scene.returned == [[1, 2, 3]]
+
+    simulate(scenario)
