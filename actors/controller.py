@@ -188,19 +188,19 @@ class Controller:
         self._checkpoints.abandon()
 
     async def _train(self) -> None:
-        config = self._config
-        while self._step < config.steps and not self._ends_early:
+        while self._step < self._config.steps and not self._ends_early:
             await self._checkpoints.finished(at_once=True)
             if (batch := await unless_set(self._is_asked_to_end, self._next_batch())) is None:
                 break  # without a step under way the last one can be saved at once: after SIGTERM there may be seconds
             result = await self._learn(batch)
             compared = partial(self._ask, self._service.compared, batch.version, (result.values,))
-            await check_batch(config, compared, step=self._step + 1, observer=self._observer)
+            await check_batch(self._config, compared, step=self._step + 1, observer=self._observer)
             await self._publish()  # engines take it while we go on
             discarded, counts, outstanding = await self._ask(self._queue.advance, self._version, batch.group_ids, self._sync.version)
             self._step += 1
             self._ledger.settle(self._step, trained=batch.prompt_ids, discarded=discarded, outstanding=outstanding, counts=counts)
-            self._steps.end_step(self._step, self._version, batch, result, self._watch.read(), counts, discarded)
+            of_step = self._step, self._version, batch, result, self._watch.read(), counts, discarded
+            self._steps.end_step(partial(self._observer.end_step, *of_step))
             self._fruitless.note(self._step, batch, result)
             if self._checkpoints.is_due(self._step):
                 await self._save()

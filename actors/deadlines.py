@@ -28,8 +28,6 @@ class Scale:
 
     answer_tokens: int
     """Longest answer."""
-    model_bytes: int
-    """Of the weights."""
     tokens_per_s: float
     bytes_per_s: float
     waves: int
@@ -44,13 +42,12 @@ class Scale:
     """As `waves`, for all questions of an evaluation on all workers."""
 
     @classmethod
-    def of(cls, config: RunConfig, model_bytes: int) -> Scale:
+    def of(cls, config: RunConfig) -> Scale:
         rollout = config.rollout
         group, running = rollout.sampling.samples_per_group, rollout.engine.max_running_requests
         asked = config.evaluation.problems * config.evaluation.samples
         return cls(
             answer_tokens=rollout.sampling.max_tokens,
-            model_bytes=model_bytes,
             tokens_per_s=config.deadlines.tokens_per_s,
             bytes_per_s=config.deadlines.bytes_per_s,
             waves=1 + -(-rollout.slots_per_worker * group // running),
@@ -105,7 +102,7 @@ def group_s(rollout: RolloutConfig) -> float:
 def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
     """The deadlines that a run would have, shortest part first; what waits for another stands below it."""
     whole = with_deadlines(config, model_bytes)
-    scale, run, engine, rollout = Scale.of(config, model_bytes), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
+    scale, run, engine, rollout = Scale.of(config), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
     size, rate = f"{model_bytes / 1e9:.3g} GB", f"{run.bytes_per_s / 1e6:.4g} MB/s"
 
     def of(section: DeadlinesConfig | EngineDeadlines, name: str, what: str) -> Deadline:
@@ -156,7 +153,7 @@ def inversions(config: RunConfig) -> list[str]:
 
 def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Of the run, and of each engine: those in the recipe are taken as they are where others follow from them."""
-    scale = Scale.of(config, model_bytes)
+    scale = Scale.of(config)
     least, floor = config.deadlines.derived({}), config.rollout.engine.deadlines.derived({})
     answer_s, travel_s = scale.answer_tokens / scale.tokens_per_s, model_bytes / scale.bytes_per_s
     engine = {

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from actors.descendants import adopted_orphans, end_new
 from benchmarks.chaos_books import HeldOut, RunBooks, steps_done_again
 from benchmarks.chaos_strikes import Strike, Strikes, table
-from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between
+from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between, scratch
 from benchmarks.watched_run import WatchedRun
 from correction.errors import EvenkeelError
 
@@ -127,9 +126,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="keep the runs there")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page, between its marks")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = arguments.keep or Path(made)
-        folder.mkdir(parents=True, exist_ok=True)
+    with scratch(arguments.keep) as folder:
         calm, disturbed = played_runs(folder, arguments)
     told = summary(calm, disturbed)
     print(f"\n{told}")

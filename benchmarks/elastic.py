@@ -18,7 +18,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT, evenkeel, options, steps_of
+from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT, evenkeel, options, scratch, steps_of
 from lab.autoscaled_cluster import AutoscaledCluster
 
 MODEL = [
@@ -277,9 +276,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3, help="rollout nodes at most")
     parser.add_argument("--keep", type=Path, help="keep the run there")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = arguments.keep or Path(made)
-        folder.mkdir(parents=True, exist_ok=True)
+    with scratch(arguments.keep) as folder:
         model = f"model={folder / 'model'}"
         evenkeel("init-model", NANO_RECIPE, model, *MODEL, "--if-missing")
         with started(arguments.nodes, folder, [str(NANO_RECIPE), model, *MODEL, *RUN], Timeline()) as run:

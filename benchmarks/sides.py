@@ -97,6 +97,15 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@contextmanager
+def scratch(keep: Path | None) -> Iterator[Path]:
+    """The folder that is to be kept, made if it isn't there; otherwise one that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = keep or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
 def put_between(page: Path, name: str, text: str) -> None:
     """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->` in a page of docs. Raises: ValueError if it has no such marks."""
     first, last = f"<!-- {name} -->", f"<!-- /{name} -->"

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,7 +20,7 @@ from actors.commands.measured_costs import MeasuredRun
 from actors.simulation.outcome import Outcome
 from actors.simulation.run import simulate
 from benchmarks.async_vs_sync import COMMON
-from benchmarks.sides import NANO_RECIPE, evenkeel, options
+from benchmarks.sides import NANO_RECIPE, evenkeel, options, scratch
 
 KINDS = {f"{name}-{workers}": (staleness, workers) for workers in (1, 2) for name, staleness in (("sync", 0), ("async", 1))}
 CALIBRATION = "sync-1"
@@ -42,15 +39,6 @@ def row(name: str, by: MeasuredRun, run: MeasuredRun) -> str:
     )
 
 
-@contextmanager
-def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(made)
-
-
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=26, help="training steps of each run")
@@ -60,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     evenkeel("init-model", NANO_RECIPE, "--if-missing")
     one_thread = ["rollout.engine.threads=1", "learner.threads=1", f"steps={arguments.steps}", *arguments.overrides]
-    with kept_or_temporary(arguments.folder) as folder:
+    with scratch(arguments.folder) as folder:
         for turn in range(1, arguments.rounds + 1):
             for kind, (staleness, workers) in KINDS.items():
                 run_dir = folder / f"{kind}-{turn}"

@@ -19,7 +19,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.descendants import adopted_orphans, command_of, descendants, end_new
-from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between
+from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between, scratch
 from benchmarks.watched_run import ROLES, WatchedRun
 
 _MIB = 1 << 20
@@ -183,9 +182,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="keep the run there")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page, between its marks")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = arguments.keep or Path(made)
-        folder.mkdir(parents=True, exist_ok=True)
+    with scratch(arguments.keep) as folder:
         model = f"model={folder / 'model'}"
         evenkeel("init-model", NANO_RECIPE, model, "--if-missing")
         words = [model, "steps=1000000", f"rollout.workers={arguments.workers}", "rollout.engine.threads=1", "learner.threads=1"]

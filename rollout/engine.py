@@ -16,7 +16,7 @@ from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine_config import EngineConfig
-from rollout.engine_process import EngineCapabilities, EngineProcess
+from rollout.engine_process import EngineProcess
 from rollout.engine_ranks import obstacles
 from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine
@@ -82,11 +82,6 @@ class RolloutEngine(UpdatableEngine):
             await process.shutdown()
             raise
         return engine
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """What the installed SGLang offers."""
-        return self._process.capabilities
 
     @property
     def requests_in_flight(self) -> int:

@@ -98,8 +98,6 @@ class EngineProcess:
         self.name = name
         self.engine: Any = None
         """sglang.Engine, once started."""
-        self.capabilities: EngineCapabilities
-        """Set with the engine."""
         self.pids: dict[str, int] = {}
         """Role ("scheduler") -> process id; a tensor-parallel engine has several."""
         self._config = config
@@ -127,7 +125,7 @@ class EngineProcess:
         self._thread = threading.Thread(target=self._own_engine, args=(arguments, started), name=f"sglang-{self.name}", daemon=True)
         self._thread.start()
         try:
-            self.engine, self.capabilities = await self.wait(started, self._config.deadlines.start_s, "start")
+            self.engine = await self.wait(started, self._config.deadlines.start_s, "start")
         except BaseException:
             await asyncio.to_thread(self._end_processes)
             self._end.set()
@@ -298,7 +296,7 @@ def _command(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
 
 
-def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
+def _build_engine(arguments: dict[str, Any]) -> Any:
     # Python's signal.signal works in the main thread only; the C library's works anywhere.
     ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))    # 1 is SIG_IGN
     sglang_plugin.platform()                                        # SGLang would ask for it only after some imports that need it
@@ -307,8 +305,7 @@ def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     with uncollected():
         from sglang.srt.entrypoints.engine import Engine
 
-    capabilities = EngineCapabilities.of_this_machine(arguments["device"])
-    capabilities.require()
+    EngineCapabilities.of_this_machine(arguments["device"]).require()
 
     class IdsOnly(Engine):  # type: ignore[misc]
         """SGLang's, without its detokenizer: with skip_tokenizer_init the scheduler sends what it sampled past it, to the owner."""
@@ -324,7 +321,7 @@ def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     manager._subprocess_watchdog.stop()
     for zmq_socket in (engine.send_to_rpc, manager.send_to_scheduler, manager.recv_from_detokenizer):
         zmq_socket.linger = 0  # or whoever drops a dead engine waits until it has read what was sent to it: the garbage collector, for good
-    return engine, capabilities
+    return engine
 
 
 _environment_lock = threading.Lock()

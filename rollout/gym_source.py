@@ -31,6 +31,8 @@ _NOTICE_S = 10.0
 class ReasoningGymSource:
     """A procedural data set; its questions have no end, and a hash of the text decides on which side each is."""
 
+    questions_per_epoch = distinct_train_questions = None
+
     def __init__(self, config: ReasoningGymTask, excess: Callable[[str], str | None]) -> None:
         """
         Args:
@@ -51,14 +53,6 @@ class ReasoningGymSource:
     @property
     def name(self) -> str:
         return f"reasoning-gym {self._config.dataset}"
-
-    @property
-    def questions_per_epoch(self) -> None:
-        return None
-
-    @property
-    def distinct_train_questions(self) -> None:
-        return None
 
     @property
     def skipped(self) -> tuple[SkippedRow, ...]:

@@ -34,15 +34,15 @@ class RowSource:
         self._config = config
         self._excess = excess
         rows = self._read(held_out=False)
-        self._skipped = rows.skipped
+        self.skipped = rows.skipped
         has_own_held_out = (config.held_out_path if isinstance(config, FileTask) else config.held_out_split) is not None
         if has_own_held_out:
             held_out_rows = self._read(held_out=True)
-            self._skipped += held_out_rows.skipped
-            self._held_out = tuple({text_key(q.text): q for q in reversed(held_out_rows.questions)}.values())[::-1][: config.held_out_size]
+            self.skipped += held_out_rows.skipped
+            self.held_out = tuple({text_key(q.text): q for q in reversed(held_out_rows.questions)}.values())[::-1][: config.held_out_size]
         else:
-            self._held_out = _smallest_hashes(rows.questions, config.held_out_size, config.held_out_fraction)
-        kept_back = {text_key(question.text) for question in self._held_out}
+            self.held_out = _smallest_hashes(rows.questions, config.held_out_size, config.held_out_fraction)
+        kept_back = {text_key(question.text) for question in self.held_out}
         self._train = tuple(question for question in rows.questions if text_key(question.text) not in kept_back)
         if not self._train:
             raise DataError(f"{self.name}: every row is held out, none is left to train on; add rows, or lower rollout.task.held_out_size")
@@ -56,14 +56,6 @@ class RowSource:
     @property
     def questions_per_epoch(self) -> int:
         return len(self._train)
-
-    @property
-    def skipped(self) -> tuple[SkippedRow, ...]:
-        return self._skipped
-
-    @property
-    def held_out(self) -> tuple[Question, ...]:
-        return self._held_out
 
     def train_question(self, position: int) -> Question:
         epoch, index = divmod(position, len(self._train))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from correction.errors import EngineError
 from rollout.chat import load_tokenizer
@@ -21,20 +21,13 @@ from rollout.rewards import RewardPool
 from rollout.trajectory import Group, Prompt, Trajectory
 
 
-class Tokenizer(Protocol):
-    """What of a Hugging Face tokenizer is needed here."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-
 class Sampler:
     """One engine with its tokenizer and its scorer. Calls overlap; all belong to the event loop that started the engine."""
 
-    def __init__(
-        self, engine: RolloutEngine, tokenizer: Tokenizer, rewards: RewardPool, settings: SamplingConfig, *, seed: int = 0
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, tokenizer: Any, rewards: RewardPool, settings: SamplingConfig, *, seed: int = 0) -> None:
         """
         Args:
+            tokenizer: of transformers.
             settings: samples of a group, their temperature and length.
             seed: of the run's samples, see sample_seed.
         """

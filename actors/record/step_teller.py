@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from actors.carriers import Observation, PreparedBatch
+from actors.carriers import Observation
 from actors.record.observer import FinishedStep, Observer
 from actors.record.step_report import learned_numbers
 from correction.monitor import Event
-
-if TYPE_CHECKING:
-    from learner.results import StepResult
 
 T = TypeVar("T")
 
@@ -30,19 +27,10 @@ class StepTeller:
         """The correction service, which diagnoses the steps."""
         self._service = service
 
-    def end_step(
-        self,
-        number: int,
-        version: int,
-        batch: PreparedBatch,
-        result: StepResult,
-        phases: dict[str, float],
-        counts: dict[str, int],
-        discarded: Sequence[tuple[str, str]],
-    ) -> None:
-        """A step ends now, see Observer.end_step; the one before is told, if nothing took long enough to tell it beside."""
+    def end_step(self, finished: Callable[[], FinishedStep]) -> None:
+        """A step ends now; the one before is told, if nothing took long enough to tell it beside. Args: finished: Observer.end_step."""
         self._tell()
-        self._untold = self._observer.end_step(number, version, batch, result, phases, counts, discarded)
+        self._untold = finished()
 
     async def beside(self, work: Awaitable[T], *, after_s: float) -> T:
         """The result of `work`; the last step is told while that is under way, if it takes longer than `after_s`."""

@@ -301,7 +301,7 @@ def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFo
 
         monkeypatch.setattr(module, name, called)
 
-    of_a_folder = ((run_folder, "_fsync"), (run_folder, "seal"), (RunFolder, "prune_checkpoints"))
+    of_a_folder = ((run_folder, "flush_to_disk"), (run_folder, "seal"), (RunFolder, "prune_checkpoints"))
     for module, name in (*of_a_folder, (shutil, "rmtree"), (Path, "mkdir"), (State, "save")):
         noted(module, name)
 
@@ -314,5 +314,5 @@ def test_nothing_that_waits_for_the_disk_is_done_on_the_event_loop(folder: RunFo
         assert [checkpoint.step for checkpoint in folder.checkpoints()] == [4]
 
     asyncio.run(scenario())
-    assert set(threads) == {"_fsync", "rmtree", "mkdir", "save", "seal", "prune_checkpoints"}
+    assert set(threads) == {"flush_to_disk", "rmtree", "mkdir", "save", "seal", "prune_checkpoints"}
     assert [name for name, where in threads.items() if threading.get_ident() in where] == []

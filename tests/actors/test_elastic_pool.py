@@ -133,6 +133,7 @@ class ElasticScene:
             kill=lambda actor: self.killed.append(actor.instance.name),
         )
         monkeypatch.setattr(actors.workers, "ray", fake_ray)
+        monkeypatch.setattr("ray.kill", fake_ray.kill)
         common = {"task": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "reward": {"kind": "exact_match"}}
         engine = {"engine": {"device": "cpu", "max_running_requests": 8}, "sampling": {"samples_per_group": 2}}
         config = RolloutConfig.model_validate(common | engine | rollout)
