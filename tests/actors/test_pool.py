@@ -21,7 +21,7 @@ from actors.rollout_worker import WorkerSettings
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts
-from tests.actors.cases import FakeActor, CallResult, group, prompt, stored
+from tests.actors.cases import CallResult, FakeActor, group, prompt, stored
 
 DEAD = ray.exceptions.ActorDiedError()
 Fault = Exception | Callable[[], Awaitable[object]]
