@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import interrupts
 from actors.config import RayConfig, RunConfig
-from actors.descendants import adopted_orphans, descendants, end, end_new
+from actors.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.devices import check_rollout_resource, visible_gpus
 from actors.security import loopback_only, protect_token, require_authentication
 from actors.supervision import counted
@@ -86,7 +86,7 @@ class Cluster:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
         workers = self._config.rollout.most_workers
         arguments: dict[str, Any] = {
-            "num_cpus": settings.num_cpus or workers + self._config.learner.world_size + 1,
+            "num_cpus": self._config.logical_cpus,
             "resources": {settings.rollout_resource: workers},
             "include_dashboard": settings.include_dashboard,
             "_temp_dir": str(settings.temp_dir.resolve()) if settings.temp_dir else None,
@@ -130,7 +130,7 @@ class Cluster:
     def _clear(self) -> str:
         """End what a start that failed has left. Returns: where its logs are, as a sentence, if that can be told."""
         left = [process for process in descendants() if process not in self._before]
-        session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", _command(process)))), None)
+        session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", command_of(process)))), None)
         end_new(self._before)
         with contextlib.suppress(Exception):  # it may not be up far enough to be shut down
             ray.shutdown()
@@ -270,13 +270,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -277,6 +277,11 @@ class RunConfig(Settings):
         return (self.max_staleness + 1) * self.groups_per_step
 
     @property
+    def logical_cpus(self) -> int:
+        """Of a private cluster: one for each rank and each rank of an engine, and one."""
+        return self.ray.num_cpus or self.rollout.most_workers * self.rollout.engine.tensor_parallel + self.learner.world_size + 1
+
+    @property
     def needs_reference(self) -> bool:
         """The learner keeps the weights of the model that the run began with: for a KL penalty, or to tell the KL."""
         return self.correction.kl.coefficient > 0 or self.learner.report_kl_every > 0

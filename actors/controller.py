@@ -22,7 +22,7 @@ from actors.carriers import ForwardRequest, PreparedBatch
 from actors.config import RunConfig
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
-from actors.going_back import Returns, end_parts, kill, lost_among, raise_when_lost, what_is_done_again
+from actors.going_back import Returns, end_parts, lost_among, raise_when_lost, what_is_done_again, while_they_answer
 from actors.hub import model_folder
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint, fill_queue, make_queue, make_sync, start_learner, start_service
@@ -37,7 +37,7 @@ from actors.record.step_teller import StepTeller
 from actors.resume import TrainingState, open_ledger
 from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
-from actors.supervision import Stopwatch, abandon, counted, persistently, together, unless_failed, unless_set, wait_for
+from actors.supervision import Stopwatch, abandon, counted, kill, persistently, together, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
 from correction.errors import EvenkeelError
 from rollout.tasks import Task
@@ -82,8 +82,7 @@ class Controller:
         """Evaluated before training, or not to be; all steps that there will be are done and saved."""
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
-        self._ends_at_once = False
-        self._watch = Stopwatch()
+        self._ends_at_once, self._watch = False, Stopwatch()
         self._evaluations: Evaluations
 
     async def run(self) -> RunSummary:
@@ -219,7 +218,8 @@ class Controller:
     async def _ask(self, method: Any, *arguments: Any) -> Any:
         """A short call to the queue or the service, which may run twice."""
         what = f"{method._method_name} at v{self._version} <- queue or service"
-        return await persistently(lambda: method.remote(*arguments), what, deadline_s=self._config.deadlines.sync_s)
+        asked, limit_s = {name: part for name, part in self._parts.items() if "learner" not in name}, self._config.deadlines.sync_s
+        return await while_they_answer(asked, partial(method.remote, *arguments), what, deadline_s=limit_s, tell=self._observer.event)
 
     async def _next_batch(self) -> PreparedBatch:
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")

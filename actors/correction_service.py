@@ -30,7 +30,7 @@ from actors.gap_split import GapSplit
 from actors.loop_clock import LoopClock
 from actors.numbered import NumberedCaller
 from actors.scatter import ScatterReservoir
-from actors.supervision import wait_for
+from actors.supervision import lost_if_late, wait_for
 from actors.trajectory_queue import ANSWER_S
 from actors.true_on_policy import compare_batch
 from correction.advantages import group_advantages
@@ -160,7 +160,7 @@ class CorrectionService:
         return prepared
 
     def _begin(self, version: int) -> tuple[int, asyncio.Task[PreparedBatch]]:
-        self._ahead = (version, asyncio.create_task(self._prepare(version)))
+        self._ahead = (version, asyncio.create_task(lost_if_late(self._prepare(version))))
         return self._ahead
 
     async def _prepared_or_request(self, preparing: asyncio.Task[PreparedBatch]) -> PreparedBatch | ForwardRequest:

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
-from actors.supervision import counted, unwrapped, wait_for
-from actors.workers import STOP_S, PoolObserver, WorkerHandle, WorkerState, kill
+from actors.supervision import counted, kill, unwrapped, wait_for
+from actors.workers import STOP_S, PoolObserver, WorkerHandle, WorkerState
 from correction.errors import DeadlineExceeded, EvenkeelError
 
 log = logging.getLogger("evenkeel.pool")

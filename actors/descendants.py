@@ -28,6 +28,16 @@ def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
         return []
 
 
+def command_of(process: psutil.Process) -> str:
+    """Its command line; empty if it is gone."""
+    import psutil
+
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 @contextlib.contextmanager
 def adopted_orphans() -> Iterator[None]:
     """Within it, a descendant whose parent dies stays a descendant (on Linux), so that `end_new` finds it.

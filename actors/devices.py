@@ -47,6 +47,11 @@ def check_shares(config: RunConfig) -> None:
             f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with tensor_parallel = {learner.tensor_parallel}: the ranks of a group are "
             "asked for together, as whole GPUs of one node. Set it to 1"
         )
+    if rollout.gpus_per_worker < 1 and rollout.engine.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
+            "engine's ranks are on whole GPUs of one node. Set rollout.gpus_per_worker to 1, or tensor_parallel to 1"
+        )
     is_shared = learner.gpus_per_rank < 1 or rollout.gpus_per_worker < 1
     if is_shared and config.weight_sync.transport == "broadcast":
         raise ConfigError(
@@ -77,7 +82,10 @@ def check_types(config: RunConfig) -> None:
 
 def check_engine_device(config: RunConfig) -> None:
     """The same for one engine without Ray. Raises: ConfigError."""
-    if config.rollout.engine.device == "cuda" and not visible_gpus():
+    engine, seen = config.rollout.engine, visible_gpus()
+    if engine.resolved_device == "cuda" and 0 < seen < engine.tensor_parallel:
+        raise ConfigError(f"rollout.engine.tensor_parallel = {engine.tensor_parallel}, but torch sees {seen} GPUs here. Set it to {seen}")
+    if engine.device == "cuda" and not seen:
         raise ConfigError(
             "rollout.engine.device = cuda, but torch sees no GPU here (none, no driver for it, or a torch without CUDA). Set it to cpu"
         )
@@ -88,18 +96,20 @@ def check_received(role: str, share: float, ids: Sequence[Any]) -> None:
 
     Args:
         role: who asks, such as "learner rank 3".
-        share: of a GPU, that was asked for.
+        share: of a GPU, that was asked for, or the number of GPUs.
         ids: as ray.get_gpu_ids() has them.
     Raises: ConfigError.
     """
-    if len(ids) != 1:
+    wanted = max(1, round(share))
+    if len(ids) != wanted:
+        asked = f"{share:g} of a GPU" if share <= 1 else f"{wanted} GPUs"
         raise ConfigError(
-            f"{role}: asked Ray for {share:g} of a GPU and got {list(ids) or 'none'}: it would compute on a GPU that belongs to another. "
+            f"{role}: asked Ray for {asked} and got {list(ids) or 'none'}: it would compute on a GPU that belongs to another. "
             "Start the nodes with the GPUs that they have (ray start --num-gpus)"
         )
-    if (seen := visible_gpus()) != 1:
+    if (seen := visible_gpus()) != wanted:
         raise ConfigError(
-            f"{role}: Ray gave it GPU {ids[0]}, but torch sees {seen} there (CUDA_VISIBLE_DEVICES = "
+            f"{role}: Ray gave it GPU {', '.join(map(str, ids))}, but torch sees {seen} there (CUDA_VISIBLE_DEVICES = "
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). A node must offer the GPUs that it has, Ray's "
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES must not be set, and torch must be a build with CUDA"
         )
@@ -154,8 +164,9 @@ def _wanted(config: RunConfig) -> tuple[list[float], str]:
     shares: list[float] = []
     asking = []
     if engine.resolved_device == "cuda":
-        shares += [rollout.gpus_per_worker] * workers
-        asking.append(f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}{_of(rollout.gpus_per_worker)}")
+        shares += [rollout.gpus_per_worker] * workers * engine.tensor_parallel
+        of = _of(rollout.gpus_per_worker) if engine.tensor_parallel == 1 else f" of {engine.tensor_parallel} GPUs"
+        asking.append(f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}{of}")
     if learner.resolved_device == "cuda":
         shares += [learner.gpus_per_rank] * ranks
         asking.append(f"learner.device = {learner.device} with {ranks} rank{'s' * (ranks > 1)}{_of(learner.gpus_per_rank)}")

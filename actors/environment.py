@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.config import RunConfig
+from correction.engines.device_choice import KEPT_KERNELS
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For what computes on the CPU of a machine with GPUs: Ray hides none from an actor that asks for none."""
@@ -27,7 +28,7 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
     """Of each rank; what the user has set in ray.env wins."""
     own = {"OMP_NUM_THREADS": str(config.learner.threads)} | OF_BATCHES
     if config.learner.resolved_device == "cpu":
-        own |= _NO_GPU
+        own |= _NO_GPU | KEPT_KERNELS
     else:
         own |= _OF_RANKS
         if config.weight_sync.transport == "broadcast":

@@ -42,19 +42,6 @@ UNKNOWN = Proportion(math.nan, 0.0, 1.0, 0)
 """Of no trial."""
 
 
-def wilson(successes: int, n: int) -> Proportion:
-    """Share of successes with its 95 % Wilson interval.
-
-    Args:
-        successes: 0 to n.
-        n: trials, > 0.
-    Raises: ValueError if there was no trial, or more successes than trials.
-    """
-    if not 0 <= successes <= n or n == 0:
-        raise ValueError(f"{successes} of {n}: a share needs at least one trial, and no more successes than trials")
-    return Proportion(successes / n, *wilson_interval(successes / n, n), n)
-
-
 def wilson_interval(share: float, n: float, *, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a share, which keeps inside [0, 1] and holds near its ends too.
 

@@ -32,16 +32,15 @@ class MetricsEndpoint(Collector):
     Thread-safe: actors set numbers on their own threads while Prometheus scrapes on the server's.
     """
 
-    def __init__(self, role: str, name: str, bind: str = "127.0.0.1", port: int = 0, *, advertise: str | None = None) -> None:
+    def __init__(self, role: str, name: str, bind: str = "127.0.0.1", port: int = 0) -> None:
         """Args:
             role: kind of actor ("controller", "rollout", "learner", "correction"); a label of the target.
             name: which one of its role; a label of the target.
             bind: address to listen on.
             port: 0 takes a free one, so that several actors share a node.
-            advertise: host that Prometheus reaches this one at; needed when `bind` is all addresses.
         Raises: ConfigError if the address can't be listened on, or nobody could be told where to scrape.
         """
-        if bind in _ANY_ADDRESS and advertise is None:
+        if bind in _ANY_ADDRESS:
             raise ConfigError(
                 f"metrics.bind = {bind!r}: Prometheus must be told an address that it can reach. Bind to that one (metrics.bind=node)."
             )
@@ -55,8 +54,7 @@ class MetricsEndpoint(Collector):
             self._server, self._thread = start_http_server(port, addr=bind, registry=registry)
         except OSError as error:
             raise ConfigError(f"metrics endpoint of {role} {name}: can't listen on {bind}:{port}: {error}. Set metrics.bind.") from error
-        host = advertise or bind
-        self.target = f"[{host}]:{self._server.server_port}" if ":" in host else f"{host}:{self._server.server_port}"
+        self.target = f"[{bind}]:{self._server.server_port}" if ":" in bind else f"{bind}:{self._server.server_port}"
 
     def set(self, name: str, value: float | None) -> None:
         """Show a gauge's value, or a counter's running total; None leaves it as it is. Raises: MetricError for an unlisted name."""

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # torch and Megatron: not in the driver
     from learner.results import Proximal
 
 
+T = TypeVar("T")
 AT_SAMPLING, NOW = "at_sampling", "now"
 """What is found of tokens that are scored at the weights that sampled them, and at the present ones."""
 
@@ -46,18 +47,18 @@ async def next_batch(
     Args:
         ask: the service for its next batch.
         deadline_s: for the service to take what the learner has found.
-        is_moving: groups are finished, though not enough of them, or there is nobody to finish any: the service is asked again.
+        is_moving: groups are finished, though not enough of them, or there is nobody to finish any: the service is asked again, or told.
     """
 
-    async def asked() -> PreparedBatch | ForwardRequest:
+    async def while_moving(call: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
-                return await ask()
+                return await call()
             except DeadlineExceeded:
                 if not is_moving():
                     raise
 
-    while isinstance(found := await asked(), ForwardRequest):
+    while isinstance(found := await while_moving(ask), ForwardRequest):
         began = time.monotonic()
         if found.kept_since is not None:
             await learner.keep_weights(found.version, oldest=found.kept_since)
@@ -66,9 +67,9 @@ async def next_batch(
         at_sampling = None
         if found.scored_since is not None:
             at_sampling = await learner.at_sampling(found.batch, version=found.version, oldest=found.scored_since)
-        answer = found.number, proximal, reference, at_sampling, time.monotonic() - began
+        tell = partial(service.forwarded.remote, found.number, proximal, reference, at_sampling, time.monotonic() - began)
         what = f"logprobs at version {found.version} -> correction service"
-        await persistently(partial(service.forwarded.remote, *answer), what, deadline_s=deadline_s)
+        await while_moving(partial(persistently, tell, what, deadline_s=deadline_s))
     return found
 
 

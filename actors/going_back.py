@@ -14,20 +14,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import ray
-from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+from ray.exceptions import (
+    ActorUnavailableError,
+    NodeDiedError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.run_folder import RunFolder
+from actors.supervision import kill, persistently
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded
 from rollout.tasks import Task
 
+T = TypeVar("T")
 MOST_RETURNS = 3
 """To one checkpoint: what has died four times on the way to the next one would die again."""
 _LOOK_S = 1.0
@@ -38,6 +49,7 @@ _IDLE_S = 30.0
 """A learner that is to go on ends what it has under way within it, or within the time that its start took, or is started anew."""
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 """What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
+_NO_ROOM = (ObjectStoreFullError, OutOfDiskError)
 _ANSWER = "an answer"
 """What is lost when no part is."""
 
@@ -73,7 +85,39 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str
     silent = [name for name, task in asked.items() if not task.done()] if is_late else []
     for task in asked.values():
         task.cancel()
-    return gone or silent or ([_ANSWER] if isinstance(error, ActorLost) else [])
+    return gone or silent or ([_ANSWER] if lost_answer(error) else [])
+
+
+def lost_answer(error: BaseException) -> str:
+    """What is lost by an error though all actors may be there, in a sentence; empty: nothing.
+
+    A call that never ran, as its argument had gone with who made it, and one whose result found no room, have failed, says Ray, as if
+    their own code had.
+    """
+    cause = getattr(error, "cause", None)
+    if isinstance(error, ActorLost) or not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
+        return str(error) if isinstance(error, ActorLost) else ""
+    if isinstance(cause, _NO_ROOM):
+        needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
+        return f"no room in Ray's object store ({type(cause).__name__}): its node needs {needs}"
+    return f"what a call was to work on is gone ({type(cause).__name__})"
+
+
+async def while_they_answer(
+    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, tell: Callable[[str, str], None]
+) -> T:
+    """As `persistently`; past its deadline the call is made again, if all of these parts live and answer by now.
+
+    Args: parts: actors by name. tell: told each time, with a level.
+    Raises: as `persistently`.
+    """
+    while True:
+        try:
+            return await persistently(call, what, deadline_s=deadline_s)
+        except DeadlineExceeded as error:
+            if await lost_among(parts, error):
+                raise
+            tell("warning", f"{error}; who was late answers again, and is asked again")
 
 
 async def end_parts(
@@ -104,13 +148,6 @@ async def end_parts(
     return None, {}
 
 
-def kill(*actors: Any) -> None:
-    """Those that may be gone already."""
-    for actor in actors:
-        with contextlib.suppress(Exception):
-            ray.kill(actor)
-
-
 class Returns:
     """How often a run has gone back, and to where it goes."""
 
@@ -127,7 +164,8 @@ class Returns:
         self._goal, self._times = goal, (self._times + 1 if goal == self._goal else 1)
         if self._times > MOST_RETURNS:
             raise ActorLost(
-                f"{', '.join(lost)}: the {self._times}th death after step {goal}, before there was another checkpoint: {error}"
+                f"{', '.join(lost)}: the {self._times}th death after step {goal}, before there was another checkpoint: "
+                f"{lost_answer(error) or error}"
             ) from error
 
     def point(self, model: Path) -> tuple[StartingPoint, list[tuple[str, str]]]:
@@ -153,7 +191,7 @@ def what_is_done_again(lost: list[str], error: BaseException, point: StartingPoi
     steps = f"steps {point.step + 1} to {step} are done again" if step > point.step else "no finished step is lost"
     withdrawn = f", weights v{point.version + 1} to v{version} are withdrawn" if version > point.version else ""
     return (
-        f"lost: {', '.join(lost)} ({error}). The run goes back to {point}; {steps} with their diagnostics, "
+        f"lost: {', '.join(lost)} ({lost_answer(error) or error}). The run goes back to {point}; {steps} with their diagnostics, "
         f"what was under way is sampled again{withdrawn}; the engines stay up (generation {generation})"
     )
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _NOT_OURS = (ValueError, KeyError, TypeError)
 """What reading a torn or foreign line raises."""
+_TAIL_BYTES = 1 << 17
 
 
 class JsonLines:
@@ -73,17 +74,32 @@ class JsonLines:
         return self.path.read_text(errors="replace").splitlines() if self.path.is_file() else []
 
     def _append_text(self, lines: list[str]) -> None:
-        """All of them or nothing: a part that a full disk has taken is cut off again."""
-        content = "".join(line + "\n" for line in lines).encode()
-        with self.path.open("ab", buffering=0) as file:
-            began = file.tell()
-            try:
-                if file.write(content) != len(content):
-                    raise OSError(errno.ENOSPC, f"{self.path}: the disk took a part of the lines only")
-            except OSError:
-                with suppress(OSError):
-                    os.truncate(self.path, began)
-                raise
+        append_whole(self.path, "".join(line + "\n" for line in lines).encode())
+
+
+def last_step(path: Path) -> int:
+    """Of the last whole line, without reading the others; 0 if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, *_NOT_OURS):
+        return 0
+
+
+def append_whole(path: Path, content: bytes) -> None:
+    """All of it or nothing: a part that a full disk has taken is cut off again. Raises: OSError."""
+    with path.open("ab", buffering=0) as file:
+        began = file.tell()
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, f"{path}: the disk took a part of the lines only")
+        except OSError:
+            with suppress(OSError):
+                os.truncate(path, began)
+            raise
 
 
 def _is_until(step: int, line: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import socket
 import time
@@ -25,7 +24,8 @@ from actors.devices import check_received
 from actors.exporter import MetricsEndpoint, listen_address, node_address
 from actors.hub import model_folder
 from actors.placement import RankPlaces
-from actors.supervision import USUAL_START, wait_for
+from actors.supervision import USUAL_START, kill, wait_for
+from correction.engines.quick_imports import uncollected
 from correction.errors import DataError, DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.stacks import tell_stacks
@@ -58,30 +58,34 @@ class LearnerRankActor:
         self._version = 0
         self._calls = 0
         self._broadcaster: WeightBroadcaster | None = None
+        self._reserved: socket.socket | None = None
         self._staging: Staging | None = None
         self._processor: Processor | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 listens: this node and a port that is free now."""
+        """Where rank 0 will listen: this node and a port that nobody else is given until the next one is asked for."""
         host = node_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        if self._reserved is not None:
+            self._reserved.close()
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who listens there sets it, too, and may
+        self._reserved.bind((host, 0))
+        return host, self._reserved.getsockname()[1]
 
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
-        from learner import layers
-        from learner.kept_weights import KeptWeights
-        from learner.learner_rank import LearnerRank
+        with uncollected():
+            from learner import layers
+            from learner.kept_weights import KeptWeights
+            from learner.learner_rank import LearnerRank
 
-        if self._config.resolved_device == "cuda":
-            check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
-        self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
-        self._learner.load(model_folder(model))
+            if self._config.resolved_device == "cuda":
+                check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
+            self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
+            self._learner.load(model_folder(model))
         self._kept = KeptWeights(self._learner)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
-        gc.freeze()  # a full garbage collection need not walk through all that the imports made
         detail = layers.describe(self._config, self._learner.placement.device)
         return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail)
 
@@ -364,9 +368,7 @@ class LearnerGroup:
         return {f"learner rank {number}": rank for number, rank in enumerate(self._ranks)}
 
     def kill(self) -> None:
-        for rank in self._ranks:
-            with contextlib.suppress(Exception):  # it may be gone
-                ray.kill(rank)
+        kill(*self._ranks)
 
     def _submit(self, method: str, *arguments: Any, results: int = 1) -> list[Any]:
         """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller."""

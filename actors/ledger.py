@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.carriers import QueueSnapshot
+from actors.json_lines import append_whole
 from correction.errors import LedgerError
 
 _CHUNK_BYTES = 4 << 20
@@ -168,16 +169,8 @@ class Ledger:
             self._unwritten += lines  # a checkpoint, which needs them on disk, says so
 
     def _append(self, lines: bytes) -> None:
-        """What was left, and these; a part of them is taken back."""
-        whole = self._unwritten + lines
-        with self._path.open("ab", buffering=0) as file:
-            began = file.tell()
-            try:
-                if file.write(whole) != len(whole):
-                    raise OSError(f"{self._path}: the disk took a part of the lines only")
-            except OSError:
-                os.truncate(self._path, began)
-                raise
+        """What was left, and these."""
+        append_whole(self._path, self._unwritten + lines)
         self._unwritten = b""
 
     def _refuse(self, step: int, what: str, prompt_ids: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from actors.departures import Departures, first_to_leave
 from actors.elastic import Elastic
 from actors.faults import LossBook
 from actors.rollout_worker import WorkerSettings
-from actors.supervision import counted, unwrapped, wait_for
+from actors.supervision import counted, kill, unwrapped, wait_for
 from actors.weight_sync import WeightSync
 from actors.workers import PoolObserver, WorkerHandle, WorkerState
 from correction.errors import ActorLost, EngineError, EvenkeelError
@@ -198,7 +198,7 @@ class Membership(ABC):
             return
         never_worked = worker.state is WorkerState.STARTING
         self.forget(worker)
-        workers.kill(worker.actor)
+        kill(worker.actor)
         self._lost_groups.add(worker)
         groups = counted(len(worker.groups), "group")
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")

@@ -1,4 +1,4 @@
-"""Calls that do their work once, however often they arrive: when an actor can't be reached for a moment, who knows whether a call has run?
+"""Calls that do their work once, however often they arrive: of one that is late, or whose actor can't be reached, who knows if it has run?
 
 The caller numbers its calls from 1, makes one after the other, and asks again under the same number; the actor keeps the last answer.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from actors.supervision import persistently
+from actors.supervision import patiently
 from correction.errors import LateError
 
 
@@ -22,10 +22,10 @@ class NumberedCaller:
         self._calls = 0
 
     async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, **named: Any) -> Any:
-        """Args: as persistently. Raises: likewise."""
+        """Args: as patiently. Raises: likewise."""
         self._calls += 1
         call = partial(getattr(self._actor, method).remote, *arguments, number=self._calls)
-        return await persistently(call, what, deadline_s=deadline_s, **named)
+        return await patiently(call, what, deadline_s=deadline_s, **named)
 
 
 class NumberedCalls:

@@ -17,9 +17,8 @@ from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
 from actors.environment import OF_BATCHES
 from actors.hub_name import absolute
-from actors.hub_nodes import fetch_where_ranks_are
 from actors.learner_group import LearnerGroup
-from actors.placement import RankPlaces
+from actors.placement import RankPlaces, fetch_where_ranks_are
 from actors.pool import RolloutPool
 from actors.queue_actor import TrajectoryQueueActor
 from actors.record.observer import Observer
@@ -144,6 +143,7 @@ def make_sync(
         on_failure=pool.report_unsyncable,
         generation=generation,
         float8=config.rollout.engine.has_float8,
+        ranks_of_engine=config.rollout.engine.tensor_parallel,
     )
 
 

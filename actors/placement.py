@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -17,6 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.config import DeadlinesConfig, RunConfig
 from actors.environment import learner_environment
+from actors.hub import model_folder
+from actors.hub_name import HubName
 from actors.supervision import USUAL_START, wait_for
 from learner.config import LearnerConfig
 
@@ -93,6 +96,16 @@ async def on_their_nodes(
         for i, one in enumerate(asked)
     ]
     return list(await asyncio.gather(*waits))
+
+
+async def fetch_where_ranks_are(model: Path, places: RankPlaces, limits: DeadlinesConfig) -> None:
+    """A model of the hub on every node that has a learner rank, before the ranks start: who comes later would let the others wait for it.
+
+    Nothing for a folder. A node that has it in its cache downloads nothing; of several tasks on one node one does.
+    Raises: DataError as model_folder; DeadlineExceeded past deadlines.start_s.
+    """
+    if HubName.of(model) is not None and places.group is not None:
+        await on_their_nodes(places, model_folder, model, what=str(model), limits=limits)
 
 
 def in_order(nodes: Mapping[int, str], addresses: Mapping[str, str], first_gpus: Mapping[int, int]) -> tuple[int, ...]:

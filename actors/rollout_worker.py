@@ -94,7 +94,7 @@ class RolloutWorker:
         """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
         settings = self._settings
         if settings.rollout.engine.resolved_device == "cuda":
-            check_received(f"rollout worker {self._name}", settings.rollout.gpus_per_worker, ray.get_gpu_ids())
+            check_received(f"rollout worker {self._name}", settings.rollout.gpus_of_a_worker, ray.get_gpu_ids())
         self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
         with own_folder() as self._temporary:
             self._sampler = await Sampler.start(
@@ -192,7 +192,7 @@ class RolloutWorker:
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
         receipt = await self._sampler.engine.update_weights(version, fetched)
-        return await self._receipt(replace(receipt, generation=generation), began, with_checksums=bool(checksums))
+        return await self._receipt(replace(receipt, generation=generation), began, fetched if checksums else ())
 
     def _number_of_update(self, version: int, generation: int) -> int:
         if (generation, version) < self._newest:
@@ -213,15 +213,16 @@ class RolloutWorker:
         began = time.monotonic()
         self._number_of_update(version, generation)
         receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
-        return await self._receipt(replace(receipt, generation=generation), began, with_checksums=False)
+        return await self._receipt(replace(receipt, generation=generation), began)
 
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a fixed prompt at the present weights."""
         return await self._sampler.engine.score(token_ids)
 
-    async def _receipt(self, receipt: SyncReceipt, began: float, with_checksums: bool) -> SyncReceipt:
-        checksums = await self._sampler.engine.weight_checksums() if with_checksums else {}
-        processor = await self._sampler.engine.processor() if with_checksums and self._settings.rollout.engine.batch_invariant else None
+    async def _receipt(self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = ()) -> SyncReceipt:
+        """Args: sent: with which what the engine holds is to be compared."""
+        checksums = await self._sampler.engine.weight_checksums(sent) if sent else {}
+        processor = await self._sampler.engine.processor() if sent and self._settings.rollout.engine.batch_invariant else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)

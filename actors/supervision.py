@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import ray
 import ray.exceptions
 
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError
@@ -127,6 +128,14 @@ async def patiently(
             late(f"{what}: late, no answer in {waited_s:.0f} s; it is asked again")
 
 
+async def lost_if_late(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that others ask for again and again. Raises: ActorLost past a deadline within it: to ask again would not help."""
+    try:
+        return await work
+    except DeadlineExceeded as error:
+        raise ActorLost(str(error)) from error
+
+
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, None]) -> T:
     """The result of `work`, or the error of `failure`, which never returns, if that comes first; what is left is cancelled."""
     task, failing = asyncio.ensure_future(work), asyncio.ensure_future(failure)
@@ -170,6 +179,15 @@ def abandon(task: asyncio.Task[Any]) -> None:
     """Cancel a task whose end nobody waits for any more; an error that it has ended with counts as known."""
     if not task.cancel() and not task.cancelled():
         task.exception()
+
+
+def kill(*actors: Any) -> None:
+    """Kill actors that may be gone already."""
+    for actor in actors:
+        try:
+            ray.kill(actor)
+        except Exception as error:  # nothing to kill is what was wanted
+            log.debug("kill: %s", error)
 
 
 def unwrapped(error: BaseException) -> BaseException:

@@ -69,6 +69,7 @@ def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Co
             device=engine.resolved_device,
             dtype=learner.resolved_dtype if engine.dtype == "auto" else engine.dtype,
             threads=engine.threads,
+            tensor_parallel=engine.tensor_parallel,
             attention_backend=engine.attention_backend,
             weight_update_mode=engine.weight_update_mode,
             arguments=engine.engine_args,

@@ -97,6 +97,7 @@ class WeightSync:
         on_failure: Callable[[SyncTarget, str], None],
         generation: int = 0,
         float8: bool = False,
+        ranks_of_engine: int = 1,
     ) -> None:
         """
         Args:
@@ -107,15 +108,15 @@ class WeightSync:
             on_failure: told of an engine that took no weights in several attempts, with the reason.
             generation: of the run; only receipts of its versions count.
             float8: engines hold their projections so.
+            ranks_of_engine: all of them members of a broadcast group.
         """
-        self._config, self._learner, self._sync_s = config, learner, sync_s
-        self._plan = ExportPlan(config.bucket_bytes, float8=float8)
+        self._config, self._learner, self._sync_s, self._plan = config, learner, sync_s, ExportPlan(config.bucket_bytes, float8=float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
         self._targets: dict[str, SyncTarget] = {}
         self._published: _Publication | None = None
         self._turn, self._generation = asyncio.Lock(), generation
-        self._broadcast = _BroadcastGroup(learner, sync_s, generation) if config.transport == "broadcast" else None
+        self._broadcast = _BroadcastGroup(learner, sync_s, generation, ranks_of_engine) if config.transport == "broadcast" else None
 
     @property
     def version(self) -> int:
@@ -336,8 +337,8 @@ class WeightSync:
 class _BroadcastGroup:
     """The torch.distributed group of the learner (rank 0) and one fixed set of engines."""
 
-    def __init__(self, learner: LearnerGroup, sync_s: float, generation: int) -> None:
-        self._learner, self._sync_s, self._generation = learner, sync_s, generation
+    def __init__(self, learner: LearnerGroup, sync_s: float, generation: int, ranks: int) -> None:
+        self._learner, self._sync_s, self._generation, self._ranks = learner, sync_s, generation, ranks
         self._members: tuple[str, ...] = ()
         self._actors: list[Any] = []
         self._built = 0
@@ -364,10 +365,10 @@ class _BroadcastGroup:
             return
         await self.close()
         self._built += 1
-        rank_zero, world_size = self._learner.rank_zero, 1 + len(targets)
+        rank_zero, world_size = self._learner.rank_zero, 1 + len(targets) * self._ranks
         host, port = await wait_for(rank_zero.address.remote(), "address <- learner", deadline_s=self._sync_s)
         joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s)]
-        joins += [t.actor.join_weight_group.remote(host, port, i + 1, world_size, self._name) for i, t in enumerate(targets)]
+        joins += [t.actor.join_weight_group.remote(host, port, 1 + i * self._ranks, world_size, self._name) for i, t in enumerate(targets)]
         # Before they have joined, so that `close` undoes a half-built group.
         self._members, self._actors = members, [t.actor for t in targets]
         await asyncio.gather(*(wait_for(j, f"weight group {self._name}", deadline_s=self._sync_s) for j in joins))

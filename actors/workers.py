@@ -27,7 +27,7 @@ from actors.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.scaling import ScalingDecision
-from actors.supervision import USUAL_START, unwrapped, wait_for
+from actors.supervision import USUAL_START, kill, unwrapped, wait_for
 from actors.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.continuation import UnfinishedGroup
@@ -138,8 +138,8 @@ def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> 
     actor = (
         ray.remote(RolloutWorker)
         .options(
-            num_cpus=1,
-            num_gpus=settings.rollout.gpus_per_worker if on_gpu else 0,
+            num_cpus=settings.rollout.engine.tensor_parallel,  # as many processes compute
+            num_gpus=settings.rollout.gpus_of_a_worker if on_gpu else 0,
             resources={settings.resource: 1},
             max_concurrency=4096,
             max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
@@ -222,13 +222,4 @@ async def end(workers: Sequence[WorkerHandle]) -> None:
     stopping = [w.actor.stop.remote() for w in workers if w.info is not None]
     if stopping:
         await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=STOP_S)
-    for worker in workers:
-        kill(worker.actor)
-
-
-def kill(actor: Any) -> None:
-    """Kill an actor that may be gone already."""
-    try:
-        ray.kill(actor)
-    except Exception as error:  # nothing to kill is what we wanted
-        log.debug("kill: %s", error)
+    kill(*(worker.actor for worker in workers))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import psutil
 
+from actors.descendants import command_of
 from benchmarks.late_calls import LateCalls
-from benchmarks.watched_run import command_of, processes_of
+from benchmarks.watched_run import processes_of
 
 KILLED, STOPPED, LATE = "killed", "stopped", "called late"
 _DEEDS = {

@@ -30,9 +30,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.descendants import adopted_orphans, descendants, end_new
+from actors.descendants import adopted_orphans, command_of, descendants, end_new
 from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between
-from benchmarks.watched_run import ROLES, WatchedRun, command_of
+from benchmarks.watched_run import ROLES, WatchedRun
 
 _MIB = 1 << 20
 _IDLE = "IDLE"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import tempfile
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from actors.descendants import descendants, end_new
+from actors.descendants import command_of, descendants, end_new
+from actors.json_lines import last_step
 from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT
 
 ROLES = {
@@ -24,18 +24,9 @@ ROLES = {
     "driver": "actors.commands.attempt",
 }
 """What the command line of a process of this role says."""
-_TAIL_BYTES = 1 << 17
 _LEFT_S = 90.0
 """Ray's agents take a minute to notice that nobody is there any more."""
 _POLL_S = 0.2
-
-
-def command_of(process: psutil.Process) -> str:
-    """Empty if it is gone."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def processes_of(role: str) -> list[psutil.Process]:
@@ -61,13 +52,7 @@ class WatchedRun:
 
     def reached(self) -> int:
         """The last step that is written."""
-        path = self.run_dir / "metrics.jsonl"
-        if not path.exists():
-            return 0
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+        return last_step(self.run_dir / "metrics.jsonl")
 
     def is_training(self) -> bool:
         events = self.run_dir / "events.log"

@@ -39,7 +39,7 @@ from correction.errors import DataError
 from learner import convert
 from learner.checkpoint_files import FORMAT, MANIFEST, RANDOM, RANK, file_name, is_complete, model_shape, read_manifest
 from learner.families import family_of
-from learner.file_sums import leave_sum
+from learner.file_sums import flush_to_disk, leave_sum
 from learner.hf_folder import open_tensors
 from learner.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model import unwrap
@@ -232,12 +232,7 @@ def _write(path: Path, fill: Callable[[Path], Any]) -> None:
     """Write a file that is either complete or absent, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     fill(partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
+    flush_to_disk(partial)
     partial.rename(path)
     leave_sum(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_to_disk(path.parent)

@@ -55,8 +55,16 @@ def seal(folder: Path, about: dict[str, Any]) -> None:
     content = {**about, "files": sums}
     path = folder / MANIFEST
     path.write_text(json.dumps({**content, "xxh3": _own_sum(content)}, indent=1) + "\n")
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    flush_to_disk(path)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Make a file, or a rename inside a folder, outlive a power cut. Raises: OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_manifest_of_files(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from correction.engines.quick_imports import without_model_classes
 from correction.errors import DataError
 
 SINGLE_FILE = "model.safetensors"
@@ -54,7 +55,7 @@ def read_config(folder: str | os.PathLike[str]) -> Any:
         raise DataError(f"{folder}: no config.json; a model is a Hugging Face folder with config.json, *.safetensors and a tokenizer")
     read_json(path)
     try:
-        return AutoConfig.from_pretrained(folder)
+        return without_model_classes(lambda: AutoConfig.from_pretrained(folder))
     except Exception as error:  # each config class has checks of its own
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"{path}: transformers makes no model of it ({reason}). Put back a whole copy of the file") from error

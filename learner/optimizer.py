@@ -137,9 +137,6 @@ class GuardedOptimizer:
                 for averages in optimizer.optimizer.state.values():
                     for name in averages.keys() & {"exp_avg", "exp_avg_sq", "step"}:
                         averages[name].zero_()
-                for group in optimizer.param_groups:
-                    if "step" in group:  # where all parameters have it in common
-                        group["step"] = group["step"] * 0
             self._begun_at = self.steps
         self._objective = objective
 

@@ -319,7 +319,8 @@ class RolloutConfig(PoolSizeConfig):
     """What happens to a prompt."""
 
     gpus_per_worker: PositiveFloat = Field(default=1.0, le=1)
-    """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits beside it. On a CPU it has no meaning."""
+    """Share of a GPU that a worker asks for; below 1 a learner's rank, or another worker, fits beside it. On a CPU it has no meaning; with
+    engine.tensor_parallel it is 1, for each rank."""
     slots: PositiveInt | None = None
     """Groups that a worker has under way at most; it takes the next one when one is finished. Unset: twice as many as
     max_running_requests has room for, so that places of a group's first answers don't stay empty until its last one."""
@@ -365,6 +366,11 @@ class RolloutConfig(PoolSizeConfig):
                 "even an empty answer would be punished; lower it"
             )
         return self
+
+    @property
+    def gpus_of_a_worker(self) -> float:
+        """That it asks Ray for, where its engine computes on GPUs."""
+        return self.gpus_per_worker * self.engine.tensor_parallel
 
     @property
     def slots_per_worker(self) -> int:

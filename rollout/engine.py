@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DataError, EngineDirty, EvenkeelError, RequestError
 from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities, EngineProcess
+from rollout.engine_ranks import obstacles
 from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine
 
@@ -55,7 +57,7 @@ class RolloutEngine(UpdatableEngine):
             has_weights: False: only config.json is read, and the engine is dirty until its first update.
         Raises: DataError for a folder without a model, ConfigError, EngineError, DeadlineExceeded; no process is left then.
         """
-        vocab_size, model_context, experts = _read_model_config(Path(model_folder))
+        vocab_size, model_context, experts = _read_model_config(Path(model_folder), config)
         if config.context_length is not None and config.context_length > model_context:
             raise ConfigError(
                 f"rollout.engine.context_length = {config.context_length}: the model in {model_folder} was made for {model_context} "
@@ -237,9 +239,10 @@ class RolloutEngine(UpdatableEngine):
             raise DataError(f"{self.name}: temperature = {temperature}: give a finite number, 0 for greedy, 1.0 for the model itself")
 
 
-def _read_model_config(folder: Path) -> tuple[int, int, ExpertShape | None]:
-    """(vocabulary, context length, experts that can be reported) of a Hugging Face folder."""
-    from transformers import AutoConfig
+def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, ExpertShape | None]:
+    """(vocabulary, context length, experts that can be reported) of a Hugging Face folder. Raises: DataError, ConfigError."""
+    with uncollected():
+        from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise DataError(f"{folder}: no config.json: not a Hugging Face model folder. Give a folder that transformers can load")
@@ -250,6 +253,15 @@ def _read_model_config(folder: Path) -> tuple[int, int, ExpertShape | None]:
             f"{folder}: tie_word_embeddings = true: SGLang's mixtures of experts have a head of their own, which stays unset. Save the "
             "model with its head (lm_head.weight) and tie_word_embeddings false"
         )
+    widths = {width for name in ("intermediate_size", "moe_intermediate_size") if (width := getattr(config, name, None)) is not None}
+    for obstacle in obstacles(
+        engine.tensor_parallel,
+        heads=config.num_attention_heads,
+        key_heads=config.num_key_value_heads,
+        widths=sorted(widths),
+        on_cpu=engine.resolved_device == "cpu",
+    ):
+        raise ConfigError(f"{folder}: {obstacle}. Set it to a divisor, or to 1")
     reports = has_experts and config.model_type not in UNREPORTED_ROUTES
     experts = ExpertShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) if reports else None
     return int(config.vocab_size), int(config.max_position_embeddings), experts

@@ -15,6 +15,7 @@ RESERVED_ARGUMENTS = {
     "model_path": "the run's model folder",
     "device": "rollout.engine.device",
     "dtype": "rollout.engine.dtype",
+    "tp_size": "rollout.engine.tensor_parallel",
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.memory_fraction",
     "max_running_requests": "rollout.engine.max_running_requests",
@@ -64,8 +65,10 @@ class EngineConfig(Settings):
     quantization: Literal["none", "float8_block"] = "none"
     """float8_block: the engine gets its projections in float8 e4m3, with a scale for each 128 x 128 of the learner's bfloat16 weights. Half
     the bytes of a version and of the engine's weights, more mismatch to correct. Not for mixtures of experts and true_on_policy."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """GPUs of one node over which the engine is cut, for a model that one doesn't hold; on a CPU processes. It divides the heads."""
     threads: int = Field(default=1, ge=1, le=1024)
-    """Threads of the engine's tensor operations on a CPU."""
+    """Threads of the engine's tensor operations on a CPU, in each of its ranks."""
     max_running_requests: int = Field(default=64, ge=1, le=10**5)
     """Requests decoded together; more wait in the engine's queue. A run on GPUs has 256 unless this is set."""
     max_total_tokens: int | None = Field(default=None, ge=1)
@@ -110,6 +113,20 @@ class EngineConfig(Settings):
             if name in REFUSED_ARGUMENTS:
                 reason, remedy = REFUSED_ARGUMENTS[name]
                 raise ValueError(f"rollout.engine.engine_args.{name} = {self.engine_args[name]!r}: {reason}; use {remedy} instead")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_ranks_cant_do(self) -> EngineConfig:
+        if self.batch_invariant and self.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.engine.tensor_parallel = {self.tensor_parallel} with batch_invariant: the sums over ranks are SGLang's, not the "
+                "learner's, and their bits differ. Set tensor_parallel: 1, or true_on_policy: false"
+            )
+        if self.has_float8 and self.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.engine.tensor_parallel = {self.tensor_parallel} with quantization = {self.quantization}: a rank's part of a "
+                "matrix need not end where a block does, and no engine so was tried. Set quantization: none, or tensor_parallel: 1"
+            )
         return self
 
     @model_validator(mode="after")
@@ -207,6 +224,8 @@ class EngineConfig(Settings):
                 "mem_fraction_static": self.memory_fraction,
             }
             arguments |= {name: value for name, value in optional.items() if value is not None}
+        if self.tensor_parallel > 1:
+            arguments["tp_size"] = self.tensor_parallel
         if self.return_routed_experts:
             arguments["enable_return_routed_experts"] = True
         if not has_weights:

@@ -32,9 +32,13 @@ from typing import Any, TypeVar
 
 import psutil
 
+from correction.engines.device_choice import KEPT_KERNELS
+from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
 from rollout.engine_config import EngineConfig
+from rollout.engine_ranks import environment_of_ranks
+from rollout.sglang_plugin import served_models
 from rollout.sglang_plugin.attention_kernel import check_compiler
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
 
@@ -42,6 +46,7 @@ T = TypeVar("T")
 
 TESTED_SGLANG = "0.5.21"
 """The version whose protocol, answers and functions this package was written against."""
+_MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 PLUGIN_GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
 
 
@@ -99,7 +104,8 @@ class EngineProcess:
         """Role ("scheduler") -> process id; a tensor-parallel engine has several."""
         self._config = config
         self._engine_id = uuid.uuid4().hex
-        self._started_at = time.time()
+        self._strangers: set[psutil.Process] = set()
+        """Children that this process had before the engine."""
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._waiting: set[asyncio.Future[None]] = set()
@@ -197,7 +203,7 @@ class EngineProcess:
             if self._config.has_compiled_attention:
                 check_compiler()
             with _environment(self._environment()):
-                self._started_at = time.time() - 0.1                # clock ticks: create_time is a hundredth early or late
+                self._strangers = set(psutil.Process().children(recursive=True))
                 built = _build_engine(arguments)
             atexit.register(self._end_processes)
         except BaseException as error:                              # SystemExit too: SGLang raises it for bad arguments
@@ -220,14 +226,17 @@ class EngineProcess:
             float8=self._config.has_float8,
             group_timeout_s=self._config.weight_group_timeout_s,
         )
-        environment = {VARIABLE: settings.model_dump_json()}
+        environment = {VARIABLE: settings.model_dump_json(), _MODELS: os.environ.get(_MODELS, served_models.__name__)}
         if self._config.log_level == "error":
             environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}    # dozens of lines about kernels that a CPU has no use for
         if self._config.batch_invariant:                                # scores by log_softmax, as sampled tokens have theirs
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
-            environment["OMP_NUM_THREADS"] = str(self._config.threads)
+            environment["TORCHDYNAMO_DISABLE"] = "1"                # functions that only GPUs need; to mark them loads the whole compiler
+            environment |= {"OMP_NUM_THREADS": str(self._config.threads), **KEPT_KERNELS}
+        if self._config.tensor_parallel > 1:
+            environment |= environment_of_ranks(self._config.tensor_parallel, sorted(os.sched_getaffinity(0)) if on_cpu else ())
         return environment
 
     def _watch(self, engine: Any) -> None:
@@ -258,7 +267,7 @@ class EngineProcess:
 
     def _has_mark(self, child: psutil.Process) -> bool:
         """A new child is known by our mark in its environment, until SGLang renames it and overwrites that; then by its new name."""
-        if child.create_time() < self._started_at or "resource_tracker" in _command(child):
+        if child in self._strangers or "resource_tracker" in _command(child):
             return False
         return _command(child).startswith("sglang::") or self._engine_id in child.environ().get(VARIABLE, "")
 
@@ -295,7 +304,8 @@ def _build_engine(arguments: dict[str, Any]) -> tuple[Any, EngineCapabilities]:
     sglang_plugin.platform()                                        # SGLang would ask for it only after some imports that need it
     warnings.filterwarnings("ignore", module=r"sglang\.")           # in this process: about kernels, as in the children
     policy = asyncio.get_event_loop_policy()
-    from sglang.srt.entrypoints.engine import Engine
+    with uncollected():
+        from sglang.srt.entrypoints.engine import Engine
 
     capabilities = EngineCapabilities.of_this_machine(arguments["device"])
     capabilities.require()

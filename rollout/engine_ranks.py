@@ -1,37 +1,78 @@
-"""SGLang's ways to spread an engine over several GPUs or nodes that are refused, and what to set instead."""
+"""An engine on several GPUs: what divides a model over its ranks, which of SGLang's other ways of doing so are refused, and the ranks'
+environment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-_WHOLE = "an engine has one GPU, and what it holds is compared with whole tensors"
+CPU_WIDTH = 32
+"""On a CPU SGLang fills up the feed-forward part of each rank to a multiple of this; the weights would have other shapes than the files."""
+
+_WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
+_ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
 _REPLICAS = "the parts of an engine with data parallelism would take weights and requests by themselves, as workers do"
-_EXPERTS = "experts are not spread over ranks here, nor moved between them"
-_ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for one GPU"
-_ALONE = "an engine here reads its prompts and samples by itself"
-_MORE = "rollout.workers for more GPUs"
 REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(
-        (
-            *("tp_size", "pp_size", "pp_max_micro_batch_size", "pp_async_batch_depth", "ep_size", "moe_dp_size", "moe_dense_tp_size"),
-            *("dwdp_size", "shared_experts_tp_size", "enable_shared_experts_attn_tp", "dcp_size", "attn_cp_size", "enable_prefill_cp"),
-            *("cp_strategy", "enable_cp_decode_attn_tp"),
-        ),
-        (_WHOLE, _MORE),
-    ),
+    **dict.fromkeys(("pp_size", "pp_max_micro_batch_size", "pp_async_batch_depth"), (_WHOLE, "rollout.engine.tensor_parallel")),
     **dict.fromkeys(
         ("dp_size", "enable_dp_attention", "enable_dp_lm_head", "enable_dp_attention_local_control_broadcast", "load_balance_method"),
-        (_REPLICAS, _MORE),
+        (_REPLICAS, "rollout.workers"),
+    ),
+    **dict.fromkeys(
+        ("ep_size", "moe_dp_size", "moe_dense_tp_size", "dwdp_size", "shared_experts_tp_size", "enable_shared_experts_attn_tp"),
+        (_WHOLE, "rollout.engine.tensor_parallel, which cuts each expert"),
     ),
     **dict.fromkeys(
         (
             *("enable_eplb", "ep_num_redundant_experts", "init_expert_location", "moe_a2a_backend", "elastic_ep_backend"),
             *("ep_join_mode", "ep_join_rank_offset", "elastic_ep_initial_size", "max_ep_size", "enable_elastic_expert_backup"),
         ),
-        (_EXPERTS, _MORE),
+        ("experts are not spread over ranks here, nor moved between them", "rollout.engine.tensor_parallel, which cuts each expert"),
     ),
-    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "use_ray"), (_ONE_NODE, _MORE)),
-    **dict.fromkeys(("base_gpu_id", "gpu_id_step", "numa_node"), ("Ray says which GPU a worker has", "rollout.gpus_per_worker")),
-    **dict.fromkeys(("disaggregation_mode", "enable_pdmux", "decoupled_spec_role", "encoder_only", "language_only"), (_ALONE, _MORE)),
+    **dict.fromkeys(
+        ("dcp_size", "attn_cp_size", "enable_prefill_cp", "cp_strategy", "enable_cp_decode_attn_tp"),
+        ("parts of a sequence on several ranks have not been compared with the learner", "rollout.engine.tensor_parallel"),
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "use_ray"), (_ONE_NODE, "rollout.workers for more nodes")),
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step", "numa_node"), ("Ray says which GPUs a worker has", "rollout.gpus_per_worker")),
+    **dict.fromkeys(
+        ("disaggregation_mode", "enable_pdmux", "decoupled_spec_role", "encoder_only", "language_only"),
+        ("an engine here reads its prompts and samples by itself", "rollout.workers"),
+    ),
 }
 """Of SGLang: argument -> (why not, what to set instead). What concerns only how ranks talk to each other is handed on."""
+
+
+def obstacles(ranks: int, *, heads: int, key_heads: int, widths: Sequence[int], on_cpu: bool) -> Iterator[str]:
+    """Why a model can't be divided over so many ranks.
+
+    Args:
+        heads, key_heads: of the attention.
+        widths: of feed-forward parts and experts.
+    """
+    setting = f"rollout.engine.tensor_parallel = {ranks}"
+    if ranks == 1:
+        return
+    if heads % ranks:
+        yield f"{setting} doesn't divide the model's {heads} heads"
+    if key_heads % ranks and (on_cpu or ranks % key_heads):
+        why = "on a CPU SGLang would add empty ones" if on_cpu else "neither divides the other"
+        yield f"{setting} and the model's {key_heads} key-value heads: {why}"
+    multiple = ranks * CPU_WIDTH if on_cpu else ranks
+    for width in widths:
+        if width % multiple:
+            on = f" in multiples of {CPU_WIDTH}, as SGLang wants it on a CPU" if on_cpu else ""
+            yield f"{setting} doesn't divide the feed-forward width of {width}{on}"
+
+
+def environment_of_ranks(ranks: int, processors: Sequence[int]) -> dict[str, str]:
+    """Variables of an engine's processes when there are several.
+
+    Args: processors: of the machine, that the engine may use; none on GPUs.
+    """
+    variables = {"SYNC_TOKEN_IDS_ACROSS_TP": "1"}   # ranks that drew different tokens, for a last bit, would wait for each other for ever
+    if processors:                                  # without this SGLang wants a NUMA node for each rank
+        shares = [processors[rank * len(processors) // ranks :][: max(1, len(processors) // ranks)] for rank in range(ranks)]
+        variables["TORCH_COMPILE_DISABLE"] = "1"     # SGLang compiles the lookup in an embedding's part: a minute of the first request
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return variables

@@ -111,6 +111,8 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
         mask[start:stop] = True
         logprobs[start:stop] = _tensor(trajectory.behavior_logprobs)
         for span in trajectory.version_spans:
+            if span.version > learner_version:
+                raise DataError(f"{trajectory.prompt_id}: sampled at version {span.version}, but the learner is at {learner_version}")
             versions[start + span.start : start + span.end] = span.version
         first = stop
     topk_ids, topk_logprobs = _top_logprobs([trajectory for _, trajectory in kept], mask)

@@ -41,19 +41,18 @@ async def resume(manager: Any) -> None:
     await manager.continue_generation(ContinueGenerationReqInput())
 
 
-async def send(manager: Any, payload: bytes, *, version: int | None, flush: bool, copies: int = 1) -> None:
+async def send(manager: Any, payloads: Sequence[bytes], *, version: int | None, flush: bool) -> None:
     """Load one bucket.
 
     Args:
-        payload: of `SharedStaging`.
+        payloads: of `SharedStaging`, one for each rank; each gets the whole bucket, and SGLang's loaders take its part.
         version: given with the last bucket: from here on, tokens are of this version.
         flush: drop the KV cache after loading; only with the last bucket, and after a pause that retracts.
-        copies: schedulers of the engine; each gets the whole bucket and takes its share.
     """
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
     request = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=[payload] * copies, load_format="flattened_bucket", flush_cache=flush, weight_version=_text(version)
+        serialized_named_tensors=list(payloads), load_format="flattened_bucket", flush_cache=flush, weight_version=_text(version)
     )
     _raise_unless(await manager.update_weights_from_tensor(request, None))
 
@@ -69,12 +68,12 @@ class Sending:
     ) -> None:
         """Args: admit: checks a bucket, given whether it is the last one, before it is prepared; raises SyncError."""
 
-        def payload(item: tuple[WeightBucket, bool]) -> tuple[bytes, bool]:
+        def payloads(item: tuple[WeightBucket, bool]) -> tuple[list[bytes], bool]:
             admit(*item)
-            return staging.payload(item[0]), item[1]
+            return staging.payloads(item[0]), item[1]
 
-        self._payloads = made_ahead(with_last(buckets), payload)
-        self._first: tuple[bytes, bool] | None = None
+        self._payloads = made_ahead(with_last(buckets), payloads)
+        self._first: tuple[list[bytes], bool] | None = None
 
     async def prepare(self) -> None:
         """All that can be done while the engine still samples. Raises: SyncError."""
@@ -84,8 +83,8 @@ class Sending:
         """Into the engine, which is paused; version and flush as for `send`."""
         following = self._first
         while following is not None:
-            payload, is_last = following
-            await send(manager, payload, version=version if is_last else None, flush=flush and is_last)
+            payloads, is_last = following
+            await send(manager, payloads, version=version if is_last else None, flush=flush and is_last)
             following = await anext(self._payloads, None)
 
     async def close(self) -> None:
@@ -123,17 +122,19 @@ async def receive(manager: Any, bucket: Sequence[WeightSpec], group: str, *, ver
 
 
 class SharedStaging:
-    """Shared memory through which buckets go to SGLang's process: one half is filled while SGLang reads the other.
+    """Shared memory through which buckets go to SGLang's processes: one half is filled while SGLang reads the other.
 
     It is kept from update to update, because to copy into fresh memory takes several times as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        """ranks: of the engine, all of which read the same memory."""
+        self._ranks = ranks
         self._halves = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         self._turn = 0
 
-    def payload(self, bucket: WeightBucket) -> bytes:
-        """The bucket as SGLang takes it."""
+    def payloads(self, bucket: WeightBucket) -> list[bytes]:
+        """The bucket as SGLang takes it, for each rank: a handle to shared memory can be received once."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -143,7 +144,8 @@ class SharedStaging:
             )
             for spec, place in zip(bucket.specs, packed(bucket.specs), strict=True)
         ]
-        return bytes(MultiprocessingSerializer.serialize({"flattened_tensor": self.copy(bucket), "metadata": metadata}))
+        content = {"flattened_tensor": self.copy(bucket), "metadata": metadata}
+        return [bytes(MultiprocessingSerializer.serialize(content)) for _ in range(self._ranks)]
 
     def copy(self, bucket: WeightBucket) -> torch.Tensor:
         """The bucket's bytes in shared memory, whole until the next call but one. One thread at a time."""

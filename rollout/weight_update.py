@@ -20,8 +20,9 @@ from rollout import weight_transfer
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
 from rollout.heartbeat import SchedulerProbe, processor_seconds, until_lost
-from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
+from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, RECEIPT, SPECS
 from rollout.trajectory import SyncReceipt
+from rollout.weight_parts import RankParts
 from rollout.weight_transfer import Receiving, Sending, UpdateMode
 
 
@@ -43,7 +44,9 @@ class UpdatableEngine:
         self._failed_updates = 0
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
-        self._staging = weight_transfer.SharedStaging()
+        self._parts: RankParts | None = None
+        """Of the ranks, if there are several."""
+        self._staging = weight_transfer.SharedStaging(config.tensor_parallel)
         self._interruptions = 0
         """Calls under way in which the scheduler waits for others, or is busy for long; each has a deadline of its own."""
 
@@ -74,22 +77,35 @@ class UpdatableEngine:
         return self._process.is_alive and self._dirty is None
 
     async def weight_specs(self) -> dict[str, WeightSpec]:
-        """Every tensor that the engine holds, by Hugging Face name; asked once, they don't change."""
+        """Every tensor that the engine holds, by Hugging Face name, whole; asked once, they don't change."""
         if self._specs is None:
-            answer = await self._inspect(SPECS)
-            self._specs = {name: WeightSpec.parse(name, text) for name, text in answer.items()}
+            answers = await self._inspect(SPECS)
+            if self.config.tensor_parallel > 1:
+                self._parts = RankParts.parse(answers, self.name)
+                self._specs = dict(self._parts.specs)
+            else:
+                self._specs = {name: WeightSpec.parse(name, text) for name, text in answers[0].items()}
         return self._specs
 
-    async def weight_checksums(self, *, deadline_s: float | None = None) -> dict[str, str]:
-        """HF name -> correction.engines.checksum.tensor_checksum of what the scheduler process holds now, in the engine's dtype."""
-        return await self._inspect(CHECKSUMS, deadline_s)
+    async def weight_checksums(self, sent: Sequence[WeightBucket] = (), *, deadline_s: float | None = None) -> dict[str, str]:
+        """HF name -> correction.engines.checksum.tensor_checksum of what the engine holds now, in its dtype.
+
+        Args:
+            sent: the weights that it should hold. An engine of several ranks has no whole tensor: each rank's parts are compared with
+                those of `sent`, whose checksums are returned if all agree.
+        Raises: SyncError naming the first tensor and rank that differ.
+        """
+        held = await self._inspect(CHECKSUMS, deadline_s)
+        if self._parts is None:
+            return held[0]
+        return await asyncio.to_thread(self._parts.require_parts, sent, held, self.name)
 
     async def processor(self) -> Processor:
         """What the scheduler process computes with; for true on-policy it has to be what the learner computes with.
 
         Raises: EngineError if its products depend on the number of rows there.
         """
-        return Processor(**await self._inspect(PROCESSOR))
+        return Processor(**(await self._inspect(PROCESSOR))[0])
 
     async def update_weights(
         self,
@@ -187,12 +203,14 @@ class UpdatableEngine:
         waits = self._interrupted() if isinstance(transfer, Receiving) else contextlib.nullcontext()
         async with self._updating:
             self._process.raise_if_lost()
+            if self._dirty is not None and self.config.tensor_parallel > 1:
+                mode = "retract"                                    # its ranks may differ in what they have cached: that goes
             phase = f"weight update v{self._version} -> v{version}, {mode}"
             try:
                 await self._prepare(transfer, check, phase, deadline_s)
                 started = time.perf_counter()
                 with waits:
-                    await self._replace_weights(version, mode, transfer, phase, deadline_s)
+                    await self._replace_weights(version, mode, transfer, check, phase, deadline_s)
                 self._version = version
                 self._dirty = None
                 return check.receipt(version, mode, time.perf_counter() - started)
@@ -210,11 +228,15 @@ class UpdatableEngine:
         except Exception as error:
             raise SyncError(f"{self.name}: {phase}: {error}. {self._state}") from error
 
-    async def _replace_weights(self, version: int, mode: UpdateMode, transfer: Sending | Receiving, phase: str, deadline_s: float) -> None:
+    async def _replace_weights(
+        self, version: int, mode: UpdateMode, transfer: Sending | Receiving, check: UpdateCheck, phase: str, deadline_s: float
+    ) -> None:
         async def steps() -> None:
             await weight_transfer.pause_and_begin(self._manager, mode)
             self._dirty = f"an update to v{version} has begun"
             await transfer.load(self._manager, version, flush=mode == "retract")
+            if self.config.tensor_parallel > 1:
+                check.require_all_ranks(version, await self._inspect(RECEIPT, deadline_s))
             await weight_transfer.end(self._manager)
             await weight_transfer.resume(self._manager)
 
@@ -247,7 +269,8 @@ class UpdatableEngine:
                 self._process.declare_lost(f"a weight update failed ({error}), and so did closing it ({second})")
                 raise
 
-    async def _inspect(self, action: str, deadline_s: float | None = None) -> dict[str, str]:
+    async def _inspect(self, action: str, deadline_s: float | None = None) -> list[dict[str, str]]:
+        """The answer of each rank."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         self._process.raise_if_lost()
@@ -256,7 +279,7 @@ class UpdatableEngine:
             success, message, ranks, _ = await self._process.wait(call, deadline_s or self.config.deadlines.control_s, action, keep=True)
         if not success:
             raise EngineError(f"{self.name}: {action}: {message}. Is evenkeel installed where SGLang runs, with its entry points?")
-        return dict(ranks[0]["checksums"])
+        return [dict(rank["checksums"]) for rank in ranks]
 
     async def _control(self, call: Coroutine[Any, Any, tuple[bool, str]], phase: str, deadline_s: float | None) -> None:
         with self._interrupted():
@@ -328,6 +351,18 @@ class UpdateCheck:
                 f"{self._place}: {len(missing)} of {len(self._held)} tensors were not sent, the first is {missing[0]}. "
                 "An update carries the whole model"
             )
+
+    def require_all_ranks(self, version: int, receipts: Sequence[Mapping[str, str]]) -> None:
+        """SGLang's own answer is its first rank's. Args: receipts: of each rank (rollout.sglang_plugin.rank_receipts).
+
+        Raises: SyncError naming the first rank that has not loaded every bucket.
+        """
+        for rank, told in enumerate(receipts):
+            if told["failure"] or told["buckets"] != str(self._buckets) or told["version"] != str(version):
+                raise SyncError(
+                    f"rank {rank} of {len(receipts)} has loaded {told['buckets']} of {self._buckets} buckets and holds "
+                    f"v{told['version']}{': ' + told['failure'] if told['failure'] else ''}; the others are of no use without it"
+                )
 
     def receipt(self, version: int, mode: str, pause_s: float) -> SyncReceipt:
         return SyncReceipt(version, mode, self._buckets, len(self._seen), self._bytes, pause_s)

@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from actors.commands.cli import app
-from actors.commands.recipe import explain_lines
+from actors.commands.config_explain import explain_lines
 from actors.config import RunConfig
 
 ROOT = Path(__file__).parents[1]

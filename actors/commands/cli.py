@@ -120,7 +120,10 @@ def train(
         from actors.commands.retries import run_with_retries
 
         raise typer.Exit(run_with_retries(None if resume else recipe, words, run_dir, retries=retries, discard_queue=discard_queue))
-    from actors.commands.train import train_run
+    from correction.engines.quick_imports import uncollected
+
+    with uncollected():
+        from actors.commands.train import train_run
 
     summary = train_run(None if resume else recipe, words, resume, discard_queue=discard_queue)
     if summary.alarm:

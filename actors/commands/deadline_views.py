@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from actors.commands.recipe import explain
+from actors.commands.config_explain import explain
 from actors.config import RunConfig
 from actors.deadlines import as_text, bytes_of, table
 from actors.hub import config_folder

@@ -19,10 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from actors.commands.config_explain import explain, explain_lines, field_discriminator, inner_models, nearest_key, numberless
+from actors.commands.config_explain import explain_lines, field_discriminator, inner_models, nearest_key, numberless
 from correction.errors import ConfigError
-
-__all__ = ["explain", "explain_lines", "load_config", "nearest_key"]
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -7,7 +7,6 @@ of this process, as of a small init, and is ended before the next attempt.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from actors import interrupts
 from actors.descendants import adopted_orphans, end_new
+from actors.json_lines import last_step
 from actors.record.run_folder import RunFolder
 
 NOT_AGAIN = 78
@@ -26,7 +26,6 @@ NOT_AGAIN = 78
 _COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Before the first retry, twice as long before each next one, and at most."""
-_TAIL_BYTES = 1 << 16
 _FINAL = (0, 3, NOT_AGAIN, *(code for number in interrupts.SIGNALS for code in (-number, interrupts.exit_code(number))))
 """Exit codes after which nothing is tried again: done, ended by an alarm, wrong settings, ended by a signal that asks for it."""
 
@@ -43,7 +42,7 @@ class Reached:
     @classmethod
     def of(cls, run_dir: Path) -> Reached:
         checkpoints = RunFolder(run_dir).checkpoints()
-        return cls(checkpoints[-1].step if checkpoints else 0, _last_step(run_dir / "ledger.jsonl"))
+        return cls(checkpoints[-1].step if checkpoints else 0, last_step(run_dir / "ledger.jsonl"))
 
     def is_beyond(self, before: Reached) -> bool:
         return self.checkpoint > before.checkpoint or self.step > before.step
@@ -136,15 +135,3 @@ def _say(run_dir: Path, level: str, text: str) -> None:
     print(f"evenkeel: {text}", file=sys.stderr, flush=True)
     if (run_dir / "config.yaml").is_file():
         RunFolder(run_dir).event(level, text)
-
-
-def _last_step(ledger: Path) -> int:
-    """Of the last whole line; 0 if there is none."""
-    try:
-        with ledger.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-        return int(json.loads(lines[-1])["step"]) if lines else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0

@@ -116,15 +116,29 @@ def units_for_all_workers(cluster: ClusterFile, config: RunConfig) -> Iterator[C
 def gpus_beside_the_units(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
     if config.rollout.engine.resolved_device != "cuda":
         return
-    share = config.rollout.gpus_per_worker
+    share, ranks = config.rollout.gpus_per_worker, config.rollout.engine.tensor_parallel
     for kind in cluster.kinds:
-        if kind.gpus is not None and whole_gpus([share] * int(kind.units)) > kind.gpus:
+        if kind.gpus is not None and whole_gpus([share] * int(kind.units) * ranks) > kind.gpus:
             yield Complaint(
                 "warn",
                 f"{kind.name} offers {kind.units:g} units of {config.ray.rollout_resource!r} and {kind.gpus:g} GPUs, of which each worker "
-                f"asks for {share:g}: not all of these units can be used",
+                f"asks for {config.rollout.gpus_of_a_worker:g}: not all of these units can be used",
                 "Offer as many as have a GPU",
             )
+
+
+def engines_inside_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
+    ranks = config.rollout.engine.tensor_parallel
+    offering = [kind for kind in cluster.kinds if kind.units >= 1]
+    if config.rollout.engine.resolved_device != "cuda" or not offering or any(kind.gpus is None for kind in offering):
+        return
+    if (most := max(kind.gpus or 0 for kind in offering)) < ranks:
+        yield Complaint(
+            "fail",
+            f"rollout.engine.tensor_parallel = {ranks}, each engine on one node, and the nodes of {cluster.path} that offer "
+            f"{config.ray.rollout_resource!r} have {most:g} GPUs at most",
+            "Lower it, or take nodes with more GPUs",
+        )
 
 
 def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:
@@ -134,7 +148,8 @@ def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
         return
     there = sum(kind.most * int(kind.gpus or 0) for kind in cluster.kinds)
     ranks = [learner.gpus_per_rank] * learner.world_size if learner.resolved_device == "cuda" else []
-    workers = [rollout.gpus_per_worker] * rollout.most_workers if rollout.engine.resolved_device == "cuda" else []
+    of_workers = [rollout.gpus_per_worker] * rollout.most_workers * rollout.engine.tensor_parallel
+    workers = of_workers if rollout.engine.resolved_device == "cuda" else []
     groups = sum(kind.most * (int(kind.gpus or 0) // learner.tensor_parallel) for kind in cluster.kinds)
     if ranks and groups * learner.tensor_parallel < learner.world_size * min(1.0, learner.gpus_per_rank):
         yield Complaint(
@@ -183,6 +198,7 @@ def token_on_all_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
 RULES: tuple[Rule, ...] = (
     units_for_all_workers,
     gpus_beside_the_units,
+    engines_inside_nodes,
     gpus_for_everybody,
     bounds_of_all_nodes,
     hosts_stay,

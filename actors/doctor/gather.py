@@ -132,7 +132,7 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
 
     here = this_node(str(config.model))
     seen = float(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    cpus = config.ray.num_cpus or config.rollout.most_workers + config.learner.world_size + 1
+    cpus = config.logical_cpus
     units = float(config.rollout.most_workers)
     return [
         replace(here, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units, is_driver=True)

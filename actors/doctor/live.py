@@ -48,7 +48,7 @@ class CheckedEngine:
 
         rollout = config.rollout
         if rollout.engine.resolved_device == "cuda":
-            check_received("the engine", rollout.gpus_per_worker, ray.get_gpu_ids())
+            check_received("the engine", rollout.gpus_of_a_worker, ray.get_gpu_ids())
         self._folder = tempfile.TemporaryDirectory(prefix="evenkeel-doctor-")
         folder = write_config(Path(self._folder.name), content)
         engine = rollout.engine.model_copy(update={"context_length": None})
@@ -227,8 +227,8 @@ def _create_engine(config: RunConfig) -> Any:
     engine = (
         ray.remote(CheckedEngine)
         .options(
-            num_cpus=1,
-            num_gpus=config.rollout.gpus_per_worker if on_gpu else 0,
+            num_cpus=config.rollout.engine.tensor_parallel,
+            num_gpus=config.rollout.gpus_of_a_worker if on_gpu else 0,
             resources={config.ray.rollout_resource: 1},
             max_concurrency=64,
             runtime_env={"env_vars": worker_environment(config)},

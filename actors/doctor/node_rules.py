@@ -76,6 +76,21 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
         )
 
 
+def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
+    """What the learner leaves of the GPUs may be less."""
+    ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
+    if config.rollout.engine.resolved_device != "cuda" or ranks == 1:
+        return
+    there = sum(int(node.offered_gpus) // ranks for node in nodes)
+    if there < wanted:
+        yield Complaint(
+            "warn" if config.ray.address is not None else "fail",
+            f"{_counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel), each on one node, and there is room for "
+            f"{there}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
+            "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes",
+        )
+
+
 def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     if config.ray.address is None:
         return
@@ -215,6 +230,7 @@ def compilers_for_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
 NODE_RULES: tuple[NodeRule, ...] = (
     gpus_for_everybody,
     tensor_parallel_groups_inside_nodes,
+    engines_inside_nodes,
     units_for_all_workers,
     torch_sees_the_gpus,
     engines_have_their_kernels,
@@ -233,9 +249,10 @@ def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
     rollout, learner = config.rollout, config.learner
     ranks, workers = _counted(learner.world_size, "rank"), _counted(rollout.first_workers, "worker")
     of_ranks = [f"{ranks} x {learner.gpus_per_rank:g}"] if learner.resolved_device == "cuda" else []
-    of_workers = [f"{workers} x {rollout.gpus_per_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
+    of_workers = [f"{workers} x {rollout.gpus_of_a_worker:g}"] if rollout.engine.resolved_device == "cuda" else []
     cpus, free = sum(node.cpus for node in nodes), sum(node.free_cpus for node in nodes)
-    rows = [Request("CPU", learner.world_size + rollout.first_workers, cpus, free, f"{ranks}, {workers}")]
+    processes = learner.world_size + rollout.first_workers * rollout.engine.tensor_parallel
+    rows = [Request("CPU", processes, cpus, free, f"{ranks}, {workers}")]
     gpus, free = sum(node.offered_gpus for node in nodes), sum(node.free_gpus for node in nodes)
     if of_ranks or of_workers or gpus:
         rows.insert(0, Request("GPU", gpus_asked(config), gpus, free, ", ".join(of_ranks + of_workers) or "nobody"))

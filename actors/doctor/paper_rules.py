@@ -17,6 +17,7 @@ from actors.plan.learner_memory import RESERVE, rank_memory
 from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, traffic
 from correction.errors import ConfigError
+from rollout import engine_ranks
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
 STORE_SHARE = 0.3
@@ -49,6 +50,15 @@ def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
     if config.weight_sync.transport == "broadcast":
         text = "weight_sync.transport = broadcast with rollout.engine.quantization = float8_block: gloo has none, and NCCL's was not tried"
         yield Complaint("fail", text, "Set weight_sync.transport: object_store")
+
+
+def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    engine, shape = config.rollout.engine, facts.shape
+    on_cpu = engine.resolved_device == "cpu"
+    for obstacle in engine_ranks.obstacles(
+        engine.tensor_parallel, heads=shape.heads, key_heads=shape.key_heads, widths=[shape.feed_forward], on_cpu=on_cpu
+    ):
+        yield Complaint("fail", obstacle, "Set it to a common divisor, or to 1")
 
 
 def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -104,14 +114,14 @@ def engine_fits_its_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Compla
             f"an engine has {gib(max(0, memory.cache))} for its KV cache beside weights of {gib(memory.weights)}: that holds "
             f"{memory.tokens:,} tokens, and one request may have {memory.request_tokens:,}",
             "Lower rollout.engine.context_length and rollout.sampling.max_tokens, raise rollout.engine.memory_fraction or "
-            "rollout.gpus_per_worker, or use larger GPUs",
+            "rollout.gpus_per_worker, use larger GPUs, or cut it over several of a node: rollout.engine.tensor_parallel",
         )
     elif memory.longest_requests < min(rollout.sampling.samples_per_group, rollout.engine.max_running_requests):
         yield Complaint(
             "warn",
             f"an engine's KV cache holds {memory.tokens:,} tokens: {memory.longest_requests} requests of {memory.request_tokens:,}, fewer "
             f"than a group's {rollout.sampling.samples_per_group} answers, so that long ones are put back and read again",
-            "Lower rollout.engine.context_length, or use larger GPUs",
+            "Lower rollout.engine.context_length, use larger GPUs, or several for an engine (rollout.engine.tensor_parallel)",
         )
 
 
@@ -158,6 +168,7 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     devices_and_types,
     layout_divides_the_model,
     float8_can_be_had,
+    engine_ranks_divide_the_model,
     context_is_the_models,
     rank_fits_its_gpu,
     optimizer_is_shared,
@@ -175,11 +186,14 @@ def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
 
 def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
     """Whether so many GPUs hold all who ask for one, and their nodes the tensor-parallel groups."""
-    learner, wanted, found = config.learner, gpus_asked(config), []
+    learner, engine, wanted, found = config.learner, config.rollout.engine, gpus_asked(config), []
     if wanted > gpus.count:
         found.append(Complaint("fail", f"the run asks for {wanted} GPUs, and {gpus} are {gpus.count}", "Use fewer workers or ranks"))
     if learner.resolved_device == "cuda" and learner.tensor_parallel > gpus.per_node:
         text = f"learner.tensor_parallel = {learner.tensor_parallel}, but a node has {gpus.per_node} GPUs: a group talks in every layer"
+        found.append(Complaint("fail", text, f"Set it to {gpus.per_node} or less"))
+    if engine.resolved_device == "cuda" and engine.tensor_parallel > gpus.per_node:
+        text = f"rollout.engine.tensor_parallel = {engine.tensor_parallel}, but a node has {gpus.per_node} GPUs: an engine is on one node"
         found.append(Complaint("fail", text, f"Set it to {gpus.per_node} or less"))
     return found
 

@@ -1,8 +1,8 @@
-"""Memory of an engine's GPU, in bytes: weights, and how many tokens and requests the rest holds.
+"""Memory of an engine's GPU, or of each of its GPUs, in bytes: weights, and how many tokens and requests the rest holds.
 
 As SGLang 0.5.21 divides it: the static part is a fraction of what is free when it starts; without one given it leaves 512 MiB, 1.5 MiB for
-each token of a chunk of prefill, 2 MiB for each request of its largest graph and an eighth of a GiB, and 10 GiB at least on GPUs above 60
-(arg_groups/memory_hook.py); the KV cache gets what the weights leave of it (mem_cache/kv_cache_configurator.py).
+each token of a chunk of prefill, 2 MiB for each request of its largest graph and an eighth of a GiB for each rank, and 10 GiB at least on
+GPUs above 60 (arg_groups/memory_hook.py); the KV cache gets what the weights leave of it (mem_cache/kv_cache_configurator.py).
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from actors.plan.shape import ModelShape
 from rollout.config import RolloutConfig
 
 _MIB = 1 << 20
-_GRAPHS = ((20, 2048, 8), (35, 4096, 48), (60, 4096, 32), (160, 8192, 256), (10**6, 16384, 512))
-"""GPUs below so many GiB: tokens of a chunk of prefill, requests of the largest graph (without tensor parallelism)."""
+_GRAPHS = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (10**6, 16384, 512, 512))
+"""GPUs below so many GiB: tokens of a chunk of prefill, requests of the largest graph, and those with MANY_RANKS."""
+_MANY_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Of one engine on its GPU."""
+    """Of one engine on its GPU, or on each of its GPUs."""
 
     weights: int
     """Bytes."""
     cache: int
     """Bytes of the KV cache; below 0 if the weights don't leave any room."""
     token_bytes: int
+    """There; key heads that there are too few of are on several GPUs."""
     request_tokens: int
     """Of the longest request: the context, prompt and answer together."""
 
@@ -42,20 +44,21 @@ class EngineMemory:
 def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> EngineMemory:
     """Args: gpu_bytes: of the whole GPU, of which the worker may have a share."""
     engine = rollout.engine
-    dtype, context = engine.resolved_dtype, engine.context_length or shape.context
-    weights, token_bytes = shape.weight_bytes(dtype, float8=engine.has_float8), shape.key_value_bytes(dtype)
-    fraction = engine.memory_fraction or default_fraction(gpu_bytes)
+    dtype, context, ranks = engine.resolved_dtype, engine.context_length or shape.context, engine.tensor_parallel
+    weights, token_bytes = shape.weight_bytes(dtype, ranks, float8=engine.has_float8), shape.key_value_bytes(dtype, ranks)
+    fraction = engine.memory_fraction or default_fraction(gpu_bytes, ranks)
     cache = int(gpu_bytes * fraction) - weights
     if engine.max_total_tokens is not None:
         cache = min(cache, engine.max_total_tokens * token_bytes)
     return EngineMemory(weights, cache, token_bytes, context)
 
 
-def default_fraction(gpu_bytes: int) -> float:
+def default_fraction(gpu_bytes: int, ranks: int = 1) -> float:
     """SGLang's share for weights and cache."""
     mib = gpu_bytes / _MIB
-    chunk, graph = next((chunk, graph) for below, chunk, graph in _GRAPHS if mib < below * 1024)
-    reserved = 512 + 1.5 * max(chunk, 2048) + 1024 / 8 + 2 * graph
+    chunk, few, many = next(sizes for below, *sizes in _GRAPHS if mib < below * 1024)
+    graph = few if ranks < _MANY_RANKS else many
+    reserved = 512 + 1.5 * max(chunk, 2048) + ranks * 1024 / 8 + 2 * graph
     if mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((mib - reserved) / mib, 3)

@@ -122,13 +122,17 @@ class ModelShape:
     def _experts(self, ranks: int) -> int:
         return self.experts // ranks * 3 * self.hidden * self.feed_forward
 
-    def key_value_bytes(self, dtype: str) -> int:
-        """Of one token in an engine's cache."""
-        return 2 * self.layers * self.key_heads * self.head_width * BYTES_OF[dtype]
+    def key_value_bytes(self, dtype: str, ranks: int = 1) -> int:
+        """Of one token in the cache of an engine, or of each of its ranks: at least one key head."""
+        return 2 * self.layers * max(self.key_heads // ranks, 1) * self.head_width * BYTES_OF[dtype]
 
-    def weight_bytes(self, dtype: str, *, float8: bool = False) -> int:
-        """Args: float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py)."""
-        whole = self.parameters * BYTES_OF[dtype]
+    def weight_bytes(self, dtype: str, ranks: int = 1, *, float8: bool = False) -> int:
+        """Of the whole model, or of each rank of an engine, which has a part of every matrix and of every expert.
+
+        Args: float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py); one rank.
+        """
+        shared, experts = self.split(ranks, 1, 1)[0]
+        whole = (shared + experts // ranks) * BYTES_OF[dtype]
         if not float8:
             return whole
         matrices = self._projections()

@@ -54,11 +54,12 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
     """Title -> (what, how much)."""
     learner, rollout = config.learner, config.rollout
     ranks = f"{learner.world_size} rank{'s' * (learner.world_size > 1)}"
+    engines = f"{rollout.workers}" + (f" of {rollout.engine.tensor_parallel} GPUs" if rollout.engine.tensor_parallel > 1 else "")
     head = f"{plan.parameters / 1e9:.2f}B parameters in {plan.tensors:,} tensors; {plan.gpus}"
     return {
         f"{config.model.name}: {head}": [("batch", config.batch_arithmetic())],
         f"learner: {ranks}, {learner.dtype}": _of_rank(plan, config),
-        f"engines: {rollout.workers}, {rollout.engine.dtype}": _of_engine(plan, config),
+        f"engines: {engines}, {rollout.engine.dtype}": _of_engine(plan, config),
         "one version of the weights": _of_version(plan),
         "deadlines that follow": [
             (f"{line.seconds:,.0f} s", f"{line.key}: {line.what}" if line.key else line.what) for line in plan.deadlines
@@ -93,10 +94,12 @@ def _of_rank(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
 
 def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
     engine, most = plan.engine, config.rollout.engine.max_running_requests
-    fraction = config.rollout.engine.memory_fraction or default_fraction(plan.gpus.memory)
+    ranks = config.rollout.engine.tensor_parallel
+    fraction = config.rollout.engine.memory_fraction or default_fraction(plan.gpus.memory, ranks)
+    each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     return [
-        ("weights", gib(engine.weights)),
-        ("KV cache", f"{gib(max(0, engine.cache))} ({fraction:.3g} of the GPU, less the weights): {engine.tokens:,} tokens"),
+        ("weights", gib(engine.weights) + each),
+        ("KV cache", f"{gib(max(0, engine.cache))}{each} ({fraction:.3g} of the GPU, less the weights): {engine.tokens:,} tokens"),
         ("requests", f"{engine.longest_requests} of {engine.request_tokens:,} tokens; {most} at most"),
     ]
 

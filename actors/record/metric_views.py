@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from actors.metric_kinds import Kind
 from actors.metrics import StepMetrics, lookup
@@ -16,14 +16,6 @@ from correction.errors import ConfigError
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
     from actors.record.run_folder import RunFolder
-
-
-class MetricsView(Protocol):
-    """Something that shows the metrics of a step."""
-
-    def write(self, metrics: StepMetrics) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoardView:
@@ -72,18 +64,15 @@ class MetricViews:
     def __init__(self, folder: RunFolder, config: MetricsConfig) -> None:
         """Raises: ConfigError if Weights & Biases is asked for and not installed."""
         earlier = folder.read_metrics()    # a resumed run's, already rewound to its checkpoint
-        self._views: list[MetricsView] = [TensorBoardView(folder.tensorboard_path, resumed_from=earlier[-1].step if earlier else None)]
+        resumed_from = earlier[-1].step if earlier else None
+        self._views: list[TensorBoardView | WandbView] = [TensorBoardView(folder.tensorboard_path, resumed_from=resumed_from)]
         if config.wandb_project:
             wandb = WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=folder.read_config())
             self._views.append(wandb)
 
-    def step(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: StepMetrics) -> None:
         for view in self._views:
             view.write(metrics)
-
-    def evaluation(self, metrics: StepMetrics) -> None:
-        """Of the held-out questions, at the step whose weights answered."""
-        self.step(metrics)
 
     def close(self) -> None:
         for view in self._views:

@@ -18,9 +18,10 @@ from actors.evaluation import Evaluation
 from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.loop_clock import LoopClock
 from actors.metrics import DISCARD_COUNTERS, StepMetrics
+from actors.probe_limits import ProbeLimits
 from actors.record.metric_views import MetricViews
 from actors.record.patience import PatientWriter
-from actors.record.probe_watch import ProbeLimits, ProbeWatch
+from actors.record.probe_watch import ProbeWatch
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import keep_and_tell
 from actors.record.slowest import SlowestPrompts
@@ -234,7 +235,7 @@ class Observer:
         metrics = StepMetrics(result.step, numbers)
         self._disk.line(self._folder.append_evaluation, metrics)
         self._disk.file(self._folder.write_trajectories, result.step, result.text(prompts), "held_out")
-        self._views.evaluation(metrics)
+        self._views.write(metrics)
         self._endpoint.publish(dict(metrics))
         self._view.evaluation(metrics)
         self._folder.event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {result.seconds:.1f} s")
@@ -345,7 +346,7 @@ class Observer:
             metrics.update({"files/failures_total": self._disk.failures})
         self._disk.line(self._folder.append_metrics, metrics)
         self._disk.file(self._slowest.save)
-        self._disk.file(self._views.step, metrics)
+        self._disk.file(self._views.write, metrics)
         self._endpoint.publish(dict(metrics))
         self._endpoint.keep_only("worker", self._workers)
         self._view.step(metrics)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from actors.probe_limits import ProbeLimits
 from actors.supervision import counted
 
-__all__ = ["ProbeLimits", "ProbeWatch"]
-
 
 class ProbeWatch:
     """What the probes since the last step have shown."""

@@ -47,7 +47,7 @@ from actors.record.skipped_batches import KEPT, SkippedBatch
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name
-from learner.file_sums import seal
+from learner.file_sums import flush_to_disk, seal
 
 _LEVELS = ("info", "watch", "warning", "alarm", "error")
 KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
@@ -90,6 +90,10 @@ class RunFolder:
 
     def __init__(self, path: Path, lock: filelock.BaseFileLock | None = None) -> None:
         self.path = path
+        self.metrics_path, self.evaluations_path = path / "metrics.jsonl", path / "evaluations.jsonl"
+        self.events_path, self.monitor_path, self._clipped_path = path / "events.log", path / "monitor.jsonl", path / "clipped_tokens.jsonl"
+        self.tensorboard_path, self.model_path = path / "tensorboard", path / "model"
+        self.scatter_path, self.report_path = path / "scatter.npz", path / "report.html"
         self._lock = lock
         self.is_reused = False
         """It held what a start that failed had left."""
@@ -158,49 +162,11 @@ class RunFolder:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # What is where.
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations_path(self) -> Path:
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def events_path(self) -> Path:
-        return self.path / "events.log"
-
-    @property
-    def monitor_path(self) -> Path:
-        return self.path / "monitor.jsonl"
-
-    @property
-    def _clipped_path(self) -> Path:
-        return self.path / "clipped_tokens.jsonl"
-
     @property
     def _lines_by_step(self) -> tuple[JsonLines, ...]:
         """Files whose lines belong to a step."""
         paths = self.metrics_path, self.evaluations_path, self.monitor_path, self._clipped_path
         return tuple(JsonLines(path) for path in paths)
-
-    @property
-    def tensorboard_path(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def scatter_path(self) -> Path:
-        return self.path / "scatter.npz"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def model_path(self) -> Path:
-        return self.path / "model"
 
     # Configuration, numbers, events, samples.
 
@@ -316,8 +282,7 @@ class RunFolder:
         beside = path.with_name(f".{os.getpid()}.{path.name}")
         try:
             write(beside)
-            with beside.open("rb") as file:
-                os.fsync(file.fileno())
+            flush_to_disk(beside)
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
@@ -329,7 +294,7 @@ class RunFolder:
     def checkpoint(self, step: int) -> Iterator[Checkpoint]:
         """A place to write a checkpoint to, which becomes checkpoints/step_... when the block ends well, and goes if it doesn't."""
         final = self.path / "checkpoints" / f"step_{step:06d}"
-        partial = final.with_name(final.name + ".partial")
+        partial = final.with_name(f"{final.name}.{os.urandom(4).hex()}.partial")  # another one's, should an old rank still write to that
         for leftover in final.parent.glob("*.partial"):  # of saves that failed while a rank was still writing
             shutil.rmtree(leftover, ignore_errors=True)
         try:
@@ -338,7 +303,7 @@ class RunFolder:
             yield Checkpoint(step, partial)
             seal(partial, {"format": CHECKPOINT_FORMAT, "step": step})
             for written in [*partial.rglob("*"), partial]:  # on disk before the name says that it is complete
-                _fsync(written)
+                flush_to_disk(written)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -346,7 +311,7 @@ class RunFolder:
         if final.exists():    # a resumed run reaches the step of an earlier checkpoint again
             final.rename(replaced)
         partial.rename(final)
-        _fsync(final.parent)
+        flush_to_disk(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -389,12 +354,3 @@ def _event_record(event: Event) -> dict[str, Any]:
 def _parse_event(record: dict[str, Any]) -> Event:
     numbers = {name: float(record[name]) for name in ("value", "growth")}
     return Event(**{**record, **numbers, "name": current_name(record["name"]), "state": State(record["state"])})
-
-
-def _fsync(path: Path) -> None:
-    """Make a file, or a rename inside a folder, outlive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -52,12 +52,9 @@ class TerminalView:
 
     def phase(self, text: str) -> None:
         """What the run does or waits for now."""
-        if text == self._state.phase:
-            return
-        self._state.phase = text
-        self._state.phase_since = time.monotonic()
-        if self._live is None:
+        if text != self._state.phase and self._live is None:
             self._say(f"... {text}")
+        self.waiting(text)
 
     def waiting(self, text: str) -> None:
         """The same, for what only the live panel has room for: the parts of a step."""

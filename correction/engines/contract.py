@@ -137,6 +137,11 @@ def _side_problems(side: SideSettings) -> list[str]:
 
 def _engine_problems(engine: SideSettings) -> list[str]:
     found = []
+    if engine.tensor_parallel > 1:
+        found.append(
+            f"{engine.name}.tensor_parallel = {engine.tensor_parallel}: an engine's ranks add their sums by SGLang's own code, whose bits "
+            f"are not the learner's. Set {engine.name}.tensor_parallel: 1."
+        )
     if engine.attention_backend is not None:
         found.append(f"{engine.name}.attention_backend = {engine.attention_backend}: the mode has an attention of its own. Leave it unset.")
     if engine.weight_update_mode != "retract":

@@ -7,9 +7,10 @@ It is torch's own operator `mm` that is given another kernel for the CPU, below 
 multiplies by another operator stays with MKL: into a given tensor (mm.out), with a bias in the same call (addmm), in batches (bmm). Torch
 has no setting for it; its precisions choose oneDNN for float32 only to round the factors.
 
-oneDNN compiles a kernel for every shape that it meets (about a millisecond) and keeps a thousand of them, so the numbers of rows should not
-be too many: here those of a decode step are padded, and the learner fills what it trains on up to a multiple of TRAINED_ROW_MULTIPLE (but
-for experts; on every CPU, because ranks on different ones have to lay out the same rows).
+oneDNN compiles a kernel for every shape that it meets: about a millisecond, and 0.6 MB. So the numbers of rows should not be too many: here
+those of a decode step are padded, and the learner fills what it trains on up to a multiple of TRAINED_ROW_MULTIPLE (but for experts; on
+every CPU, because ranks on different ones have to lay out the same rows). A prefill has any number of rows: device_choice.KEPT_KERNELS
+bounds what is kept.
 """
 
 from __future__ import annotations

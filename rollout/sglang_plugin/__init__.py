@@ -17,7 +17,7 @@ import sys
 
 STAND_INS = ("sgl_kernel", "torchvision")
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Python's own 700 let the garbage collector take a sixth of the seconds in which SGLang is imported."""
+"""Of a scheduler, which goes on importing. Python's own 700 let the garbage collector take a fifth of the seconds of a start."""
 
 
 def serves_on_cpu() -> bool:
@@ -25,10 +25,14 @@ def serves_on_cpu() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
+def _is_child() -> bool:
+    return multiprocessing.parent_process() is not None
+
+
 def platform() -> None:
     """Entry point `sglang.srt.platforms`: returns None, so that SGLang picks its platform itself."""
-    if multiprocessing.parent_process() is not None:  # the owner is not ours to tune
-        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    if _is_child():  # the owner is not ours to tune
+        gc.disable()  # until `register`
     if not serves_on_cpu():
         return
     for name in STAND_INS:
@@ -43,6 +47,10 @@ def register() -> None:
     from rollout.sglang_plugin import attention, batch_invariant, float8, hooks, seeded_sampler, weights
     from rollout.stacks import tell_stacks
 
+    if _is_child():
+        gc.freeze()  # what the imports made is not looked through again
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+        gc.enable()
     tell_stacks()
     settings = hooks.PluginSettings.from_environment()
     if serves_on_cpu():

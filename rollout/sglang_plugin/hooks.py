@@ -21,6 +21,8 @@ CHECKSUMS = "evenkeel.checksums"
 """Answer: HF name -> tensor_checksum of the tensor that the engine holds."""
 PROCESSOR = "evenkeel.processor"
 """Answer: the fields of Processor, of the scheduler process."""
+RECEIPT = "evenkeel.receipt"
+"""Answer: what the scheduler process has loaded since the update began (rank_receipts.py)."""
 
 VARIABLE = "EVENKEEL_SGLANG_PLUGIN"
 """Holds PluginSettings as JSON; set by rollout.engine_process while it starts an engine. An environment variable is the only way in

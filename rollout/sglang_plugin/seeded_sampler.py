@@ -12,6 +12,7 @@ for each entry of the vocabulary, which on a CPU takes more than ten times as lo
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import torch
@@ -30,12 +31,16 @@ def register() -> None:
 
 
 def _give_seeds(_result: None, info: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """Each request's seed into the batch, where SGLang filters and merges it; a request without one gets a random one at each prefill."""
-    seeds = torch.randint(2**63 - 1, (len(batch.reqs),))
-    for row, request in enumerate(batch.reqs):
-        if request.sampling_params.sampling_seed is not None:
-            seeds[row] = request.sampling_params.sampling_seed
+    """Each request's seed into the batch, where SGLang filters and merges it; a request without one has one of its random id, which is the
+    same in all ranks of an engine."""
+    given = [(request.sampling_params.sampling_seed, request.rid) for request in batch.reqs]
+    seeds = torch.tensor([_seed_of(rid) if seed is None else seed for seed, rid in given], dtype=torch.int64)
     info.sampling_seed = seeds.to(info.device)
+
+
+def _seed_of(request_id: str) -> int:
+    """In [0, 2^63)."""
+    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big") >> 1
 
 
 def draw(probabilities: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -114,10 +119,10 @@ class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
         if sampling_info.is_any_greedy:
             token_ids = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), token_ids)
         token_ids = token_ids.to(torch.int32)
+        self._sync_token_ids_across_tp(token_ids, sampling_info)     # before logprobs: they are of the token that all ranks take
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(logprobs, top_logprobs_nums, token_ids_logprobs, token_ids)
             result.write_output_to(logits_output)
-        self._sync_token_ids_across_tp(token_ids, sampling_info)
         return token_ids
 
     def _stock(self, *arguments: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """What the engine holds, seen from its own process and in Hugging Face's names: shapes, dtypes and checksums.
 
-SGLang fuses q, k, v and gate, up (and the experts) into one tensor each; these are cut apart here as views. The answers travel through
-SGLang's own request `check_weights` (its checksum action needs CUDA and knows fused names only): two more actions are added to it.
+SGLang fuses q, k, v and gate, up (and the experts) into one tensor each; these are cut apart here as views. In an engine of several ranks
+each tells of its part. The answers travel through SGLang's own request `check_weights`, which collects them from all ranks (its checksum
+action needs CUDA and knows fused names only): more actions are added to it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from sglang.srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from correction.engines.checksum import tensor_checksum
 from correction.engines.float8 import BLOCK, SCALE_SUFFIX
 from correction.engines.processor import Processor
-from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, SPECS
+from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, RECEIPT, SPECS
+from rollout.sglang_plugin.rank_receipts import RankReceipts
+from rollout.weight_parts import WeightPart, text_of
 
 GATE_AND_UP = ("gate_proj", "up_proj")
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
@@ -31,17 +34,23 @@ FUSED_IN_FILES = ("glm4",)
 
 
 def register() -> None:
-    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _handle, HookType.AROUND)
+    receipts = RankReceipts()
+    receipts.register()
 
+    def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+        if action == PROCESSOR:
+            texts = asdict(Processor.of_this_process())
+        elif action == RECEIPT:
+            texts = receipts.told()
+        elif action == SPECS:
+            texts = {name: _spec(tensor, part) for name, tensor, part in held_parts(checker._get_model())}
+        elif action == CHECKSUMS:
+            texts = {name: tensor_checksum(tensor) for name, tensor, _ in held_parts(checker._get_model())}
+        else:
+            return original(checker, action, *args, **kwargs)
+        return _answer(checker, texts, **kwargs)
 
-def _handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-    if action == PROCESSOR:
-        return _answer(checker, asdict(Processor.of_this_process()), **kwargs)
-    describe = {SPECS: _spec, CHECKSUMS: tensor_checksum}.get(action)
-    if describe is None:
-        return original(checker, action, *args, **kwargs)
-    model = checker._get_model()
-    return _answer(checker, {name: describe(tensor) for name, tensor in named_hf_tensors(model)}, **kwargs)
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
 
 
 def _answer(checker: Any, texts: dict[str, str], **kwargs: Any) -> dict[str, Any]:
@@ -53,13 +62,16 @@ def _answer(checker: Any, texts: dict[str, str], **kwargs: Any) -> dict[str, Any
     }
 
 
-def _spec(tensor: Tensor) -> str:
-    """For example "float32:128,64"."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}:{','.join(map(str, tensor.shape))}"
+def _spec(tensor: Tensor, part: WeightPart | None) -> str:
+    return text_of(tensor.shape, str(tensor.dtype).removeprefix("torch."), part)
 
 
-def named_hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of an SGLang model under the names of its Hugging Face folder, as views; a tied head is not repeated."""
+Held = tuple[str, Tensor, WeightPart | None]
+"""HF name, what this rank holds of the tensor, as a view, and which part that is; None: all of it."""
+
+
+def held_parts(model: nn.Module) -> Iterator[Held]:
+    """Every parameter of an SGLang model under the names of its Hugging Face folder; a tied head is not repeated."""
     modules, config = dict(model.named_modules()), model.config
     kind: str = config.model_type  # type: ignore[union-attr,assignment]  # every model of SGLang's has its Hugging Face config
     for name, parameter in model.named_parameters():
@@ -67,34 +79,71 @@ def named_hf_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from _unfused(modules[module_name], module_name, leaf, parameter.data, kind)
 
 
-def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
+def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor, kind: str) -> Iterator[Held]:
     parent = module_name.rpartition(".")[0]
     block = BLOCK if leaf == f"weight{SCALE_SUFFIX}" else 1          # rows of the matrix that share a row here
     if isinstance(module, QKVParallelLinear):
-        sizes = [module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size]
-        for part, rows in zip(QUERY_KEY_VALUE, torch.split(tensor, [size // block for size in sizes]), strict=True):
-            yield f"{parent}.{part}.{leaf}", rows
-    elif isinstance(module, MergedColumnParallelLinear) and kind not in FUSED_IN_FILES:
-        for part, rows in zip(GATE_AND_UP, torch.split(tensor, [size // block for size in module.output_sizes]), strict=True):
-            yield f"{parent}.{part}.{leaf}", rows
+        yield from _query_key_value(module, parent, leaf, tensor, block)
+    elif isinstance(module, MergedColumnParallelLinear):
+        wholes = [size // block for size in module.output_sizes]
+        sizes = [size // module.tp_size for size in wholes]
+        parts = [_part(0, module.tp_rank * size, size, whole) for size, whole in zip(sizes, wholes, strict=True)]
+        if kind in FUSED_IN_FILES:
+            yield f"{module_name}.{leaf}", tensor, _below_each_other(parts, wholes)
+        else:
+            for name, rows, part in zip(GATE_AND_UP, torch.split(tensor, sizes), parts, strict=True):
+                yield f"{parent}.{name}.{leaf}", rows, part
     elif isinstance(module, FusedMoE):
-        yield from _experts(module_name, leaf, tensor, EXPERT_PARTS.get(kind, (*GATE_AND_UP, "down_proj")))
+        yield from _experts(module, module_name, leaf, tensor, EXPERT_PARTS.get(kind, (*GATE_AND_UP, "down_proj")))
     elif isinstance(module, VocabParallelEmbedding):                # rows beyond the vocabulary are SGLang's padding
-        yield f"{module_name}.{leaf}", tensor[: module.org_vocab_size]
+        first, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+        yield f"{module_name}.{leaf}", tensor[: end - first], _part(0, first, end - first, module.org_vocab_size)
+    elif isinstance(module, ColumnParallelLinear) or (isinstance(module, RowParallelLinear) and tensor.ndim == 2):
+        dimension = 0 if isinstance(module, ColumnParallelLinear) else 1
+        size = tensor.shape[dimension]
+        yield f"{module_name}.{leaf}", tensor, _part(dimension, module.tp_rank * size, size, module.tp_size * size)
     else:
-        yield f"{module_name}.{leaf}", tensor
+        yield f"{module_name}.{leaf}", tensor, None
 
 
-def _experts(module_name: str, leaf: str, tensor: Tensor, names: tuple[str, str, str]) -> Iterator[tuple[str, Tensor]]:
+def _part(dimension: int, first: int, size: int, whole: int) -> WeightPart | None:
+    return None if size == whole else WeightPart(dimension, whole, ((first, first + size),))
+
+
+def _below_each_other(parts: list[WeightPart | None], sizes: list[int]) -> WeightPart | None:
+    """A part of each of several tensors of these sizes, as rows of the one tensor that they are together."""
+    ranges, start = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        if part is None:
+            return None
+        ranges += [(start + first, start + end) for first, end in part.ranges]
+        start += size
+    return WeightPart(0, start, tuple(ranges))
+
+
+def _query_key_value(module: Any, parent: str, leaf: str, tensor: Tensor, block: int) -> Iterator[Held]:
+    """Where there are more ranks than key heads, several ranks hold the same one. Args: block: rows of the matrix that share a row here."""
+    keys_before = module.kv_tp_rank // module.num_kv_head_replicas
+    key_heads = module.total_num_kv_heads
+    sizes = [size // block for size in (module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size)]
+    heads = [(module.total_num_heads, module.head_size), (key_heads, module.head_size), (key_heads, module.v_head_size)]
+    before = [module.tp_rank, keys_before, keys_before]
+    for name, rows, index, size, (count, width) in zip(QUERY_KEY_VALUE, torch.split(tensor, sizes), before, sizes, heads, strict=True):
+        yield f"{parent}.{name}.{leaf}", rows, _part(0, index * size, size, count * width // block)
+
+
+def _experts(module: Any, module_name: str, leaf: str, tensor: Tensor, names: tuple[str, str, str]) -> Iterator[Held]:
     """
     Args:
         tensor: w13_weight [experts, 2 x intermediate, hidden] or w2_weight [experts, hidden, intermediate].
         names: of gate, up and down projection.
     """
+    rank, ranks = module.moe_tp_rank, module.moe_tp_size
     for index, expert in enumerate(tensor):
         prefix = f"{module_name}.{index}"
         if leaf == "w13_weight":
-            for part, rows in zip(names[:2], expert.chunk(2), strict=True):
-                yield f"{prefix}.{part}.weight", rows
+            for name, rows in zip(names[:2], expert.chunk(2), strict=True):
+                yield f"{prefix}.{name}.weight", rows, _part(0, rank * len(rows), len(rows), ranks * len(rows))
         else:
-            yield f"{prefix}.{names[2]}.weight", expert
+            columns = expert.shape[1]
+            yield f"{prefix}.{names[2]}.weight", expert, _part(1, rank * columns, columns, ranks * columns)

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from actors.commands.recipe import explain, explain_lines, load_config, nearest_key
+from actors.commands.config_explain import explain, explain_lines, nearest_key
+from actors.commands.recipe import load_config
 from correction.errors import ConfigError
 
 

@@ -34,7 +34,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
-from correction.errors import DeadlineExceeded, LateError
+from correction.errors import ActorLost, DeadlineExceeded, LateError
 from correction.monitor import MonitorConfig, State
 from learner.config import LearnerConfig
 from learner.results import StepValues
@@ -379,19 +379,56 @@ def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
     play(scenario)
 
 
-def test_a_queue_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the draw nor the question what the batch lacks gets an answer: the error still comes, and says who is silent."""
+def test_a_queue_that_does_not_answer_is_asked_again_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the draw nor the question what the batch lacks gets an answer: the batch's deadline still comes, and says who is silent."""
+    asked = list[int]()
 
-    async def silent(*_: Any, **__: Any) -> Any:
+    async def silent(*_: Any, number: int = 0, **__: Any) -> Any:
+        asked.append(number)
         await asyncio.sleep(60.0)
 
     async def scenario() -> None:
         monkeypatch.setattr(correction_service, "_POLL_S", 0.1)
-        monkeypatch.setattr(correction_service, "ANSWER_S", 0.1)
-        scene = Scene()
+        monkeypatch.setattr(correction_service, "ANSWER_S", 0.4)
+        scene = Scene(deadlines=DeadlinesConfig(batch_s=2.0))
         monkeypatch.setattr(scene.queue, "draw", silent)
-        with pytest.raises(DeadlineExceeded, match=r"^groups of version 0 <- trajectory queue: not done in 0 s"):
+        monkeypatch.setattr(scene.queue, "waiting_for", silent)
+        with pytest.raises(DeadlineExceeded, match=r"^batch of version 0 <- trajectory queue: not done in 2 s"):
             await scene.next_batch(0)
+        await scene.service.stop()
+
+    play(scenario)
+    assert len(asked) > 2 and {number for number in asked if number} == {1}, "one call, made again"
+    assert "groups of version 0 <- trajectory queue: late, no answer in" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["draw", "discard"])
+def test_a_queue_that_is_late_costs_nothing_but_time(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The answer comes after its caller's patience has ended, once more than that: the call is made again and has run once."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(correction_service, "_POLL_S", 0.1)
+        monkeypatch.setattr(correction_service, "ANSWER_S", 0.1)
+        scene = Scene(steps=1, dynamic_sampling=True)
+        real, held = getattr(scene.queue, method), list[int]()
+
+        async def late(*arguments: Any, **named: Any) -> Any:
+            held.append(named["number"])
+            await asyncio.sleep(0.5 if len(held) < 3 else 0.0)
+            return await real(*arguments, **named)
+
+        monkeypatch.setattr(scene.queue, method, late)
+        tickets = await scene.admit(0, GROUPS + 1)
+        waiting = asyncio.create_task(scene.next_batch(0))
+        await scene.put(answered(tickets[0], rewards=(1.0, 1.0)), *[answered(ticket) for ticket in tickets[1:]])
+        prepared = await waiting
+        assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4] and held[0] == held[1]
+        discarded, counts, _ = await scene.queue.advance(1, [1, 2, 3, 4])
+        assert len(discarded) == 1 and (counts["admitted"], counts["trained"], counts["discarded"]) == (GROUPS + 1, GROUPS, 1)
+        assert counts["in_flight"] + counts["finished"] + counts["drawn"] == 0
+        await scene.service.stop()
 
     play(scenario)
 
@@ -403,7 +440,7 @@ def test_a_learner_that_comes_too_late_is_named() -> None:
         await scene.put(*[answered(ticket) for ticket in tickets])
         await scene.next_batch(0)
         await asyncio.sleep(3.0)  # 4 steps and a checkpoint may pass until its forward is there
-        with pytest.raises(DeadlineExceeded, match=r"^forward at version 1 <- learner: not done in 2 s"):
+        with pytest.raises(ActorLost, match=r"^forward at version 1 <- learner: not done in 2 s"):  # who is asked again has no other answer
             await scene.next_batch(1)
 
     play(scenario)

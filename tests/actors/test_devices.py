@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from actors import workers
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.devices import check_devices, check_engine_device, check_received, check_rollout_resource, check_types, whole_gpus
 from actors.environment import OF_BATCHES, learner_environment, worker_environment
 from actors.placement import in_order
+from actors.rollout_worker import WorkerSettings
+from correction.engines.device_choice import KEPT_KERNELS
 from correction.errors import ConfigError
+from tests.actors.cases import prompt
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
 
@@ -35,6 +40,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         (1, "", "rollout.engine.device = auto with 1 worker and learner.device = auto with 1 rank: 2 GPUs"),
         (3, "rollout.min_workers=1 rollout.max_workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
         (3, "rollout.workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
+        (4, "rollout.workers=2 rollout.engine.tensor_parallel=2", "device = auto with 2 workers of 2 GPUs and .*: 5 GPUs are needed"),
     ],
 )
 def test_too_few_gpus_on_this_machine(monkeypatch: pytest.MonkeyPatch, there: int, overrides: str, said: str) -> None:
@@ -64,6 +70,10 @@ def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     check_engine_device(config())
     with pytest.raises(ConfigError, match=r"rollout\.engine\.device = cuda, but torch sees no GPU here"):
         check_engine_device(config("rollout.engine.device=cuda"))
+    gpus(monkeypatch, 2)
+    check_engine_device(config("rollout.engine.tensor_parallel=2"))
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.tensor_parallel = 4, but torch sees 2 GPUs here"):
+        check_engine_device(config("rollout.engine.tensor_parallel=4"))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +123,7 @@ def test_one_gpu_holds_learner_and_engine(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("learner.gpus_per_rank=0.5 learner.data_parallel=2", "learner.gpus_per_rank = 0.5 with 2 ranks: two of them would fit on one GPU"),
         ("learner.gpus_per_rank=0.6 learner.tensor_parallel=2", "learner.gpus_per_rank = 0.6 with tensor_parallel = 2"),
+        ("rollout.gpus_per_worker=0.5 rollout.engine.tensor_parallel=2", "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
         ("rollout.gpus_per_worker=0.5 weight_sync.transport=broadcast", "transport = broadcast where a rank or a worker has a share"),
     ],
 )
@@ -141,6 +152,26 @@ def test_an_actor_has_what_it_asked_for(monkeypatch: pytest.MonkeyPatch, ids: li
             check_received("learner rank 2", 1.0, ids)
 
 
+def test_an_engine_of_several_ranks_asks_for_as_many_gpus_and_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    asked: dict[str, object] = {}
+
+    def options(**given: object) -> SimpleNamespace:
+        asked.update(given)
+        return SimpleNamespace(remote=lambda *_: None)
+
+    monkeypatch.setattr(workers, "ray", SimpleNamespace(remote=lambda _: SimpleNamespace(options=options)))
+    monkeypatch.setattr(workers, "lower_priority", lambda _: None)
+    workers.create("0", WorkerSettings.of(config("rollout.engine.tensor_parallel=2"), Path("model"), prompt(0)), None)
+    assert (asked["num_gpus"], asked["num_cpus"]) == (2, 2)
+    check_received("rollout worker 0", 2.0, [1, 3])
+    with pytest.raises(ConfigError, match=r"rollout worker 0: asked Ray for 2 GPUs and got \[1\]"):
+        check_received("rollout worker 0", 2.0, [1])
+    gpus(monkeypatch, 8)
+    with pytest.raises(ConfigError, match="Ray gave it GPU 1, 3, but torch sees 8 there"):
+        check_received("rollout worker 0", 2.0, [1, 3])
+
+
 def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 8)
     on_gpu = config("weight_sync.transport=broadcast", "ray.env.NCCL_DEBUG=INFO", "ray.env.NCCL_NVLS_ENABLE='1'")
@@ -151,7 +182,9 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one["NCCL_CUMEM_ENABLE"] == "0" and one["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
         assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"
     assert not {name for name in learner_environment(config()) if name.startswith(("NCCL", "TORCH_NCCL"))}
-    assert learner_environment(config("learner.device=cpu"))["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
+    on_cpu = learner_environment(config("learner.device=cpu"))
+    assert on_cpu["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
+    assert on_cpu.items() >= KEPT_KERNELS.items(), "or kernels for each shape stay in memory"
 
 
 def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:

@@ -56,11 +56,26 @@ def test_the_recipes_for_gpus_fit_the_gpus_that_they_name(name: str, model: dict
     assert on_paper(PaperFacts(ModelShape.of(model), kind.memory), config) + enough(kind, config) == []
 
 
+def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
+    """And those of sixteen find no node of eight."""
+    gpus, shape = Gpus.parse("H100x8x4"), ModelShape.of(QWEN3_30B_A3B)
+    facts = PaperFacts(shape, gpus.memory)
+    assert [c.severity for c in on_paper(facts, recipe("qwen3_30b_a3b_4nodes"))] == ["warn"]
+    two = recipe("qwen3_30b_a3b_4nodes", "rollout.engine.tensor_parallel=2", "rollout.workers=8")
+    assert on_paper(facts, two) + enough(gpus, two) == []
+    sixteen = recipe("qwen3_30b_a3b_4nodes", "rollout.engine.tensor_parallel=16", "rollout.workers=1")
+    assert [c.sentence for c in enough(gpus, sixteen)] == [
+        "rollout.engine.tensor_parallel = 16, but a node has 8 GPUs: an engine is on one node"
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "facts", "severity", "said", "setting"),
     [
         ("learner.tensor_parallel=3", {}, "fail", "tensor_parallel = 3 doesn't divide the model's 32 heads", "divisor"),
         ("learner.pipeline_parallel=5", {}, "fail", "= 5 doesn't divide the model's 36 layers", "divisor"),
+        ("rollout.engine.tensor_parallel=3", {}, "fail", "engine.tensor_parallel = 3 doesn't divide the model's 32 heads", "divisor"),
+        ("rollout.engine.tensor_parallel=5", {}, "fail", "= 5 and the model's 8 key-value heads: neither divides the other", "divisor"),
         ("learner.gpus_per_rank=0.5", {}, "fail", "two of them would fit on one GPU", ""),
         ("rollout.engine.dtype=float16", {}, "fail", "rollout.engine.dtype = float16 with learner.dtype = bfloat16", ""),
         ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),
@@ -126,6 +141,13 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
             "fail",
             "1 tensor-parallel groups of 4 ranks, each on one node, and there is room for 0",
         ),
+        (
+            [node(offered_gpus=3.0), node(name="b", offered_gpus=7.0)],
+            "rollout.engine.tensor_parallel=4 rollout.workers=2",
+            "fail",
+            "2 engines of 4 GPUs each (rollout.engine.tensor_parallel), each on one node, and there is room for 1: GPUs by node are [3, 7]",
+        ),
+        ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2"),
         ([node(rollout_units=2.0)], "ray.address=auto", "warn", "4 rollout workers each ask for one unit of the Ray resource 'rollout'"),
         ([node(gpus=(), architectures=(), has_cuda=False)], "", "fail", "has 8 GPUs, but its torch is a build without CUDA"),
         ([node(offered_gpus=8.0, gpus=node().gpus[:1])], "", "fail", "offers Ray 8 GPUs, but torch sees 1 there"),

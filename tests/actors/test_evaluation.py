@@ -10,11 +10,15 @@ import pytest
 from pydantic import ValidationError
 
 from actors.config import EvaluationConfig
-from actors.evaluation import Evaluation, evaluate, wilson
+from actors.evaluation import Evaluation, Proportion, evaluate, wilson_interval
 from actors.metrics import StepMetrics
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import prompts, trajectory
+
+
+def wilson(right: int, n: int) -> Proportion:
+    return Proportion(right / n, *wilson_interval(right / n, n), n)
 
 
 class Answers:

@@ -8,9 +8,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayActorError,
+    RayTaskError,
+)
 
-from actors.going_back import MOST_RETURNS, Returns, end_parts, lost_among, raise_when_lost
+from actors.going_back import (
+    MOST_RETURNS,
+    Returns,
+    end_parts,
+    lost_among,
+    lost_answer,
+    raise_when_lost,
+    what_is_done_again,
+    while_they_answer,
+)
 from actors.learner_group import LearnerGroup, LearnerRankActor
 from actors.parts import StartingPoint, start_learner
 from actors.queue_actor import TrajectoryQueueActor
@@ -86,7 +103,7 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 ) -> None:
     """Whatever else there is, ends; and of a learner all ranks or none."""
     killed: list[Any] = []
-    monkeypatch.setattr("actors.going_back.ray.kill", killed.append)
+    monkeypatch.setattr("actors.supervision.ray.kill", killed.append)
     monkeypatch.setattr("actors.going_back._IDLE_S", 0.3)
     learner = LearnerGroup(ranks, version=3, step_s=1.0)
     queue, service = Part(ALIVE), Part(ALIVE)
@@ -99,7 +116,7 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 @pytest.mark.parametrize(("start_took_s", "stays"), [(0.1, False), (5.0, True)])
 def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pytest.MonkeyPatch, start_took_s: float, stays: bool) -> None:
     """A step of minutes is cheaper than to load the model once more; and a start of seconds is cheaper than the step."""
-    monkeypatch.setattr("actors.going_back.ray.kill", lambda _: None)
+    monkeypatch.setattr("actors.supervision.ray.kill", lambda _: None)
     monkeypatch.setattr("actors.going_back._IDLE_S", 0.1)
     learner = LearnerGroup([Part("busy")], version=3, step_s=1.0)
     learner.start_took_s = start_took_s
@@ -110,7 +127,7 @@ def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pyt
 def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has the one before in its hand, whose ranks have been ended."""
     killed: list[Any] = []
-    monkeypatch.setattr("actors.going_back.ray.kill", killed.append)
+    monkeypatch.setattr("actors.supervision.ray.kill", killed.append)
     before, new = LearnerGroup([Part(ALIVE)], version=0, step_s=1.0), Part(ALIVE)
     assert asyncio.run(end_parts({"queue": Part(ALIVE), "learner rank 0": new}, before, ["queue"])) == (None, {})
     assert new in killed
@@ -226,3 +243,46 @@ def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_generat
             await first
 
     asyncio.run(scenario())
+
+
+def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a queue that was late by a few seconds more than the deadline ended the run, as nothing of it was lost."""
+    monkeypatch.setattr("actors.going_back._ANSWER_S", 0.2)
+    told: list[str] = []
+    pauses = [1.0, 1.0, 0.0]
+
+    async def call() -> str:
+        await asyncio.sleep(pauses.pop(0))
+        return "settled"
+
+    def asked(part: Part) -> str:
+        tell = lambda _, text: told.append(text)  # noqa: E731
+        return asyncio.run(while_they_answer({"queue": part}, call, "advance", deadline_s=0.1, tell=tell))
+
+    assert asked(Part(ALIVE)) == "settled" and len(told) == 2 and "answers again" in told[0]
+    for part in (Part("silent"), Part(GONE)):
+        pauses[:] = [1.0]
+        with pytest.raises(DeadlineExceeded, match=r"^advance: not done"):
+            asked(part)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (ActorDiedError(), "what a call was to work on is gone (ActorDiedError)"),
+        (OwnerDiedError("", "", ""), "what a call was to work on is gone (OwnerDiedError)"),
+        (OutOfDiskError("full"), "no room in Ray's object store (OutOfDiskError): its node needs more memory in /dev/shm"),
+        (RayTaskError("g", "another traceback", KeyError("x")), ""),
+        (KeyError("x"), ""),
+    ],
+    ids=["its maker died", "its owner died", "no room", "a bug in a call of the call's", "a bug"],
+)
+def test_a_call_whose_argument_or_answer_is_gone_takes_the_run_back_and_a_bug_ends_it(cause: Exception, expected: str) -> None:
+    """Ray says of all of them that the task has failed."""
+    error = RayTaskError("step", "a long traceback", cause).as_instanceof_cause()
+    assert lost_answer(error).startswith(expected) and bool(lost_answer(error)) == bool(expected)
+    assert asyncio.run(lost_among({"queue": Part(ALIVE)}, error)) == (["an answer"] if expected else [])
+    if expected:
+        said = what_is_done_again(["an answer"], error, StartingPoint(Path("m")), step=0, version=0, generation=1)
+        assert said.startswith(f"lost: an answer ({expected}") and "traceback" not in said

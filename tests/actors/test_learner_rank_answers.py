@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
+from learner.rendezvous import rendezvous_store
 from tests.actors.test_weight_sync import Pieces, rank_with
 from tests.learner.learner_cases import TIS, learner_on, random_batch, save_model
 
@@ -107,3 +109,14 @@ def test_a_tensor_on_another_device_than_the_group_s_is_refused_before_anything_
             broadcaster.send({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
     finally:
         broadcaster.close()
+
+
+def test_the_port_where_rank_zero_will_listen_is_nobody_elses_until_then() -> None:
+    """Seconds lie between, in which the ranks import Megatron: whoever was given the port meanwhile ended the start."""
+    rank = LearnerRankActor(LearnerConfig(), 0, bind="")
+    host, port = rank.address()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, port))
+    store = rendezvous_store(host, port, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    store.set("here", "it is")
+    assert store.get("here") == b"it is" and rank.address() != (host, port)

@@ -1,7 +1,8 @@
 """Two real ranks on gloo, as Ray actors, on one of two real nodes: what many readers of the weights cost the learner, and the network.
 
 Behaviours locked here: whoever joins or exports at whatever moment, beside forwards and steps, nothing hangs and the weights are, to the
-last bit, those of a run that nobody joined; a node fetches a version once, however many of its engines read it.
+last bit, those of a run that nobody joined; a node fetches a version once, however many of its engines read it. Ranks that live when the
+run goes back to a checkpoint read it in the processes that they have, whatever is under way, and train on as if it had been the first time.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +24,12 @@ from ray.cluster_utils import Cluster
 
 from actors.carriers import ExportPlan
 from actors.config import WeightSyncConfig
+from actors.going_back import end_parts, lost_answer
 from actors.learner_group import LearnerGroup, checksums_of
+from actors.parts import StartingPoint, start_learner
 from actors.placement import RankPlaces
 from actors.weight_sync import SyncTarget, WeightSync
-from correction.correct import correct
+from correction.correct import correct, defer
 from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
@@ -146,6 +151,76 @@ def test_joins_beside_forwards_and_steps_change_no_bit_and_hang_nothing(cluster:
     async def restored(group: LearnerGroup, folder: Path) -> Any:
         await group.restore(folder, 0, deadline_s=60.0)
         return await group.export(PLAN)
+
+    asyncio.run(asyncio.wait_for(scenario(), 400.0))
+
+
+class BatchMaker:
+    """Stands where the correction service stands: a batch that is lost with it."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def make(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def two_steps(group: LearnerGroup) -> list[dict[str, str]]:
+    """The same two each time. Returns: checksums of the weights after each."""
+    found = []
+    for step in (2, 3):
+        await group.step(ray.put(defer(random_batch(step, groups=3), TIS)), TIS, step=step)
+        found.append((await group.export(PLAN)).checksums)
+    return found
+
+
+async def going_back(group: LearnerGroup, parts: dict[str, Any], lost: str, folder: Path) -> LearnerGroup:
+    """As a run does it: everything ends but the ranks, which read the checkpoint."""
+    kept, left = await end_parts(parts | group.ranks, group, [lost])
+    assert kept is group and left == group.ranks, "the ranks live and have soon nothing under way"
+    config: Any = SimpleNamespace(deadlines=SimpleNamespace(checkpoint_s=60.0, start_s=60.0, step_s=60.0))
+    point = StartingPoint(folder, SimpleNamespace(state=folder), SimpleNamespace(weight_version=2))  # type: ignore[arg-type]
+    again, infos = await start_learner(config, point, None, {}, kept)  # type: ignore[arg-type]
+    assert again is group and infos == [] and group.version == 2
+    return again
+
+
+@pytest.mark.slow
+def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: Cluster, tmp_path: Path) -> None:
+    """First with a step and a checkpoint under way, which nobody waits for any more; then after the end of who was to make a step's batch,
+    so that no rank has got the call. Each time the two steps after the checkpoint are done again, to the same bits."""
+
+    async def scenario() -> None:
+        async with learner(tmp_path) as group:
+            pids = [await rank.__ray_call__.remote(lambda _: os.getpid()) for rank in group.ranks.values()]
+            for step in range(2):
+                await group.step(ray.put(defer(random_batch(step, groups=3), TIS)), TIS, step=step)
+            await group.begin_save(tmp_path / "learner", tmp_path / "hf", deadline_s=60.0)
+            await group.saved(deadline_s=60.0)
+            first = await two_steps(group)
+            assert first[0] != first[1]
+
+            await group.begin_save(tmp_path / "later", tmp_path / "later_hf", deadline_s=60.0)
+            step_under_way = asyncio.create_task(group.step(ray.put(defer(random_batch(9, groups=40), TIS)), TIS, step=4))
+            await asyncio.sleep(0.05)
+            step_under_way.cancel()
+            group = await going_back(group, {}, "trajectory queue", tmp_path)
+            assert await two_steps(group) == first
+
+            maker = ray.remote(BatchMaker).options(num_cpus=0, max_concurrency=2).remote()
+            step_without_batch = asyncio.create_task(group.step(maker.make.remote(), TIS, step=4))
+            os.kill(await maker.pid.remote(), signal.SIGKILL)
+            with pytest.raises(ray.exceptions.RayError) as caught:
+                await step_without_batch
+            assert lost_answer(caught.value).startswith("what a call was to work on is gone (")
+            group = await going_back(group, {"correction service": maker}, "correction service", tmp_path)
+            assert await two_steps(group) == first
+
+            await group.begin_save(tmp_path / "last", tmp_path / "last_hf", deadline_s=60.0)
+            await group.saved(deadline_s=60.0)
+            await group.restore(tmp_path / "last", 4, deadline_s=60.0)
+            assert (await group.export(PLAN)).checksums == first[1], "what it saves after a return is whole"
+            assert pids == [await rank.__ray_call__.remote(lambda _: os.getpid()) for rank in group.ranks.values()]
 
     asyncio.run(asyncio.wait_for(scenario(), 400.0))
 

@@ -132,8 +132,8 @@ def test_the_views_of_a_run_take_up_where_the_folder_stands(tmp_path: Path) -> N
     folder = RunFolder.create(tmp_path / "run", "x")
     folder.append_metrics(StepMetrics(1, {"reward/mean": 0.1}))
     views = MetricViews(folder, MetricsConfig())
-    views.step(StepMetrics(2, {"reward/mean": 0.2}))
-    views.evaluation(StepMetrics(2, {"held_out/accuracy": 0.75}))
+    views.write(StepMetrics(2, {"reward/mean": 0.2}))
+    views.write(StepMetrics(2, {"held_out/accuracy": 0.75}))
     views.close()
     folder.close()
     assert scalars(folder.tensorboard_path, "held_out/accuracy") == [(2, 0.75)]

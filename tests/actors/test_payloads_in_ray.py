@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from actors.cluster import beside_the_driver
 from actors.environment import OF_BATCHES
 from actors.payloads import fetched
 from actors.queue_actor import TrajectoryQueueActor
+from actors.trajectory_queue import TrajectoryQueue
 from correction.batch import CorrectedBatch, PackedBatch
 from rollout.trajectory import Group, GroupFacts, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
@@ -87,6 +92,49 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(1, 5.0), timeout=60)] == [3]
     follows = "its workers' groups go to others; of finished groups those whose tokens lay there are sampled again"
     Measured("node of rollout workers removed", follows, None, "1 group of 2 that were finished there", "a real node").write()
+
+
+class Silent:
+    async def never(self) -> None:
+        await asyncio.Event().wait()
+
+
+def in_ray_get() -> bool:
+    """Whether a thread that is not this one waits for Ray's object store."""
+    frames = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    while frames:
+        if (frame := frames.pop()).f_code.co_name == "get_objects":
+            return True
+        frames += [frame.f_back] if frame.f_back else []
+    return False
+
+
+def test_a_fetch_that_is_given_up_leaves_no_thread_behind(cluster: Cluster) -> None:
+    """A thread in ray.get can't be interrupted. Without a limit of its own each fetch that a run gives up would take one of the few
+    threads of its process for good."""
+    silent = ray.remote(Silent).options(num_cpus=0, max_concurrency=2).remote()
+    (ticket,) = TrajectoryQueue(groups_per_step=1, max_staleness=0).admit(prompts(0, 1))
+    waiting = StoredGroup(group(ticket).facts, silent.never.remote())
+
+    async def until(is_there: bool) -> None:
+        ends = time.monotonic() + 60.0
+        while in_ray_get() is not is_there and time.monotonic() < ends:
+            await asyncio.sleep(0.05)
+        assert in_ray_get() is is_there
+
+    async def scenario() -> None:
+        fetching = asyncio.create_task(fetched([waiting], deadline_s=5.0))
+        await until(True)
+        fetching.cancel()
+        with suppress(asyncio.CancelledError):
+            await fetching
+        assert in_ray_get(), "it is still there, and nobody waits for it"
+        try:
+            await until(False)
+        finally:
+            ray.kill(silent)  # or the end of the loop would wait for a thread that hangs
+
+    asyncio.run(scenario())
 
 
 class Maker:

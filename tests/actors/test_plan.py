@@ -178,6 +178,21 @@ def test_weights_in_float8_to_the_byte(tmp_path: Path) -> None:
     assert FLOAT8_BLOCK == BLOCK, "said twice, as the plan imports no torch"
 
 
+def test_an_engine_on_several_gpus_has_its_weights_cut_and_room_for_more_tokens(tmp_path: Path) -> None:
+    """Each of two ranks has half of every matrix and of the key heads; norms, routers and small rest are on both. Of four key heads eight
+    ranks have one each: two the same. SGLang leaves an eighth of a GiB for each rank, and larger graphs from four on."""
+    gpu, shape = Gpus.parse("H100x8"), ModelShape.of(QWEN3_30B_A3B)
+    rollout = recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_30B_A3B)).rollout
+    engines = [rollout.engine.model_copy(update={"tensor_parallel": ranks}) for ranks in (1, 2, 8)]
+    one, two, eight = (engine_memory(shape, rollout.model_copy(update={"engine": engine}), gpu.memory) for engine in engines)
+    whole_on_both = 2 * shape.layers * (shape.hidden * (2 + shape.experts) + 2 * shape.head_width) + 2 * shape.hidden
+    assert 2 * two.weights - one.weights == whole_on_both, "in bfloat16"
+    assert (two.token_bytes, eight.token_bytes) == (one.token_bytes // 2, one.token_bytes // 4)
+    assert two.tokens > 7 * one.tokens, "90 thousand beside 61 GB, 750 thousand beside 31 GB"
+    assert default_fraction(gpu.memory, 2) == round((81_559 - 13_440 - 128) / 81_559, 3)
+    assert default_fraction(gpu.memory, 4) == round((81_559 - 13_440 - 3 * 128 - 2 * 256) / 81_559, 3)
+
+
 def test_a_batch_is_as_large_as_its_tensors(tmp_path: Path) -> None:
     batch = random_batch(groups=200)
     per_token = [value for value in vars_of(batch) if value.dim() and value.shape[0] == batch.num_tokens]

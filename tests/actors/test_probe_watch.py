@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.record.probe_watch import ProbeLimits, ProbeWatch
+from actors.probe_limits import ProbeLimits
+from actors.record.probe_watch import ProbeWatch
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,19 @@ def test_a_checkpoint_that_a_crash_left_half_written_is_cleared(folder: RunFolde
         assert [path.name for path in (again.path / "checkpoints").iterdir()] == ["step_000050"]
 
 
+def test_who_writes_late_to_a_checkpoint_that_was_given_up_does_no_harm(folder: RunFolder) -> None:
+    """A rank behind a network that is cut may still be at it when the resumed run writes the same step to the same shared disk."""
+    with pytest.raises(KeyboardInterrupt), folder.checkpoint(50) as given_up:
+        raise KeyboardInterrupt
+    with folder.checkpoint(50) as checkpoint:
+        given_up.hf.mkdir(parents=True)
+        for place, text in ((checkpoint, "new"), (given_up, "old")):
+            (place.hf / "model.safetensors").write_text(text)
+    assert (folder.latest_checkpoint().hf / "model.safetensors").read_text() == "new"
+    write_checkpoint(folder, 60)
+    assert [path.name for path in sorted((folder.path / "checkpoints").iterdir())] == ["step_000050", "step_000060"]
+
+
 def test_a_resumed_run_may_write_a_step_again(folder: RunFolder) -> None:
     write_checkpoint(folder, 50)
     with folder.checkpoint(50) as checkpoint:

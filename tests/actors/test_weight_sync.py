@@ -42,6 +42,8 @@ class Learner:
         self.hashed: list[list[Any]] = []
         self.gate: asyncio.Event | None = None
         self.fails = ""
+        self.group: list[tuple[int, int]] = []
+        """(rank, members) that each was told, the learner first."""
         self.rank_zero = FakeActor(self)
 
     async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
@@ -61,7 +63,8 @@ class Learner:
     async def address(self) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    async def open_broadcast(self, *_: Any) -> None: ...
+    async def open_broadcast(self, host: str, port: int, world_size: int, *_: Any) -> None:
+        self.group.append((0, world_size))
 
     async def close_broadcast(self) -> None: ...
 
@@ -117,7 +120,13 @@ class Scene:
     """A sync with a learner and named engines, and what it reported."""
 
     def __init__(
-        self, sync_s: float = 5.0, transport: str = "object_store", every_steps: int = 1, float8: bool = False, **engines: Engine
+        self,
+        sync_s: float = 5.0,
+        transport: str = "object_store",
+        every_steps: int = 1,
+        float8: bool = False,
+        ranks: int = 1,
+        **engines: Engine,
     ) -> None:
         self.learner = Learner()
         self.receipts: list[tuple[str, int]] = []
@@ -134,6 +143,7 @@ class Scene:
             on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
             on_failure=lambda target, reason: self.failures.append((target.name, reason)),
             float8=float8,
+            ranks_of_engine=ranks,
         )
         self.targets = {name: SyncTarget(name, FakeActor(engine)) for name, engine in engines.items()}
 
@@ -377,6 +387,27 @@ def test_a_probe_is_not_answered_by_newer_weights_while_a_broadcast_reaches_anot
         await publishing
         await asyncio.sleep(0.01)
         assert [version for name, version, _ in scene.differences if name == "quick"] == [0, 2]
+        await scene.sync.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(1, [(0, 3), (1, 3), (2, 3)]), (4, [(0, 9), (1, 9), (5, 9)])])
+def test_all_ranks_of_the_engines_are_counted_in_a_broadcast_group(ranks: int, told: list[tuple[int, int]]) -> None:
+    """An engine is told its first rank; SGLang adds each one's own number."""
+
+    class Member(Engine):
+        async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
+            scene.learner.group.append((rank, world_size))
+
+    scene: Scene
+
+    async def scenario() -> None:
+        nonlocal scene
+        scene = Scene(transport="broadcast", ranks=ranks, one=Member(), other=Member())
+        await scene.join()
+        await scene.publish(1)
+        assert scene.learner.group == told
         await scene.sync.close()
 
     play(scenario)

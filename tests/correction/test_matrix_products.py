@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from correction.engines import matrix_products
+from correction.engines.device_choice import KEPT_KERNELS
 from correction.engines.matrix_products import MANY_ROWS, ROW_MULTIPLE, product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")  # type: ignore[no-untyped-call]
@@ -93,6 +95,29 @@ def test_torch_multiplies_and_differentiates_with_them() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+
+
+KERNELS = """
+import psutil, torch
+from correction.engines import matrix_products
+matrix_products.is_needed = lambda: True
+matrix_products.use_fastest()
+torch.set_num_threads(1)
+weight = torch.ones(64, 64)
+def megabytes(rows):
+    for count in rows:
+        torch.mm(torch.ones(count, 64), weight)
+    return psutil.Process().memory_info().rss / 1e6
+kept = megabytes(range(600, 1200))
+print(megabytes(range(1200, 1800)) - kept)
+"""
+
+
+def test_kernels_that_were_compiled_are_not_all_kept() -> None:
+    """Of 600 numbers of rows, after 600 others: half a megabyte each, unless earlier ones give way."""
+    environment = os.environ | KEPT_KERNELS
+    done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True, timeout=120, env=environment)
+    assert float(done.stdout) < 100
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def test_what_can_be_honoured() -> None:
         ({}, {}, {"dtype": "bfloat16"}, r"rollout\.engine\.dtype = float32, learner\.dtype = bfloat16: set both"),
         ({}, {"device": "cuda"}, {}, r"rollout\.engine\.device = cuda.*deterministic"),
         ({}, {}, {"tensor_parallel": 2, "sequence_parallel": True}, r"learner\.sequence_parallel = true"),
+        ({}, {"tensor_parallel": 2}, {}, r"rollout\.engine\.tensor_parallel = 2: .*bits are not the learner's"),
         ({}, {"threads": 4}, {}, r"rollout\.engine\.threads = 4"),
         ({}, {"attention_backend": "stock"}, {}, "attention_backend = stock"),
         ({}, {"weight_update_mode": "in_place"}, {}, "in_place.*retract"),

@@ -109,6 +109,12 @@ def test_what_does_not_agree_is_said(tmp_path: Path, path: Path, change: tuple[s
     assert any(one.severity == severity and said in one.sentence for one in complaints), complaints
 
 
+def test_an_engine_of_several_gpus_wants_them_on_one_node() -> None:
+    said = [(one.severity, one.sentence) for one in found(CLOUD, *ASKED[CLOUD], "rollout.engine.tensor_parallel=2")]
+    assert any(severity == "fail" and "offer 'rollout' have 1 GPUs at most" in text for severity, text in said), said
+    assert [one for one in found(LOCAL, "rollout.engine.tensor_parallel=4") if one.severity == "fail"] == []
+
+
 def test_hosts_that_detect_their_gpus_are_not_judged_by_them(tmp_path: Path) -> None:
     bare = tmp_path / "cluster.yaml"
     bare.write_text(LOCAL.read_text().replace("--num-gpus=8 ", ""))

@@ -9,6 +9,7 @@ engine dirty, and a whole one cleans it; checksums are of what the scheduler hol
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
 import random
 import socket
@@ -50,6 +51,20 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
 def buckets_of(weights: dict[str, Tensor], count: int) -> list[WeightBucket]:
     names = list(weights)
     return [WeightBucket.of({name: weights[name] for name in names[start::count]}) for start in range(count)]
+
+
+def test_the_schedulers_registry_finds_our_models_before_it_imports_all(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own module, made anew with the variables that its children get."""
+    for name, value in engine._process._environment().items():
+        monkeypatch.setenv(name, value)
+    spec = importlib.util.find_spec("sglang.srt.models.registry")
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert {"Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "Glm4ForCausalLM"} <= set(fresh.ModelRegistry.models)
+    assert len(fresh.ModelRegistry.models) < 30 and not fresh.ModelRegistry._default_models_loaded
+    assert fresh.ModelRegistry.resolve_model_cls(["Qwen3ForCausalLM"])[1] == "Qwen3ForCausalLM"
+    assert not fresh.ModelRegistry._default_models_loaded
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
@@ -301,7 +316,7 @@ def test_sglang_reads_a_bucket_of_many_types(engine: RolloutEngine) -> None:
 
     types = (torch.bfloat16, torch.float32, torch.uint8, torch.float16)
     tensors = {str(dtype): torch.arange(6, dtype=dtype).reshape(2, 3).T for dtype in types}
-    payload = MultiprocessingSerializer.deserialize(weight_transfer.SharedStaging().payload(WeightBucket.of(tensors)))
+    payload = MultiprocessingSerializer.deserialize(weight_transfer.SharedStaging().payloads(WeightBucket.of(tensors))[0])
     read = FlattenedTensorBucket(flattened_tensor=payload["flattened_tensor"], metadata=payload["metadata"]).reconstruct_tensors()
     assert [name for name, _ in read] == list(tensors)
     assert all(torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype for name, tensor in read)

@@ -107,33 +107,6 @@ def test_reserved_and_unknown_settings_are_refused() -> None:
         EngineConfig(max_total_token=5)                             # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("name", "reason", "remedy"),
-    [
-        ("tp_size", "compared with whole tensors", "rollout.workers for more GPUs"),
-        ("pp_size", "an engine has one GPU", "rollout.workers for more GPUs"),
-        ("ep_size", "an engine has one GPU", "rollout.workers for more GPUs"),
-        ("attn_cp_size", "an engine has one GPU", "rollout.workers for more GPUs"),
-        ("dp_size", "would take weights and requests by themselves", "rollout.workers for more GPUs"),
-        ("enable_dp_attention", "would take weights and requests by themselves", "rollout.workers for more GPUs"),
-        ("enable_eplb", "experts are not spread over ranks", "rollout.workers for more GPUs"),
-        ("nnodes", "one actor on one node", "rollout.workers for more GPUs"),
-        ("base_gpu_id", "Ray says which GPU a worker has", "rollout.gpus_per_worker"),
-        ("disaggregation_mode", "reads its prompts and samples by itself", "rollout.workers for more GPUs"),
-    ],
-)
-def test_ways_to_spread_an_engine_are_refused_by_name(name: str, reason: str, remedy: str) -> None:
-    """Each asks for GPUs that the worker has not asked Ray for, or takes others than it has."""
-    with pytest.raises(ValidationError, match=rf"rollout\.engine\.engine_args\.{name} = 2: .*{reason}.*; use {remedy} instead"):
-        EngineConfig(engine_args={name: 2})
-
-
-def test_how_ranks_talk_to_each_other_is_handed_on() -> None:
-    options = {"disable_custom_all_reduce": True, "enable_nccl_nvls": True, "dist_timeout": 600}
-    given = EngineConfig(device="cpu", engine_args=options).sglang_arguments("folder", 64, 0)
-    assert {name: given[name] for name in options} == options
-
-
 def test_update_check_follows_buckets() -> None:
     held = {name: WeightSpec(name, "float32", (2, 3)) for name in ("a.weight", "b.weight")}
     check = UpdateCheck("engine", 4, held)

@@ -165,6 +165,12 @@ def test_spans_that_do_not_cover_the_response_are_refused(spans: tuple[VersionSp
         pack(group(1, trajectory(1.0), replace(trajectory(0.0), version_spans=spans)))
 
 
+def test_tokens_of_weights_that_the_learner_does_not_have_yet_are_refused() -> None:
+    """They would count as fresh. No engine may have such weights; of a generation that was withdrawn nothing is left in a queue."""
+    with pytest.raises(DataError, match="sampled at version 6, but the learner is at 5"):
+        pack(group(1, trajectory(1.0), replace(trajectory(0.0), version_spans=(VersionSpan(5, 0, 1), VersionSpan(6, 1, 2)))))
+
+
 def test_a_logprob_too_few_is_refused() -> None:
     with pytest.raises(DataError, match="1 logprobs for 2"):
         pack(group(1, trajectory(1.0), replace(trajectory(0.0), behavior_logprobs=logprobs_of([-1.0]))))

@@ -50,14 +50,14 @@ class Scene:
         self.engine = UpdatableEngine("engine", config, process, 0)
         self.engine._specs = {name: WeightSpec.of(name, tensor) for name, tensor in WEIGHTS.items()}
 
-        def payload(staging: weight_transfer.SharedStaging, bucket: WeightBucket) -> bytes:
+        def payloads(staging: weight_transfer.SharedStaging, bucket: WeightBucket) -> list[bytes]:
             half = staging.copy(bucket)
             HALVES[half.data_ptr()] = half.view(torch.float32)
             self.events.append(f"prepare {bucket.specs[0].name}")
-            return pickle.dumps((bucket.specs[0].name, half.data_ptr()))
+            return [pickle.dumps((bucket.specs[0].name, half.data_ptr()))]
 
-        async def send(manager: Any, payload: bytes, *, version: int | None, flush: bool) -> None:
-            name, half = pickle.loads(payload)
+        async def send(manager: Any, payloads: list[bytes], *, version: int | None, flush: bool) -> None:
+            name, half = pickle.loads(payloads[0])
             while waits_for_next and version is None and f"prepare layer{int(name[-1]) + 1}" not in self.events:
                 await asyncio.sleep(0.01)
             self.events.append(f"load {name}" + ("" if version is None else f" as v{version}"))
@@ -66,7 +66,7 @@ class Scene:
         async def step(name: str) -> None:
             self.events.append(name)
 
-        monkeypatch.setattr(weight_transfer.SharedStaging, "payload", payload)
+        monkeypatch.setattr(weight_transfer.SharedStaging, "payloads", payloads)
         monkeypatch.setattr(weight_transfer, "pause_and_begin", lambda *_: step("pause"))
         monkeypatch.setattr(weight_transfer, "send", send)
         monkeypatch.setattr(weight_transfer, "end", lambda _: asyncio.sleep(0))
@@ -97,7 +97,7 @@ def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
         for delay_s in (0.0, 5.0):
             scene = Scene(monkeypatch)
             buckets = [scene.arrives(bucket, delay_s * i / 2) for i, bucket in enumerate(BUCKETS)]
-            monkeypatch.setattr(scene.engine, "weight_checksums", lambda: asyncio.sleep(0.0, SUMS))
+            monkeypatch.setattr(scene.engine, "weight_checksums", lambda _: asyncio.sleep(0.0, SUMS))
             receipt = await scene.worker.update_weights(1, buckets, SUMS)
             assert receipt.version == scene.engine.version == 1
             assert all(torch.equal(scene.loads[name], tensor) for name, tensor in WEIGHTS.items())

@@ -92,6 +92,17 @@ def test_an_answer_that_is_lost_is_asked_for_again(method: str) -> None:
     assert played > 3
 
 
+@pytest.mark.parametrize("kind", ["freeze_queue", "freeze_service"])
+@pytest.mark.parametrize("lasts", [64.0, 130.0])
+def test_a_part_that_is_late_ends_no_run(kind: str, lasts: float) -> None:
+    """sync_s is 60 s here. One that answers again just after it is asked again; of one that doesn't, the run goes back for another."""
+    for at in (11.0, 15.0, 18.0):
+        outcome = play(run_of_one_worker(steps=4, groups_per_step=2, faults=(Fault(at, kind, lasts=lasts),)))
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 4), f"stopped after {at} s"
+        if lasts < 70.0:
+            assert not any("The run goes back to" in line for line in outcome.trace)
+
+
 def test_a_crash_goes_on_at_the_checkpoint_and_a_damaged_one_is_passed_over() -> None:
     """Three drivers: killed, resumed, killed with its newest checkpoint damaged, resumed from the older one."""
     faults = (Fault(60.0, "crash_driver"), Fault(110.0, "crash_driver", what="truncated"))

@@ -1,0 +1,172 @@
+"""python -m tests.actors.read_only_paths: the ways of a batch, with every preset, where what came from another process may only be read.
+
+So it lies in Ray's object store. A write ends this process by SIGSEGV; what has gone well is said, a line each. With --write it writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from actors.carriers import PreparedBatch
+from actors.config import EarlyWarningConfig
+from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
+from correction.config import CorrectionConfig
+from correction.correct import correct, defer
+from correction.decision import no_counts
+from correction.diagnostics import clipped_tokens, diagnose
+from correction.methods import PRESETS
+from correction.monitor import Monitor
+from correction.schedule import needs_proximal_forward, needs_topk
+from learner.config import LearnerConfig
+from learner.kept_weights import KeptWeights
+from learner.learner_rank import LearnerRank
+from learner.results import StepValues
+from rollout.trajectory import Group, TopLogprobs
+from rollout.weight_update import require_checksums
+from tests.actors.read_only_memory import read_only
+from tests.actors.test_correction_service import GROUPS, Learner, Scene, answered, play
+from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch, save_model
+from tests.learner.moe_cases import random_routes, save_moe
+
+SHARED = [([9, 9, 9], [3, 8, 2]), ([6, 6], [9, 4]), ([5, 5], [0, 7])]
+"""Prompts and answers of groups whose prompts are read once."""
+
+
+# The correction service
+
+
+class FarLearner(Learner):
+    """Its answers come through the store."""
+
+    async def proximal(self, batch: PackedBatch, *, version: int) -> SimpleNamespace:
+        found = await super().proximal(batch, version=version)
+        return SimpleNamespace(logprobs=read_only(found.logprobs), routed_experts=read_only(found.routed_experts))
+
+    async def reference_logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
+        return read_only(await super().reference_logprobs(batch, version=version))
+
+    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> tuple[Tensor, Tensor]:
+        return read_only(await super().at_sampling(batch, version=version, oldest=oldest))
+
+
+def with_topk(group: Group, k: int) -> Group:
+    """Its answers with the K most likely tokens at each position, if there are to be any."""
+    if not k:
+        return group
+    rows = [[(-1.0 - i, i) for i in range(k)]]
+    answers = (replace(one, top_logprobs=TopLogprobs.of(k, rows * len(one.response_ids))) for one in group.trajectories)
+    return replace(group, trajectories=tuple(answers))
+
+
+def values_of(prepared: PreparedBatch) -> StepValues:
+    """What a learner says that dropped nothing."""
+    corrected: Any = prepared.corrected
+    target = torch.where(corrected.batch.loss_mask, corrected.batch.behavior_logprobs + 0.1, 0.0)
+    decided = FinalDecision(corrected.keep_mask.clone(), corrected.importance_weights.clone(), no_counts(prepared.correction))
+    return StepValues(target, decided, torch.ones_like(target))
+
+
+def serve(preset: str, steps: int) -> None:
+    """Two batches from the queue to their diagnosis; what the service hands over, it hands over in such memory."""
+
+    async def scenario() -> None:
+        settings = {"monitor": EarlyWarningConfig(split_every=1), "has_reference": True}
+        scene = Scene(preset=preset, learner=LearnerConfig(optimizer_steps_per_batch=steps), **settings)
+        scene.learner = FarLearner()
+        k = needs_topk(CorrectionConfig(preset=preset))
+        for version in range(2):
+            tickets = await scene.admit(version * GROUPS, (version + 1) * GROUPS)
+            waiting = asyncio.create_task(scene.next_batch(version))
+            await scene.put(*[with_topk(answered(ticket), k) for ticket in tickets])
+            prepared = await waiting
+            values = read_only(values_of(prepared))
+            assert await scene.service.observe(version + 1, version, (values,), {}) is not None
+            await scene.queue.advance(version + 1, [group.group_id for group in prepared.groups])
+        assert await scene.service.scatter() is not None
+        await scene.service.stop()
+
+    play(scenario)
+
+
+# The learner
+
+
+def far_batch(learner: LearnerRank, config: CorrectionConfig, *, is_deferred: bool) -> PackedBatch:
+    """One with all that this correction looks at, two versions old."""
+    batch = off_policy_batch(learner, seed=3)
+    k, draw = needs_topk(config), torch.Generator().manual_seed(0)
+    if k:
+        found = torch.randn(batch.num_tokens, VOCAB, generator=draw).log_softmax(-1).topk(k)
+        batch = replace(batch, topk_ids=found.indices, topk_logprobs=found.values)
+    proximal = None if is_deferred else batch.proximal_logprobs
+    reference = batch.behavior_logprobs - 0.1
+    return read_only(replace(batch, proximal_logprobs=proximal, reference_logprobs=reference, learner_version=2, advantages_by="own"))
+
+
+def train(learner: LearnerRank, preset: str) -> None:
+    """A step on a batch that came from the service, and the diagnosis of what the learner said of it."""
+    config, steps = CorrectionConfig(preset=preset), learner.config.optimizer_steps_per_batch
+    is_deferred = steps == 1 and not needs_proximal_forward(config, steps)
+    batch = far_batch(learner, config, is_deferred=is_deferred)
+    corrected: CorrectedBatch = read_only((defer if is_deferred else correct)(batch, config))
+    result = learner.step(corrected, config, step=1)
+    assert result.optimizer_steps + result.skipped_steps == steps
+    values = read_only(result.values)
+    numbers = diagnose(batch, corrected, values.target_logprobs, decided=values.decided, entropy=values.entropies, detailed=True)
+    clipped_tokens(batch, values.decided)
+    Monitor().update(1, numbers)
+
+
+def ask(folder: Path) -> None:
+    """What else the learner is asked about a batch: logprobs of three policies, routes to replay, shared prompts; and its weights."""
+    tis = CorrectionConfig(preset="tis-token")
+    with learner_on(save_model(folder / "dense")) as learner:
+        batch = read_only(grouped_batch(SHARED))
+        kept = KeptWeights(learner)
+        kept.keep(0, oldest=0)
+        learner.load_reference(folder / "dense")
+        for found in (kept.at_sampling(batch, oldest=0), learner.reference_logprobs(batch), learner.proximal(batch).logprobs):
+            assert bool(found[batch.loss_mask].isfinite().all())
+        assert learner.step(read_only(defer(batch, tis)), tis, step=1).optimizer_steps == 1
+        for bucket in map(read_only, learner.weight_buckets()):
+            require_checksums([bucket], {name: bucket.checksums()[name] for name in bucket.tensors()})
+    for replay in ("rollout", "recompute"):
+        with learner_on(save_moe(folder / replay), routing_replay=replay, optimizer_steps_per_batch=2) as learner:
+            batch = grouped_batch(SHARED)
+            batch = read_only(replace(batch, routed_experts=random_routes(batch)) if replay == "rollout" else batch)
+            said = read_only(learner.proximal(batch))
+            routes = said.routed_experts if said.routed_experts is not None else batch.routed_experts
+            batch = read_only(replace(batch, proximal_logprobs=said.logprobs, routed_experts=routes))
+            assert learner.step(read_only(correct(batch, tis)), tis, step=1).optimizer_steps == 2
+
+
+def main(words: Sequence[str]) -> None:
+    faulthandler.enable()
+    if "--write" in words:
+        read_only(grouped_batch(SHARED)).advantages.mul_(2.0)
+    ray.put = read_only
+    with tempfile.TemporaryDirectory() as made:
+        ask(Path(made))
+        print("asked", flush=True)
+        for steps in (1, 2):
+            with learner_on(save_model(Path(made) / str(steps)), optimizer_steps_per_batch=steps) as learner:
+                for preset in PRESETS:
+                    serve(preset, steps)
+                    train(learner, preset)
+                    print(preset, steps, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,48 @@
+"""Whose processes an engine ends, when it has failed to start and never told which are its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from correction.errors import EngineError
+from rollout import engine_process
+from rollout.engine_config import EngineConfig
+from rollout.engine_process import EngineProcess
+from tests.e2e.launch import ROOT
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 0.0, 3600.0])
+def test_the_children_of_a_failed_start_are_ended_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    """Somebody sets the wall clock while it starts. What this process had started before is none of the engine's."""
+    started: list[subprocess.Popen[bytes]] = []
+    now = time.time
+
+    def build(_: object) -> object:
+        started.append(subprocess.Popen(SLEEPS, env=dict(os.environ), cwd=ROOT))
+        raise RuntimeError("no memory for the weights")
+
+    async def scenario() -> None:
+        process = EngineProcess("test", EngineConfig(device="cpu"))
+        monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+        with pytest.raises(EngineError, match="no memory for the weights"):
+            await process.start({})
+
+    monkeypatch.setattr(engine_process, "_build_engine", build)
+    before = subprocess.Popen(SLEEPS, cwd=Path("/"))
+    try:
+        asyncio.run(scenario())
+        assert [psutil.pid_exists(child.pid) for child in started] == [False] and before.poll() is None
+    finally:
+        for child in (before, *started):
+            child.kill()
+            child.wait()

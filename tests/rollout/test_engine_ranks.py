@@ -1,0 +1,230 @@
+"""An engine of several ranks, without one: what it is refused, which part of a tensor each rank holds, and when an update counts.
+
+What SGLang makes of it is asked in tests/e2e/test_tensor_parallel_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from correction.engines.checksum import tensor_checksum
+from correction.engines.weight_bucket import WeightBucket
+from correction.engines.weight_spec import WeightSpec
+from correction.errors import EngineError, SyncError
+from rollout import weight_transfer
+from rollout.engine_config import EngineConfig
+from rollout.engine_ranks import REFUSED_ARGUMENTS, environment_of_ranks, obstacles
+from rollout.weight_parts import RankParts, WeightPart, text_of
+from rollout.weight_update import UpdatableEngine, UpdateCheck
+
+
+def test_sglang_is_told_of_ranks_only_if_there_are_several() -> None:
+    assert "tp_size" not in EngineConfig(device="cpu").sglang_arguments("folder", 64, 0)
+    assert EngineConfig(device="cpu", tensor_parallel=4).sglang_arguments("folder", 64, 0)["tp_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("pp_size", "rollout.engine.tensor_parallel"),
+        ("dp_size", "rollout.workers"),
+        ("enable_dp_attention", "rollout.workers"),
+        ("ep_size", "rollout.engine.tensor_parallel, which cuts each expert"),
+        ("enable_eplb", "rollout.engine.tensor_parallel, which cuts each expert"),
+        ("attn_cp_size", "rollout.engine.tensor_parallel"),
+        ("nnodes", "rollout.workers for more nodes"),
+        ("base_gpu_id", "rollout.gpus_per_worker"),
+        ("disaggregation_mode", "rollout.workers"),
+    ],
+)
+def test_other_ways_of_cutting_an_engine_are_refused_by_name(name: str, remedy: str) -> None:
+    with pytest.raises(ValidationError, match=rf"engine_args\.{name} = 2: .*; use {remedy} instead"):
+        EngineConfig(tensor_parallel=2, engine_args={name: 2})
+
+
+def test_how_ranks_talk_is_handed_on() -> None:
+    options = {"disable_custom_all_reduce": True, "enable_nccl_nvls": True, "dist_timeout": 600, "enable_flashinfer_allreduce_fusion": True}
+    assert options.keys().isdisjoint(REFUSED_ARGUMENTS)
+    given = EngineConfig(device="cpu", tensor_parallel=2, engine_args=options).sglang_arguments("folder", 64, 0)
+    assert {name: given[name] for name in options} == options
+
+
+def test_ranks_in_float8_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"tensor_parallel = 2 with quantization = float8_block.*Set quantization: none"):
+        EngineConfig(dtype="bfloat16", tensor_parallel=2, quantization="float8_block")
+
+
+def test_batch_invariant_ranks_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"tensor_parallel = 2 with batch_invariant.*Set tensor_parallel: 1"):
+        EngineConfig(tensor_parallel=2, batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "on_cpu", "said"),
+    [
+        (1, True, []),
+        (2, True, []),
+        (2, False, []),
+        (8, False, []),  # two ranks a key head
+        (8, True, ["8 and the model's 4 key-value heads: on a CPU SGLang would add empty ones", "width of 192 in multiples of 32"]),
+        (4, True, ["rollout.engine.tensor_parallel = 4 doesn't divide the feed-forward width of 192 in multiples of 32"]),
+        (16, False, ["= 16 doesn't divide the model's 8 heads"]),
+        (6, False, ["= 6 doesn't divide the model's 8 heads", "= 6 and the model's 4 key-value heads: neither divides the other"]),
+        (128, False, ["8 heads", "width of 192"]),
+    ],
+)
+def test_what_divides_a_model(ranks: int, on_cpu: bool, said: list[str]) -> None:
+    found = list(obstacles(ranks, heads=8, key_heads=4, widths=[192, 768], on_cpu=on_cpu))
+    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
+
+
+@pytest.mark.parametrize(("processors", "bound"), [([0, 1, 2, 3, 6], "0,1|2,3"), ([0, 1], "0|1"), ([5], "5|5"), ([], None)])
+def test_ranks_share_the_processors(processors: list[int], bound: str | None) -> None:
+    """SGLang wants a list for each rank where there are more ranks than NUMA nodes; on GPUs nothing."""
+    variables = environment_of_ranks(2, processors)
+    assert variables.get("SGLANG_CPU_OMP_THREADS_BIND") == bound
+    assert ("TORCH_COMPILE_DISABLE" in variables) == (bound is not None), "on a CPU it takes a minute of the first request"
+    assert variables["SYNC_TOKEN_IDS_ACROSS_TP"] == "1", "ranks must not draw different tokens"
+
+
+WHOLE = torch.arange(8.0 * 6).reshape(8, 6)
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "held"),
+    [
+        (WeightPart(0, 8, ((4, 8),)), "0:8:4-8", WHOLE[4:]),
+        (WeightPart(1, 6, ((0, 3),)), "1:6:0-3", WHOLE[:, :3]),
+        (WeightPart(0, 8, ((0, 2), (4, 6))), "0:8:0-2,4-6", WHOLE[[0, 1, 4, 5]]),  # gate and up projection in one tensor
+    ],
+)
+def test_a_part_is_told_and_cut(part: WeightPart, text: str, held: Tensor) -> None:
+    assert (str(part), WeightPart.parse(text)) == (text, part)
+    assert torch.equal(part.of(WHOLE), held)
+    assert text_of(held.shape, "float32", part) == f"float32:8,6@{text}"
+    assert WeightSpec.parse("w", text_of(held.shape, "float32", part).partition("@")[0]) == WeightSpec.of("w", WHOLE)
+
+
+def answers(*parts: str, norm: str = "float32:6") -> list[dict[str, str]]:
+    return [{"w": f"float32:8,6@{part}", "norm": norm} for part in parts]
+
+
+def test_ranks_together_hold_the_model() -> None:
+    found = RankParts.parse(answers("0:8:0-4", "0:8:4-8"), "engine")
+    assert found.specs == {"w": WeightSpec("w", "float32", (8, 6)), "norm": WeightSpec("norm", "float32", (6,))}
+    assert found.by_rank == ({"w": WeightPart(0, 8, ((0, 4),))}, {"w": WeightPart(0, 8, ((4, 8),))})
+    RankParts.parse(answers("0:8:0-4", "0:8:0-4", "0:8:4-8", "0:8:4-8"), "engine")  # two ranks have one key head
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (answers("0:8:0-4", "0:8:0-4"), "engine: w: its ranks hold 0:8:0-4, 0:8:0-4, which is not all of it"),
+        (answers("0:8:0-4", "0:8:5-8"), "which is not all of it"),
+        ([answers("0:8:0-4")[0], answers("0:8:4-8", norm="float32:12")[0]], r"norm is float32:6 to rank 0 and float32:12 to rank 1"),
+        ([answers("0:8:0-4")[0], {"norm": "float32:6"}], r"w is float32:8,6 to rank 0 and unknown to rank 1"),
+    ],
+)
+def test_ranks_that_hold_no_model_together_are_told(told: list[dict[str, str]], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        RankParts.parse(told, "engine")
+
+
+def test_every_rank_s_part_is_compared_with_what_was_sent() -> None:
+    parts, sent = RankParts.parse(answers("0:8:0-4", "0:8:4-8"), "engine"), {"w": WHOLE, "norm": torch.ones(6)}
+    held = [{"w": tensor_checksum(rows), "norm": tensor_checksum(torch.ones(6))} for rows in (WHOLE[:4], WHOLE[4:])]
+    buckets = [WeightBucket.of({name: tensor}) for name, tensor in sent.items()]
+    assert parts.require_parts(buckets, held, "engine") == {name: tensor_checksum(tensor) for name, tensor in sent.items()}
+    with pytest.raises(SyncError, match="engine: rank 1 of 2 holds other bytes of w than were sent"):
+        parts.require_parts(buckets, [held[0], held[1] | {"w": held[0]["w"]}], "engine")
+    with pytest.raises(SyncError, match="rank 0 of 2 holds other bytes of norm"):
+        parts.require_parts(buckets, [{"w": held[0]["w"]}, held[1]], "engine")
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"buckets": "2", "version": "4", "failure": ""}, None),
+        ({"buckets": "1", "version": "4", "failure": ""}, "rank 1 of 2 has loaded 1 of 2 buckets and holds v4"),
+        ({"buckets": "2", "version": "3", "failure": ""}, "rank 1 of 2 has loaded 2 of 2 buckets and holds v3"),
+        ({"buckets": "1", "version": "3", "failure": "no memory"}, "rank 1 of 2 has loaded 1 of 2 buckets and holds v3: no memory"),
+    ],
+)
+def test_an_update_counts_when_every_rank_has_it(second: dict[str, str], said: str | None) -> None:
+    check = UpdateCheck("engine", 4, {name: WeightSpec(name, "float32", (2,)) for name in "ab"})
+    for name in "ab":
+        check.admit([WeightSpec(name, "float32", (2,))])
+    receipts = [{"buckets": "2", "version": "4", "failure": ""}, second]
+    if said is None:
+        check.require_all_ranks(4, receipts)
+    else:
+        with pytest.raises(SyncError, match=said):
+            check.require_all_ranks(4, receipts)
+
+
+class TwoRanks:
+    """An engine whose SGLang is a list of what it was asked, and whose second rank loads as many buckets as it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, update_mode: str) -> None:
+        self.asked: list[str] = []
+        self.second_misses = 0
+        self._told: list[dict[str, str]] = []
+        manager = SimpleNamespace(abort_request=lambda abort_all: self.asked.append("abort"))
+        process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=self._wait, engine=SimpleNamespace(tokenizer_manager=manager))
+        config = EngineConfig.model_validate({"device": "cpu", "tensor_parallel": 2, "weight_update_mode": update_mode})
+        self.engine = UpdatableEngine("engine", config, process, 3)
+        self.engine._specs = {"w": WeightSpec.of("w", WHOLE), "v": WeightSpec.of("v", WHOLE)}
+
+        async def begin(_: Any, mode: str) -> None:
+            self.asked.append(mode)
+            self._told = [{"buckets": "0", "version": "3", "failure": ""} for _ in range(2)]
+
+        async def send(_: Any, payloads: list[bytes], *, version: int | None, flush: bool) -> None:
+            for rank, (told, payload) in enumerate(zip(self._told, payloads, strict=True)):
+                if not (rank == 1 and self.second_misses):
+                    told["buckets"] = str(int(told["buckets"]) + 1)
+                    told["version"] = str(version or told["version"])
+                    assert payload
+            self.second_misses = max(0, self.second_misses - 1)
+            self.asked.append("flush" if flush else "load")
+
+        monkeypatch.setattr(self.engine, "_inspect", lambda *_: asyncio.sleep(0, self._told))
+        monkeypatch.setattr(weight_transfer, "pause_and_begin", begin)
+        monkeypatch.setattr(weight_transfer, "send", send)
+        monkeypatch.setattr(weight_transfer.SharedStaging, "payloads", lambda *_: [b"0", b"1"])
+        monkeypatch.setattr(weight_transfer, "end", lambda _: asyncio.sleep(0))
+        monkeypatch.setattr(weight_transfer, "resume", lambda _: asyncio.sleep(0))
+
+    async def _wait(self, awaitable: Awaitable[Any], *_: Any, **__: Any) -> Any:
+        return await awaitable
+
+    async def update(self, version: int) -> None:
+        await self.engine.update_weights(version, [WeightBucket.of({name: WHOLE}) for name in "wv"])
+
+
+@pytest.mark.parametrize("missed", [1, 2])
+def test_a_rank_that_misses_a_bucket_makes_the_engine_dirty_until_a_whole_update(monkeypatch: pytest.MonkeyPatch, missed: int) -> None:
+    """SGLang says success, which is its first rank's. Requests are aborted; ranks may differ in what they cached, so that goes as well."""
+
+    async def scenario() -> None:
+        scene = TwoRanks(monkeypatch, "in_place")
+        await scene.update(4)
+        assert (scene.engine.version, scene.asked) == (4, ["in_place", "load", "load"])
+        scene.second_misses = missed
+        with pytest.raises(SyncError, match=rf"rank 1 of 2 has loaded {2 - missed} of 2 buckets.*dirty until a whole update succeeds"):
+            await scene.update(5)
+        assert scene.engine.version == 4 and scene.engine._dirty is not None and scene.asked[-1] == "abort"
+        scene.asked.clear()
+        await scene.update(6)
+        assert (scene.engine.version, scene.engine._dirty) == (6, None)
+        assert scene.asked == ["retract", "load", "flush"]
+
+    asyncio.run(scenario())

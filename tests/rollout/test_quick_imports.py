@@ -1,0 +1,66 @@
+"""What a start leaves out: transformers' model classes, rounds of the garbage collector, SGLang's other models."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from correction.engines.quick_imports import uncollected, without_model_classes
+from learner.families import FAMILIES
+from rollout.sglang_plugin.served_models import FILES
+
+ROOT = Path(__file__).parents[2]
+READS = """
+import json, sys
+from learner.hf_folder import read_config
+config = read_config(sys.argv[1])
+loaded = [name for name in ("torch._dynamo", "transformers.models.auto.modeling_auto") if name in sys.modules]
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES  # what was left out is there for who wants it
+print(json.dumps([config.to_dict(), loaded, len(MODEL_MAPPING_NAMES)]))
+"""
+
+
+def test_a_config_is_read_without_model_classes_and_is_the_same(tiny_model: Path) -> None:
+    """A rank and the command line read one as they start. The other way, to compare with: transformers' own, with all of its imports."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", READS, str(tiny_model)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    found, loaded, models = json.loads(done.stdout)
+    from transformers import AutoConfig
+
+    assert found == json.loads(json.dumps(AutoConfig.from_pretrained(tiny_model).to_dict()))
+    assert loaded == [] and models > 100
+
+
+def test_who_needs_the_model_classes_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "transformers.models.auto.modeling_auto", raising=False)
+    tries = []
+
+    def read() -> str:
+        tries.append("transformers.models.auto.modeling_auto" in sys.modules)
+        if tries[-1]:
+            raise ImportError("import halted; None in sys.modules")
+        return "a config"
+
+    assert without_model_classes(read) == "a config" and tries == [True, False]
+
+
+def test_the_collector_is_back_after_imports_and_leaves_their_objects_out() -> None:
+    frozen = gc.get_freeze_count()
+    with pytest.raises(ZeroDivisionError), uncollected():
+        with uncollected():
+            made = [[i] for i in range(1000)]
+        assert not gc.isenabled(), "the inner one leaves it to the outer"
+        _ = 1 / 0
+    assert gc.isenabled() and len(made) == 1000 and gc.get_freeze_count() >= frozen + 1000
+    gc.unfreeze()
+
+
+def test_engines_know_the_learners_families_without_looking_through_all_models() -> None:
+    assert set(FILES) == set(FAMILIES), "of a family that is missing here the engine's start imports every model of SGLang's"
