@@ -88,15 +88,15 @@ class _FakeMethod:
 
     def remote(self, *args: Any, **named: Any) -> Any:
         task = asyncio.ensure_future(self._method(*args, **named))
-        return task if self._results == 1 else [_Part(task, number) for number in range(self._results)]
+        return task if self._results == 1 else [CallResult(task, number) for number in range(self._results)]
 
 
-class _Part:
+class CallResult:
     """A reference to one of the results of a call."""
 
     def __init__(self, task: asyncio.Task[Any], number: int) -> None:
-        self._task, self._number = task, number
+        self._task, self.number = task, number
 
     def __await__(self) -> Generator[Any, None, Any]:
         found = yield from asyncio.shield(self._task).__await__()
-        return found[self._number]
+        return found[self.number]

@@ -21,7 +21,7 @@ from actors.rollout_worker import WorkerSettings
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts
-from tests.actors.cases import FakeActor, group, prompt, stored
+from tests.actors.cases import CallResult, FakeActor, group, prompt, stored
 
 DEAD = ray.exceptions.ActorDiedError()
 Fault = Exception | Callable[[], Awaitable[object]]
@@ -290,6 +290,27 @@ def test_groups_of_a_call_to_the_queue_that_failed_are_sampled_again(monkeypatch
         await scene.until_finished(8)
         assert failed == [list(range(8))] and sorted(scene.workers["0"].sampled) == sorted([*range(8)] * 2)
         assert sum("are sampled again" in event for event in scene.events) == 1
+
+    play(scenario)
+
+
+def test_what_a_failed_call_would_have_returned_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray reports each error that nobody has looked at, and the second result of a failed call is one; of a finished one it is a group,
+    which nobody in the driver fetches."""
+
+    async def scenario() -> None:
+        looked_at: list[int] = []
+        awaited = CallResult.__await__
+
+        def noted(part: CallResult) -> Any:
+            looked_at.append(part.number)
+            return awaited(part)
+
+        monkeypatch.setattr(CallResult, "__await__", noted)
+        scene = Scene(monkeypatch, faults={"0": raised(EngineError("the scheduler is gone"))}, places=1)
+        await scene.begin()
+        await scene.until_finished(1)
+        assert scene.workers["1"].sampled == [0] and sorted(looked_at) == [0, 0, 1]
 
     play(scenario)
 
