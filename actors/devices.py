@@ -35,6 +35,11 @@ def check_shares(config: RunConfig) -> None:
     Raises: ConfigError.
     """
     learner, rollout = config.learner, config.rollout
+    if rollout.engine.resolved_device == "cuda" and rollout.gpus_per_worker < 1 and rollout.engine.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
+            "engine's ranks are on whole GPUs of one node. Set rollout.gpus_per_worker to 1, or tensor_parallel to 1"
+        )
     if learner.resolved_device != "cuda":
         return
     if learner.gpus_per_rank <= 0.5 and learner.world_size > 1:
@@ -46,11 +51,6 @@ def check_shares(config: RunConfig) -> None:
         raise ConfigError(
             f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with tensor_parallel = {learner.tensor_parallel}: the ranks of a group are "
             "asked for together, as whole GPUs of one node. Set it to 1"
-        )
-    if rollout.gpus_per_worker < 1 and rollout.engine.tensor_parallel > 1:
-        raise ConfigError(
-            f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
-            "engine's ranks are on whole GPUs of one node. Set rollout.gpus_per_worker to 1, or tensor_parallel to 1"
         )
     is_shared = learner.gpus_per_rank < 1 or rollout.gpus_per_worker < 1
     if is_shared and config.weight_sync.transport == "broadcast":

@@ -248,15 +248,22 @@ def _read_model_config(folder: Path, engine: EngineConfig) -> tuple[int, int, Ex
             f"{folder}: tie_word_embeddings = true: SGLang's mixtures of experts have a head of their own, which stays unset. Save the "
             "model with its head (lm_head.weight) and tie_word_embeddings false"
         )
-    widths = {width for name in ("intermediate_size", "moe_intermediate_size") if (width := getattr(config, name, None)) is not None}
-    for obstacle in obstacles(
-        engine.tensor_parallel,
-        heads=config.num_attention_heads,
-        key_heads=config.num_key_value_heads,
-        widths=sorted(widths),
-        on_cpu=engine.resolved_device == "cpu",
-    ):
-        raise ConfigError(f"{folder}: {obstacle}. Set it to a divisor, or to 1")
+    if engine.tensor_parallel > 1:
+        _require_divisible(folder, config, engine)
     reports = has_experts and config.model_type not in UNREPORTED_ROUTES
     experts = ExpertShape(config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) if reports else None
     return int(config.vocab_size), int(config.max_position_embeddings), experts
+
+
+def _require_divisible(folder: Path, config: Any, engine: EngineConfig) -> None:
+    """Args: config: of transformers, of the text model. Raises: ConfigError unless the ranks can share the model."""
+    widths = {width for name in ("intermediate_size", "moe_intermediate_size") if (width := getattr(config, name, None)) is not None}
+    for obstacle, remedy in obstacles(
+        engine.tensor_parallel,
+        model_type=config.model_type,
+        heads=config.num_attention_heads,
+        key_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        widths=sorted(widths),
+        on_cpu=engine.resolved_device == "cpu",
+    ):
+        raise ConfigError(f"{folder}: {obstacle}. {remedy}")

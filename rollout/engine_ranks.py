@@ -9,6 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 CPU_WIDTH = 32
 """On a CPU SGLang fills up the feed-forward part of each rank to a multiple of this; the weights would have other shapes than the files."""
 
+NORMS_OF_OWN_HEADS = ("olmoe",)
+"""By model_type: queries and keys are normalised over the channels of all heads, and SGLang's ranks know those of their own heads alone."""
+NORMS_OVER_RANKS = ("olmo2",)
+"""The same, and SGLang's ranks gather all heads for it: a key head that two of them have would come twice."""
+_ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"
 _WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
 _ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
 _REPLICAS = "the parts of an engine with data parallelism would take weights and requests by themselves, as workers do"
@@ -43,26 +48,32 @@ REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
 """Of SGLang: argument -> (why not, what to set instead). What concerns only how ranks talk to each other is handed on."""
 
 
-def obstacles(ranks: int, *, heads: int, key_heads: int, widths: Sequence[int], on_cpu: bool) -> Iterator[str]:
-    """Why a model can't be divided over so many ranks.
+def obstacles(ranks: int, *, model_type: str, heads: int, key_heads: int, widths: Sequence[int], on_cpu: bool) -> Iterator[tuple[str, str]]:
+    """Why a model can't be divided over so many ranks, and what to do.
 
     Args:
+        model_type: of its config.json.
         heads, key_heads: of the attention.
         widths: of feed-forward parts and experts.
     """
     setting = f"rollout.engine.tensor_parallel = {ranks}"
     if ranks == 1:
         return
+    if model_type in NORMS_OF_OWN_HEADS:
+        yield f"{setting}: {model_type} normalises queries and keys over all heads, of which a rank of SGLang's knows its own alone", _ONE
+        return
+    if model_type in NORMS_OVER_RANKS and ranks > key_heads:
+        yield f"{setting}: {model_type} normalises keys over all {key_heads} key-value heads, and SGLang's ranks need one each", _DIVISOR
     if heads % ranks:
-        yield f"{setting} doesn't divide the model's {heads} heads"
+        yield f"{setting} doesn't divide the model's {heads} heads", _DIVISOR
     if key_heads % ranks and (on_cpu or ranks % key_heads):
         why = "on a CPU SGLang would add empty ones" if on_cpu else "neither divides the other"
-        yield f"{setting} and the model's {key_heads} key-value heads: {why}"
+        yield f"{setting} and the model's {key_heads} key-value heads: {why}", _DIVISOR
     multiple = ranks * CPU_WIDTH if on_cpu else ranks
     for width in widths:
         if width % multiple:
             on = f" in multiples of {CPU_WIDTH}, as SGLang wants it on a CPU" if on_cpu else ""
-            yield f"{setting} doesn't divide the feed-forward width of {width}{on}"
+            yield f"{setting} doesn't divide the feed-forward width of {width}{on}", _DIVISOR
 
 
 def environment_of_ranks(ranks: int, processors: Sequence[int]) -> dict[str, str]:

@@ -55,10 +55,15 @@ def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
 def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     engine, shape = config.rollout.engine, facts.shape
     on_cpu = engine.resolved_device == "cpu"
-    for obstacle in engine_ranks.obstacles(
-        engine.tensor_parallel, heads=shape.heads, key_heads=shape.key_heads, widths=[shape.feed_forward], on_cpu=on_cpu
+    for obstacle, remedy in engine_ranks.obstacles(
+        engine.tensor_parallel,
+        model_type=shape.model_type,
+        heads=shape.heads,
+        key_heads=shape.key_heads,
+        widths=[shape.feed_forward],
+        on_cpu=on_cpu,
     ):
-        yield Complaint("fail", obstacle, "Set it to a common divisor, or to 1")
+        yield Complaint("fail", obstacle, remedy)
 
 
 def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:

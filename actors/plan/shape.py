@@ -21,6 +21,7 @@ FLOAT8_BLOCK = 128
 class ModelShape:
     """The numbers of a config.json that decide about memory."""
 
+    model_type: str
     family: ModelFamily
     """With the optional parts that the config.json asks for."""
     layers: int
@@ -56,6 +57,7 @@ class ModelShape:
             raise DataError(f"model_type = {kind}: the learner trains {', '.join(FAMILIES)}. Take a model of one of these")
         heads, hidden, family = config["num_attention_heads"], config["hidden_size"], FAMILIES[kind].with_options(config)
         return cls(
+            model_type=kind,
             family=family,
             layers=config["num_hidden_layers"],
             hidden=hidden,

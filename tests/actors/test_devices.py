@@ -20,6 +20,7 @@ from correction.errors import ConfigError
 from tests.actors.cases import prompt
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
+TWO_RANKS = "rollout.gpus_per_worker=0.5 rollout.engine.tensor_parallel=2"
 
 
 def config(*overrides: str) -> RunConfig:
@@ -56,6 +57,7 @@ def test_too_few_gpus_on_this_machine(monkeypatch: pytest.MonkeyPatch, there: in
         (0, "rollout.engine.device=cpu learner.device=cpu"),
         (1, "learner.device=cpu"),
         (2, ""),
+        (1, f"{TWO_RANKS} rollout.engine.device=cpu"),  # whose ranks are processes
         (0, "learner.device=cuda ray.address=auto"),
     ],
 )
@@ -123,7 +125,8 @@ def test_one_gpu_holds_learner_and_engine(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("learner.gpus_per_rank=0.5 learner.data_parallel=2", "learner.gpus_per_rank = 0.5 with 2 ranks: two of them would fit on one GPU"),
         ("learner.gpus_per_rank=0.6 learner.tensor_parallel=2", "learner.gpus_per_rank = 0.6 with tensor_parallel = 2"),
-        ("rollout.gpus_per_worker=0.5 rollout.engine.tensor_parallel=2", "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
+        (TWO_RANKS, "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
+        (f"{TWO_RANKS} learner.device=cpu", "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
         ("rollout.gpus_per_worker=0.5 weight_sync.transport=broadcast", "transport = broadcast where a rank or a worker has a share"),
     ],
 )

@@ -27,6 +27,7 @@ from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_c
 RECIPES = Path(__file__).parents[2] / "recipes"
 DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
 H100 = Gpus.parse("H100x8")
+RANKS = "rollout.engine.tensor_parallel"
 FLOAT8 = "rollout.engine.quantization=float8_block"
 
 
@@ -76,6 +77,7 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
         ("learner.pipeline_parallel=5", {}, "fail", "= 5 doesn't divide the model's 36 layers", "divisor"),
         ("rollout.engine.tensor_parallel=3", {}, "fail", "engine.tensor_parallel = 3 doesn't divide the model's 32 heads", "divisor"),
         ("rollout.engine.tensor_parallel=5", {}, "fail", "= 5 and the model's 8 key-value heads: neither divides the other", "divisor"),
+        (f"{RANKS}=2", {"shape": replace(DENSE, model_type="olmoe")}, "fail", "olmoe normalises queries and keys over all heads", "to 1"),
         ("learner.gpus_per_rank=0.5", {}, "fail", "two of them would fit on one GPU", ""),
         ("rollout.engine.dtype=float16", {}, "fail", "rollout.engine.dtype = float16 with learner.dtype = bfloat16", ""),
         ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),

@@ -1,0 +1,50 @@
+"""Which models of the learner's table an engine can be cut over ranks for, and what is read of a folder for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from correction.errors import ConfigError
+from learner.families import FAMILIES
+from rollout.engine import _read_model_config
+from rollout.engine_config import EngineConfig
+from rollout.engine_ranks import obstacles
+
+OVER_ALL_HEADS = {kind for kind, family in FAMILIES.items() if family.qk_norm == "all_heads"}
+
+
+def refused(ranks: int, key_heads: int) -> dict[str, tuple[str, str]]:
+    found = {kind: list(obstacles(ranks, model_type=kind, heads=8, key_heads=key_heads, widths=[512], on_cpu=False)) for kind in FAMILIES}
+    return {kind: why[0] for kind, why in found.items() if why}
+
+
+def test_norms_over_all_heads_want_all_heads() -> None:
+    """SGLang's OLMoE normalises a rank's own part alone; its OLMo 2 gathers the heads, and would have those twice that two ranks hold."""
+    assert {"olmo2", "olmoe"} == OVER_ALL_HEADS
+    assert refused(1, key_heads=2) == {}
+    assert refused(2, key_heads=8).keys() == refused(2, key_heads=2).keys() == {"olmoe"}
+    of_four = refused(4, key_heads=2)
+    assert of_four.keys() == OVER_ALL_HEADS
+    assert "olmo2 normalises keys over all 2 key-value heads" in of_four["olmo2"][0] and "divisor" in of_four["olmo2"][1]
+    assert of_four["olmoe"][1] == "Set it to 1"
+
+
+WITHOUT_KEY_HEADS = {"model_type": "gpt_neox", "num_attention_heads": 8, "hidden_size": 64, "intermediate_size": 512}
+"""Of a model whose config knows no key-value heads."""
+
+
+def save(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_config_without_key_value_heads_has_as_many_as_heads(tmp_path: Path) -> None:
+    folder = save(tmp_path, WITHOUT_KEY_HEADS | {"vocab_size": 100, "max_position_embeddings": 128})
+    for ranks in (1, 8):
+        assert _read_model_config(folder, EngineConfig(device="cuda", tensor_parallel=ranks))[:2] == (100, 128)
+    with pytest.raises(ConfigError, match=r"= 16 doesn't divide the model's 8 heads\. Set it to a common divisor, or to 1"):
+        _read_model_config(folder, EngineConfig(device="cuda", tensor_parallel=16))
