@@ -1,0 +1,77 @@
+"""deploy/slurm.sh with a real Ray and a real run: two nodes of a job, both on this machine, where srun runs what it is given.
+
+Behaviours locked here: head and second node find each other by the job's token, the run gets workers on both, its exit code is the job's,
+and afterwards neither a process nor the token is left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.metrics import by_worker
+from tests.deploy.own_hosts import free_ports
+from tests.deploy.test_slurm import SCRIPT
+from tests.e2e.conftest import small_model as small_model
+from tests.e2e.launch import RECIPE, ROOT, environment, json_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
+PROGRAMS = {
+    "scontrol": "printf 'node1\\nnode2\\n'",
+    "hostname": "echo 127.0.0.1",
+    "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
+}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, for Ray's sockets."""
+    made = Path(tempfile.mkdtemp(prefix="eksl", dir="/tmp"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def running_below(folder: Path) -> list[str]:
+    """Processes that know the folder, by their environment or words."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(folder) in " ".join([*process.cmdline(), *process.environ().values()]):
+                found.append(" ".join(process.cmdline())[:80])
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def test_a_job_of_two_nodes_trains_and_leaves_nothing(small_model: Path, folder: Path) -> None:
+    programs, home, run_dir = folder / "bin", folder / "home", folder / "run"
+    programs.mkdir()
+    home.mkdir()
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    (port,) = free_ports(1)
+    variables = environment() | {
+        "PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home), "RAY_TMPDIR": str(folder), "RAY_PORT": str(port),
+        "EVENKEEL_BIN": str(Path(sys.executable).parent), "EVENKEEL_WORKERS_PER_NODE": "1",
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
+    }  # fmt: skip
+    settings = [f"model={small_model}", f"run_dir={run_dir}", "steps=3", "rollout.workers=2", "checkpoint.every_steps=0"]
+    job = subprocess.run(
+        [str(SCRIPT), str(RECIPE), *settings], cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=800, check=False,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout[-4000:]
+    lines = json_lines(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    workers = {name for line in lines for name, groups in by_worker(line, "groups").items() if groups}
+    assert workers == {"0", "1"}, "a node offers one worker's unit, so that these are on both"
+    assert list(home.glob(".evenkeel-token-*")) == [] and running_below(folder) == []
