@@ -192,7 +192,7 @@ class RolloutWorker:
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
         receipt = await self._sampler.engine.update_weights(version, fetched)
-        return await self._receipt(replace(receipt, generation=generation), began, fetched if checksums else ())
+        return await self._receipt(replace(receipt, generation=generation), began, fetched, checksums)
 
     def _number_of_update(self, version: int, generation: int) -> int:
         if (generation, version) < self._newest:
@@ -219,10 +219,10 @@ class RolloutWorker:
         """Logprobs of a fixed prompt at the present weights."""
         return await self._sampler.engine.score(token_ids)
 
-    async def _receipt(self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = ()) -> SyncReceipt:
-        """Args: sent: with which what the engine holds is to be compared."""
-        checksums = await self._sampler.engine.weight_checksums(sent) if sent else {}
-        processor = await self._sampler.engine.processor() if sent and self._settings.rollout.engine.batch_invariant else None
+    async def _receipt(self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] | None = None) -> SyncReceipt:
+        """Args: sent: with which what the engine holds is to be compared; verified: its own checksums, if it is."""
+        checksums = await self._sampler.engine.weight_checksums(sent, verified) if verified else {}
+        processor = await self._sampler.engine.processor() if verified and self._settings.rollout.engine.batch_invariant else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
         return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)

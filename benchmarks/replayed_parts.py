@@ -64,7 +64,7 @@ class ReplayedEngine:
 
     def raise_if_lost(self) -> None: ...
 
-    async def weight_checksums(self, _: Sequence[Any] = ()) -> dict[str, str]:
+    async def weight_checksums(self, *_: Any) -> dict[str, str]:
         return {}
 
 

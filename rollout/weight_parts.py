@@ -95,29 +95,32 @@ class RankParts:
             _require_whole(name, [rank.get(name) for rank in parts], engine)
         return cls({name: WeightSpec.parse(name, text) for name, text in first.items()}, parts)
 
-    def require_parts(self, buckets: Iterable[WeightBucket], held: Sequence[Mapping[str, str]], engine: str) -> dict[str, str]:
+    def require_parts(
+        self, buckets: Iterable[WeightBucket], held: Sequence[Mapping[str, str]], engine: str, verified: Mapping[str, str]
+    ) -> dict[str, str]:
         """Compare what the ranks hold with the same parts of what was sent.
 
         Args:
             buckets: together the whole model.
             held: of each rank, HF name -> tensor_checksum of its part.
+            verified: HF name -> tensor_checksum of a whole tensor in `buckets`, as somebody has computed it; others are computed here.
         Returns: HF name -> tensor_checksum of the whole tensor, as it was sent and as the ranks hold it together.
         Raises: SyncError naming the first tensor and rank that differ.
         """
         found = {}
         for bucket in buckets:
             for name, whole in bucket.tensors().items():
-                of_part: dict[str, str] = {}
+                expected: dict[WeightPart | None, str] = {None: verified.get(name) or tensor_checksum(whole)}
                 for rank, (parts, checksums) in enumerate(zip(self.by_rank, held, strict=True)):
                     part = parts.get(name)
-                    expected = of_part.get(str(part)) or tensor_checksum(whole if part is None else part.of(whole))
-                    of_part[str(part)] = expected
-                    if checksums.get(name) != expected:
+                    if part is not None and part not in expected:
+                        expected[part] = tensor_checksum(part.of(whole))
+                    if checksums.get(name) != expected[part]:
                         raise SyncError(
                             f"{engine}: rank {rank} of {len(held)} holds other bytes of {name} than were sent; the engine gets no work "
                             "until a full sync succeeds"
                         )
-                found[name] = tensor_checksum(whole)
+                found[name] = expected[None]
         return found
 
 

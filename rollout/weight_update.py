@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from correction.engines.processor import Processor
@@ -87,18 +88,21 @@ class UpdatableEngine:
                 self._specs = {name: WeightSpec.parse(name, text) for name, text in answers[0].items()}
         return self._specs
 
-    async def weight_checksums(self, sent: Sequence[WeightBucket] = (), *, deadline_s: float | None = None) -> dict[str, str]:
+    async def weight_checksums(
+        self, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] = MappingProxyType({}), *, deadline_s: float | None = None
+    ) -> dict[str, str]:
         """HF name -> correction.engines.checksum.tensor_checksum of what the engine holds now, in its dtype.
 
         Args:
             sent: the weights that it should hold. An engine of several ranks has no whole tensor: each rank's parts are compared with
                 those of `sent`, whose checksums are returned if all agree.
+            verified: checksums of tensors in `sent` that have been compared with it already; they are not computed again.
         Raises: SyncError naming the first tensor and rank that differ.
         """
         held = await self._inspect(CHECKSUMS, deadline_s)
         if self._parts is None:
             return held[0]
-        return await asyncio.to_thread(self._parts.require_parts, sent, held, self.name)
+        return await asyncio.to_thread(self._parts.require_parts, sent, held, self.name, verified)
 
     async def processor(self) -> Processor:
         """What the scheduler process computes with; for true on-policy it has to be what the learner computes with.

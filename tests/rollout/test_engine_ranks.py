@@ -19,7 +19,7 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError, SyncError
-from rollout import weight_transfer
+from rollout import weight_parts, weight_transfer
 from rollout.engine_config import EngineConfig
 from rollout.engine_ranks import REFUSED_ARGUMENTS, environment_of_ranks, obstacles
 from rollout.weight_parts import RankParts, WeightPart, text_of
@@ -142,11 +142,27 @@ def test_every_rank_s_part_is_compared_with_what_was_sent() -> None:
     parts, sent = RankParts.parse(answers("0:8:0-4", "0:8:4-8"), "engine"), {"w": WHOLE, "norm": torch.ones(6)}
     held = [{"w": tensor_checksum(rows), "norm": tensor_checksum(torch.ones(6))} for rows in (WHOLE[:4], WHOLE[4:])]
     buckets = [WeightBucket.of({name: tensor}) for name, tensor in sent.items()]
-    assert parts.require_parts(buckets, held, "engine") == {name: tensor_checksum(tensor) for name, tensor in sent.items()}
+    assert parts.require_parts(buckets, held, "engine", {}) == {name: tensor_checksum(tensor) for name, tensor in sent.items()}
     with pytest.raises(SyncError, match="engine: rank 1 of 2 holds other bytes of w than were sent"):
-        parts.require_parts(buckets, [held[0], held[1] | {"w": held[0]["w"]}], "engine")
+        parts.require_parts(buckets, [held[0], held[1] | {"w": held[0]["w"]}], "engine", {})
     with pytest.raises(SyncError, match="rank 0 of 2 holds other bytes of norm"):
-        parts.require_parts(buckets, [{"w": held[0]["w"]}, held[1]], "engine")
+        parts.require_parts(buckets, [{"w": held[0]["w"]}, held[1]], "engine", {})
+
+
+def test_a_tensor_whose_checksum_is_known_is_not_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has compared what came with what was to come; of the parts, those that two ranks have are summed once."""
+    parts = RankParts.parse(answers("0:8:0-4", "0:8:0-4", "0:8:4-8"), "engine")
+    verified = WeightBucket.of({"w": WHOLE, "norm": torch.ones(6)}).checksums()
+    first = {"w": tensor_checksum(WHOLE[:4]), "norm": verified["norm"]}
+    held, summed = [first, first, first | {"w": tensor_checksum(WHOLE[4:])}], []
+
+    def noted(tensor: Tensor) -> str:
+        summed.append(tuple(tensor.shape))
+        return tensor_checksum(tensor)
+
+    monkeypatch.setattr(weight_parts, "tensor_checksum", noted)
+    assert parts.require_parts([WeightBucket.of({"w": WHOLE, "norm": torch.ones(6)})], held, "engine", verified) == verified
+    assert summed == [(4, 6), (4, 6)]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
         for delay_s in (0.0, 5.0):
             scene = Scene(monkeypatch)
             buckets = [scene.arrives(bucket, delay_s * i / 2) for i, bucket in enumerate(BUCKETS)]
-            monkeypatch.setattr(scene.engine, "weight_checksums", lambda _: asyncio.sleep(0.0, SUMS))
+            monkeypatch.setattr(scene.engine, "weight_checksums", lambda *_: asyncio.sleep(0.0, SUMS))
             receipt = await scene.worker.update_weights(1, buckets, SUMS)
             assert receipt.version == scene.engine.version == 1
             assert all(torch.equal(scene.loads[name], tensor) for name, tensor in WEIGHTS.items())

@@ -222,7 +222,7 @@ class SimulatedEngine:
         weights = await self._process.cluster.meetings.received(group, self._deadlines.update_s)
         return await asyncio.shield(asyncio.ensure_future(self._update(version, pieces_of(weights))))
 
-    async def weight_checksums(self, _: Sequence[Any] = ()) -> dict[str, str]:
+    async def weight_checksums(self, *_: Any) -> dict[str, str]:
         await self._takes(self._s("checksums", 0.01, 0.5), self._deadlines.control_s, "checksums")
         return {tensor: f"{weights}-{tensor}" for tensor, weights in self.held.items()}
 
