@@ -122,6 +122,7 @@ class Scene:
             exceptions=ray.exceptions,
         )
         monkeypatch.setattr(actors.workers, "ray", fake_ray)
+        monkeypatch.setattr(ray, "kill", fake_ray.kill)
         config = RolloutConfig.model_validate(
             {
                 "workers": workers,
