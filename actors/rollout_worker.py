@@ -219,7 +219,9 @@ class RolloutWorker:
         """Logprobs of a fixed prompt at the present weights."""
         return await self._sampler.engine.score(token_ids)
 
-    async def _receipt(self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] | None = None) -> SyncReceipt:
+    async def _receipt(
+        self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] | None = None
+    ) -> SyncReceipt:
         """Args: sent: with which what the engine holds is to be compared; verified: its own checksums, if it is."""
         checksums = await self._sampler.engine.weight_checksums(sent, verified) if verified else {}
         processor = await self._sampler.engine.processor() if verified and self._settings.rollout.engine.batch_invariant else None
