@@ -9,6 +9,9 @@ from typing import Any
 from actors.config import RunConfig
 from correction.errors import ConfigError
 
+SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
+"""Of SGLang's arguments: with these it sets NCCL's variable itself, whatever it was."""
+
 
 def check_devices(config: RunConfig) -> None:
     """Refuse a run on this machine that has too few GPUs for it; on a cluster that is joined, what counts is known there. A rank or an
@@ -40,6 +43,7 @@ def check_shares(config: RunConfig) -> None:
             f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
             "engine's ranks are on whole GPUs of one node. Set rollout.gpus_per_worker to 1, or tensor_parallel to 1"
         )
+    _check_nccl_options(config)
     if learner.resolved_device != "cuda":
         return
     if learner.gpus_per_rank <= 0.5 and learner.world_size > 1:
@@ -58,6 +62,20 @@ def check_shares(config: RunConfig) -> None:
             "weight_sync.transport = broadcast where a rank or a worker has a share of a GPU: an engine may be on the learner's own, and "
             "NCCL makes no group of two processes on one. Set weight_sync.transport: object_store"
         )
+
+
+def _check_nccl_options(config: RunConfig) -> None:
+    """Raises: ConfigError for options by which SGLang's NCCL would be another than the learner's, in one group (actors/environment.py)."""
+    engine = config.rollout.engine
+    if engine.resolved_device != "cuda" or config.weight_sync.transport != "broadcast":
+        return
+    for name in SETS_NVLS:
+        if engine.engine_args.get(name):
+            raise ConfigError(
+                f"rollout.engine.engine_args.{name} = {engine.engine_args[name]!r} with weight_sync.transport = broadcast: SGLang sets "
+                "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group. Set "
+                "weight_sync.transport: object_store, or leave it out"
+            )
 
 
 def check_types(config: RunConfig) -> None:

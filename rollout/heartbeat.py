@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
@@ -31,7 +31,7 @@ _LOOK_S = 0.1
 
 async def until_lost(
     probe: Callable[[float], Awaitable[bool]],
-    cpu_s: Callable[[], float],
+    cpu_s: Callable[[], Sequence[float]],
     *,
     limit_s: float,
     is_excused: Callable[[], bool],
@@ -40,7 +40,7 @@ async def until_lost(
 
     Args:
         probe: whether the engine gives a sign within so many seconds.
-        cpu_s: processor seconds that its processes have used.
+        cpu_s: processor seconds that each of its ranks has used. One that stands holds up all, whatever the others do meanwhile.
         limit_s: seconds without an answer after which an engine that computes nothing is lost.
         is_excused: it waits for others and can answer nothing meanwhile; that has a deadline of its own.
     """
@@ -52,10 +52,12 @@ async def until_lost(
             await asyncio.sleep(limit_s / _PROBES)
             continue
         missed += 1
-        computes = cpu_s() - used_s > _LEAST_SHARE * limit_s / MISSES
+        least_s = min(now - before for before, now in zip(used_s, cpu_s(), strict=True))
+        computes = least_s > _LEAST_SHARE * limit_s / MISSES
         stood = 0 if computes else stood + 1
+        of = "its processes" if len(used_s) == 1 else f"one of its {len(used_s)} ranks"
         if stood >= MISSES:
-            return f"it missed its heartbeat: no answer to {missed} probes, and its processes computed nothing in the last {limit_s:g} s"
+            return f"it missed its heartbeat: no answer to {missed} probes, and {of} computed nothing in the last {limit_s:g} s"
         if missed >= _MISSES_AT_WORK:
             waited_s = missed * limit_s / MISSES
             return f"it missed its heartbeat: no answer to {missed} probes in {waited_s:.0f} s, though its processes compute"
@@ -104,11 +106,12 @@ class SchedulerProbe:
         return bool(self._seen != before)
 
 
-def processor_seconds(pids: Iterable[int]) -> float:
-    """Used by these processes so far; those that are gone count as none."""
-    total = 0.0
+def processor_seconds(pids: Iterable[int]) -> list[float]:
+    """Used by each of these processes so far; 0 by one that is gone."""
+    found = []
     for pid in pids:
+        found.append(0.0)
         with contextlib.suppress(psutil.Error):
             times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system
-    return total
+            found[-1] = times.user + times.system
+    return found

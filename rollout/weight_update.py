@@ -21,7 +21,7 @@ from rollout import weight_transfer
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
 from rollout.heartbeat import SchedulerProbe, processor_seconds, until_lost
-from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, RECEIPT, SPECS
+from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
 from rollout.trajectory import SyncReceipt
 from rollout.weight_parts import RankParts
 from rollout.weight_transfer import Receiving, Sending, UpdateMode
@@ -274,7 +274,7 @@ class UpdatableEngine:
                 raise
 
     async def _inspect(self, action: str, deadline_s: float | None = None) -> list[dict[str, str]]:
-        """The answer of each rank."""
+        """The answer of each rank. Raises: EngineError naming the first that has none."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         self._process.raise_if_lost()
@@ -283,7 +283,11 @@ class UpdatableEngine:
             success, message, ranks, _ = await self._process.wait(call, deadline_s or self.config.deadlines.control_s, action, keep=True)
         if not success:
             raise EngineError(f"{self.name}: {action}: {message}. Is evenkeel installed where SGLang runs, with its entry points?")
-        return [dict(rank["checksums"]) for rank in ranks]
+        answers = [dict(rank["checksums"]) for rank in ranks]
+        for rank, answer in enumerate(answers):
+            if FAILURE in answer:
+                raise EngineError(f"{self.name}: {action} failed in rank {rank} of {len(ranks)}: {answer[FAILURE]}. Its log says where")
+        return answers
 
     async def _control(self, call: Coroutine[Any, Any, tuple[bool, str]], phase: str, deadline_s: float | None) -> None:
         with self._interrupted():

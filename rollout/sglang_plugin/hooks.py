@@ -25,6 +25,8 @@ PROCESSOR = "evenkeel.processor"
 """Answer: the fields of Processor, of the scheduler process."""
 RECEIPT = "evenkeel.receipt"
 """Answer: what the scheduler process has loaded since the update began (rank_receipts.py)."""
+FAILURE = "evenkeel.failure"
+"""In the place of an answer: why this process has none. One that raised would leave the others waiting for it."""
 
 VARIABLE = "EVENKEEL_SGLANG_PLUGIN"
 """Holds PluginSettings as JSON; set by rollout.engine_process while it starts an engine. An environment variable is the only way in

@@ -7,6 +7,7 @@ action needs CUDA and knows fused names only): more actions are added to it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from correction.engines.checksum import tensor_checksum
 from correction.engines.float8 import BLOCK, SCALE_SUFFIX
 from correction.engines.processor import Processor
-from rollout.sglang_plugin.hooks import CHECKSUMS, PROCESSOR, RECEIPT, SPECS
+from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
 from rollout.sglang_plugin.rank_receipts import RankReceipts
 from rollout.weight_parts import WeightPart, text_of
 
+logger = logging.getLogger(__name__)
 GATE_AND_UP = ("gate_proj", "up_proj")
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}
@@ -37,17 +39,21 @@ def register() -> None:
     receipts = RankReceipts()
     receipts.register()
 
+    answers: dict[str, Callable[[Any], dict[str, str]]] = {
+        PROCESSOR: lambda _: asdict(Processor.of_this_process()),
+        RECEIPT: lambda _: receipts.told(),
+        SPECS: lambda checker: {name: _spec(tensor, part) for name, tensor, part in held_parts(checker._get_model())},
+        CHECKSUMS: lambda checker: {name: tensor_checksum(tensor) for name, tensor, _ in held_parts(checker._get_model())},
+    }
+
     def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-        if action == PROCESSOR:
-            texts = asdict(Processor.of_this_process())
-        elif action == RECEIPT:
-            texts = receipts.told()
-        elif action == SPECS:
-            texts = {name: _spec(tensor, part) for name, tensor, part in held_parts(checker._get_model())}
-        elif action == CHECKSUMS:
-            texts = {name: tensor_checksum(tensor) for name, tensor, _ in held_parts(checker._get_model())}
-        else:
+        if action not in answers:
             return original(checker, action, *args, **kwargs)
+        try:
+            texts = answers[action](checker)
+        except Exception as error:                                  # SGLang collects from all ranks next, and would wait for this one
+            logger.exception("%s", action)
+            texts = {FAILURE: f"{type(error).__name__}: {error}"}
         return _answer(checker, texts, **kwargs)
 
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)

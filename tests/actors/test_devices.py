@@ -136,6 +136,17 @@ def test_what_nccl_cant_connect_is_refused(monkeypatch: pytest.MonkeyPatch, over
         check_devices(config(*overrides.split()))
 
 
+@pytest.mark.parametrize("name", ["enable_nccl_nvls", "enable_symm_mem"])
+def test_one_group_has_one_nccl(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """SGLang overwrites the variable that both sides have alike for the broadcast."""
+    gpus(monkeypatch, 8)
+    option = f"rollout.engine.engine_args.{name}=true"
+    with pytest.raises(ConfigError, match=rf"engine_args\.{name} = True with weight_sync.transport = broadcast.*object_store"):
+        check_devices(config(option, "weight_sync.transport=broadcast"))
+    check_devices(config(option))
+    check_devices(config(option, "weight_sync.transport=broadcast", "rollout.engine.device=cpu"))
+
+
 @pytest.mark.parametrize(
     ("ids", "seen", "said"),
     [

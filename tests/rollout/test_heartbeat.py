@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -15,10 +15,11 @@ FOREVER_S = 1e9
 
 
 class FrozenFrom:
-    """Answers at once until `freezes_at`, and again from `wakes_at` on; uses `share` of a processor all the time that it lives."""
+    """Answers at once until `freezes_at`, and again from `wakes_at` on; uses `share` of a processor all the time that it lives,
+    and its other ranks theirs."""
 
-    def __init__(self, *, freezes_at: float, wakes_at: float = FOREVER_S, share: float = 0.0) -> None:
-        self.freezes_at, self.wakes_at, self.share = freezes_at, wakes_at, share
+    def __init__(self, *, freezes_at: float, wakes_at: float = FOREVER_S, share: float = 0.0, others: Sequence[float] = ()) -> None:
+        self.freezes_at, self.wakes_at, self.share, self.others = freezes_at, wakes_at, share, others
         self.probes = 0
 
     @property
@@ -31,8 +32,8 @@ class FrozenFrom:
             await asyncio.sleep(deadline_s)
         return not self.freezes_at <= self.now < self.wakes_at
 
-    def cpu_s(self) -> float:
-        return self.share * self.now
+    def cpu_s(self) -> list[float]:
+        return [share * self.now for share in (self.share, *self.others)]
 
 
 def lost_at(engine: FrozenFrom, *, is_excused: Callable[[], bool] = lambda: False, within_s: float = 2000.0) -> tuple[float, str] | None:
@@ -62,6 +63,13 @@ def test_an_engine_at_a_long_pass_has_ten_times_as_long() -> None:
     assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=350.0, share=0.5)) is None
     found = lost_at(FrozenFrom(freezes_at=100.0, share=0.5))
     assert found is not None and 400.0 <= found[0] <= 405.0 and "though its processes compute" in found[1]
+
+
+def test_a_rank_that_stands_is_not_excused_by_one_that_computes() -> None:
+    """Which waits for it in a loop, say. At a long pass all of them compute."""
+    found = lost_at(FrozenFrom(freezes_at=100.0, share=1.0, others=[0.0]))
+    assert found is not None and 130.0 <= found[0] <= 135.0 and "one of its 2 ranks computed nothing" in found[1]
+    assert lost_at(FrozenFrom(freezes_at=100.0, wakes_at=350.0, share=1.0, others=[0.06])) is None
 
 
 def test_two_missed_probes_are_none() -> None:
