@@ -169,6 +169,27 @@ def whole_gpus(shares: Sequence[float]) -> int:
     return len(left)
 
 
+def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> int:
+    """Engines of several whole GPUs, each on one node, that there is room for beside the learner, whose groups Ray packs.
+
+    Args: nodes: of each its GPUs, and how many workers it takes; math.inf: any number. The learner fills those that take few first.
+    """
+    learner, ranks = config.learner, config.rollout.engine.tensor_parallel
+    nodes = sorted(nodes, key=lambda node: node[1])
+    left = [gpus for gpus, _ in nodes]
+    groups = whole_gpus([learner.gpus_per_rank] * learner.world_size) // learner.tensor_parallel
+    for _ in range(groups if learner.resolved_device == "cuda" else 0):
+        place = next((i for i, room in enumerate(left) if room >= learner.tensor_parallel), None)
+        if place is not None:                       # a learner without room is told so by a rule of its own
+            left[place] -= learner.tensor_parallel
+    return int(sum(min(room // ranks, takes) for room, (_, takes) in zip(left, nodes, strict=True)))
+
+
+def workers_asked(config: RunConfig) -> int:
+    """A private Ray has to have room for all from the start."""
+    return config.rollout.most_workers if config.ray.address is None else config.rollout.first_workers
+
+
 def gpus_asked(config: RunConfig) -> int:
     """That hold all ranks and all workers."""
     return whole_gpus(_wanted(config)[0])
@@ -177,8 +198,7 @@ def gpus_asked(config: RunConfig) -> int:
 def _wanted(config: RunConfig) -> tuple[list[float], str]:
     """Share of a GPU that each rank and each worker asks for, and which settings do."""
     engine, rollout, learner = config.rollout.engine, config.rollout, config.learner
-    workers = rollout.most_workers if config.ray.address is None else rollout.first_workers  # a private Ray has to have all from the start
-    ranks = learner.world_size
+    workers, ranks = workers_asked(config), learner.world_size
     shares: list[float] = []
     asking = []
     if engine.resolved_device == "cuda":

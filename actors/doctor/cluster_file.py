@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from actors.config import RunConfig
-from actors.devices import whole_gpus
+from actors.devices import room_for_engines, whole_gpus
 from actors.doctor.facts import Complaint
 from actors.doctor.paper_rules import worst_first
 from correction.errors import ConfigError
@@ -161,9 +161,19 @@ def gpus_for_everybody(cluster: ClusterFile, config: RunConfig) -> Iterator[Comp
     elif (wanted := whole_gpus(ranks + workers)) > there:
         yield Complaint(
             "warn",
-            f"{len(ranks)} ranks and {len(workers)} workers ask for {wanted} GPUs, and {cluster.path} has {there} at most: workers wait",
+            f"{len(ranks)} ranks and {rollout.most_workers if workers else 0} workers ask for {wanted} GPUs, and {cluster.path} has "
+            f"{there} at most: workers wait",
             "Add nodes",
         )
+    elif workers and rollout.engine.tensor_parallel > 1:
+        nodes = [(int(kind.gpus or 0), int(kind.units)) for kind in cluster.kinds for _ in range(kind.most)]
+        if (room := room_for_engines(nodes, config)) < rollout.most_workers:
+            yield Complaint(
+                "warn",
+                f"{rollout.most_workers} workers have an engine of {rollout.engine.tensor_parallel} GPUs, each on one node, and beside the "
+                f"learner {cluster.path} has room for {room} of them: workers wait",
+                "Add nodes, or lower rollout.engine.tensor_parallel",
+            )
 
 
 def bounds_of_all_nodes(cluster: ClusterFile, config: RunConfig) -> Iterator[Complaint]:

@@ -195,6 +195,8 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
 def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     for node in nodes:
         engines = min(config.rollout.first_workers, max(1, int(node.rollout_units)))
+        if config.rollout.engine.resolved_device == "cuda":
+            engines = min(engines, max(1, int(node.offered_gpus / config.rollout.gpus_of_a_worker)))
         bucket, free = config.weight_sync.bucket_bytes, gib(node.shared_memory)
         needed = TRANSFERS * bucket * engines
         if node.shared_memory < bucket:

@@ -5,10 +5,11 @@ Each rule is a function of (facts, config) that yields complaints; the config ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from actors.config import RunConfig
-from actors.devices import check_shares, check_types, gpus_asked
+from actors.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.plan.engine_memory import engine_memory
 from actors.plan.gpus import Gpus
@@ -200,6 +201,12 @@ def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
     if engine.resolved_device == "cuda" and engine.tensor_parallel > gpus.per_node:
         text = f"rollout.engine.tensor_parallel = {engine.tensor_parallel}, but a node has {gpus.per_node} GPUs: an engine is on one node"
         found.append(Complaint("fail", text, f"Set it to {gpus.per_node} or less"))
+    elif engine.resolved_device == "cuda" and engine.tensor_parallel > 1 and wanted <= gpus.count:
+        room, workers = room_for_engines([(gpus.per_node, math.inf)] * gpus.nodes, config), workers_asked(config)
+        if room < workers:
+            size = engine.tensor_parallel
+            text = f"{workers} engines of {size} GPUs, each on one node, and beside the learner {gpus} have room for {room}"
+            found.append(Complaint("fail", text, "Lower rollout.engine.tensor_parallel or rollout.workers"))
     return found
 
 

@@ -71,6 +71,20 @@ def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("workers", "gpus", "said"),
+    [
+        (1, "H100x8", ["the run asks for 10 GPUs"]),
+        (2, "H100x8x2", ["2 engines of 6 GPUs, each on one node, and beside the learner 2 nodes of 8 x H100 (80 GiB) have room for 1"]),
+        (2, "H100x8x3", []),
+    ],
+)
+def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: list[str]) -> None:
+    """Of six GPUs each; the learner has four of a node, which leave room for none beside it, though 16 GPUs are there, and asked for."""
+    found = enough(Gpus.parse(gpus), eight("rollout.engine.tensor_parallel=6", f"rollout.workers={workers}"))
+    assert len(found) == len(said) and all(text in one.sentence for text, one in zip(said, found, strict=True)), found
+
+
+@pytest.mark.parametrize(
     ("overrides", "facts", "severity", "said", "setting"),
     [
         ("learner.tensor_parallel=3", {}, "fail", "tensor_parallel = 3 doesn't divide the model's 32 heads", "divisor"),
@@ -163,6 +177,12 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(has_model=False), node(name="b", has_model=False)], "model=m/8B", "fail", "8B: the folder isn't there on 10.0.0.1, b"),
         ([node(shared_memory=64 << 20)], "", "fail", "/dev/shm has 64 MiB free, less than one bucket of weights, 0.25 GiB"),
         ([node(shared_memory=1 << 30)], "", "warn", "/dev/shm has 1 GiB free, and 4 engines may want 2 GiB"),
+        (
+            [node(shared_memory=800 << 20)],
+            "rollout.engine.tensor_parallel=4",
+            "warn",
+            "/dev/shm has 0.781 GiB free, and 2 engines may want 1 GiB",
+        ),
         ([node(open_files=1024)], "ray.address=auto", "warn", "a process may open 1024 files"),
         ([node(clock_ahead_s=-60.0)], "", "warn", "its clock is -60 s from this one's"),
         ([node(compilers=("gcc",))], "", "warn", "nvcc, ninja not found"),

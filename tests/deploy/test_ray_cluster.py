@@ -115,6 +115,15 @@ def test_an_engine_of_several_gpus_wants_them_on_one_node() -> None:
     assert [one for one in found(LOCAL, "rollout.engine.tensor_parallel=4") if one.severity == "fail"] == []
 
 
+def test_engines_of_several_gpus_are_counted_by_node() -> None:
+    """Two hosts of eight GPUs, of which the learner's four leave four: engines of four have room three times, those of six once."""
+    few, sum_of_all = "2 workers have an engine of 6 GPUs, each on one node", "4 ranks and 4 workers ask for 20 GPUs"
+    for ranks, workers, said in [(4, 3, None), (6, 2, few), (4, 4, sum_of_all)]:
+        complaints = [one.sentence for one in found(LOCAL, f"rollout.engine.tensor_parallel={ranks}", f"rollout.workers={workers}")]
+        of_gpus = [text for text in complaints if "of these units" not in text]
+        assert len(of_gpus) == (said is not None) and all(text.startswith(said or "") for text in of_gpus), of_gpus
+
+
 def test_hosts_that_detect_their_gpus_are_not_judged_by_them(tmp_path: Path) -> None:
     bare = tmp_path / "cluster.yaml"
     bare.write_text(LOCAL.read_text().replace("--num-gpus=8 ", ""))
