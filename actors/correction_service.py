@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("evenkeel.correction")
 _POLL_S = 30.0
+_VALUES = "what the learner computed of a batch <- rank 0"
 _OF_THE_BOUNDS = ("rejected_share",)
 """Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
 
@@ -206,7 +207,7 @@ class CorrectionService:
         finally:
             self._waiting_to_observe -= 1
         try:
-            found: StepValues = await payloads.value_of(values[0])
+            found: StepValues = await wait_for(payloads.value_of(values[0]), _VALUES, deadline_s=self._config.deadlines.batch_s)
             observation = await asyncio.to_thread(self._observe, step, version, trained, reference, found, learned)
             return replace(observation, late_s=self._clock.read())
         finally:
@@ -241,7 +242,7 @@ class CorrectionService:
     async def compared(self, version: int, values: tuple[Any]) -> Agreement:
         """True on-policy: sampled against trained logprobs of the batch of `version`. Args: values: as `observe`."""
         batch = self._undiagnosed[version].corrected.batch
-        found: StepValues = await payloads.value_of(values[0])
+        found: StepValues = await wait_for(payloads.value_of(values[0]), _VALUES, deadline_s=self._config.deadlines.batch_s)
         return await asyncio.to_thread(compare_batch, self._config.learner, batch, found.target_logprobs)
 
     async def monitor_state(self) -> dict[str, Any]:

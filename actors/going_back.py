@@ -21,8 +21,6 @@ from typing import Any, TypeVar
 from ray.exceptions import (
     ActorUnavailableError,
     NodeDiedError,
-    ObjectStoreFullError,
-    OutOfDiskError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -32,6 +30,7 @@ from ray.exceptions import (
 
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
+from actors.payloads import no_room
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.run_folder import RunFolder
 from actors.supervision import kill, persistently
@@ -49,7 +48,7 @@ _IDLE_S = 30.0
 """A learner that is to go on ends what it has under way within it, or within the time that its start took, or is started anew."""
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 """What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
-_NO_ROOM = (ObjectStoreFullError, OutOfDiskError)
+_ATTEMPTS = 10
 _ANSWER = "an answer"
 """What is lost when no part is."""
 
@@ -97,25 +96,24 @@ def lost_answer(error: BaseException) -> str:
     cause = getattr(error, "cause", None)
     if isinstance(error, ActorLost) or not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
         return str(error) if isinstance(error, ActorLost) else ""
-    if isinstance(cause, _NO_ROOM):
-        needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
-        return f"no room in Ray's object store ({type(cause).__name__}): its node needs {needs}"
-    return f"what a call was to work on is gone ({type(cause).__name__})"
+    return no_room(cause) or f"what a call was to work on is gone ({type(cause).__name__})"
 
 
 async def while_they_answer(
     parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, tell: Callable[[str, str], None]
 ) -> T:
-    """As `persistently`; past its deadline the call is made again, if all of these parts live and answer by now.
+    """As `persistently`; past its deadline the call is made again, ten times at most, if all of these parts live and answer by now.
 
     Args: parts: actors by name. tell: told each time, with a level.
     Raises: as `persistently`.
     """
+    attempts = 0
     while True:
         try:
             return await persistently(call, what, deadline_s=deadline_s)
         except DeadlineExceeded as error:
-            if await lost_among(parts, error):
+            attempts += 1
+            if attempts == _ATTEMPTS or await lost_among(parts, error):  # an actor may answer whose method hangs
                 raise
             tell("warning", f"{error}; who was late answers again, and is asked again")
 

@@ -82,7 +82,7 @@ class LearnerRankActor:
             if self._config.resolved_device == "cuda":
                 check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
             self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
-            self._learner.load(model_folder(model))
+        self._learner.load(model_folder(model))
         self._kept = KeptWeights(self._learner)
         self._version = version
         self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))

@@ -56,6 +56,10 @@ class Membership(ABC):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._generation = 0
         self._changed = asyncio.Event()
+        self._renew()
+
+    def _renew(self) -> None:
+        """What has failed so far is dealt with."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
 

@@ -19,7 +19,10 @@ import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup
 from actors.supervision import persistently, wait_for
+from correction.errors import ActorLost
 from rollout.trajectory import Group
+
+_NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 
 async def value_of(reference: Any) -> Any:
@@ -32,14 +35,25 @@ def disregard(reference: Any) -> None:
     asyncio.ensure_future(reference).add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
+def no_room(error: BaseException) -> str:
+    """What a node needs whose object store has taken no result any more; empty: that is not what this error says."""
+    for one in (getattr(error, "cause", None), error):
+        if isinstance(one, _NO_ROOM):
+            needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
+            return f"no room in Ray's object store ({type(one).__name__}): its node needs {needs}"
+    return ""
+
+
 async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], list[int]]:
     """The groups themselves, in their order; and the ids of those that went with their node, or with a worker that still held them.
 
-    Raises: DeadlineExceeded.
+    Raises: DeadlineExceeded; ActorLost for one that found no room: sampled again it would find none either.
     """
     found = await wait_for(_values(groups, deadline_s), f"tokens of {len(groups)} groups <- object store", deadline_s=deadline_s)
     lost = []
     for one, value in zip(groups, found, strict=True):
+        if isinstance(value, BaseException) and (needs := no_room(value)):
+            raise ActorLost(f"group {one.group_id}: {needs}")
         if isinstance(value, ray.exceptions.RayError):
             lost.append(one.group_id)
         elif isinstance(value, BaseException):

@@ -78,6 +78,7 @@ class RolloutPool(Membership):
         """Finished groups go to another queue from now on; what the workers have under way is given up."""
         self._queue, self._generation = self._queue.replaced_by(queue), generation
         self._begin_delivery()
+        self._renew()
         self._progressed = self._now()
         for worker in self._workers.values():
             worker.follow(generation)

@@ -249,4 +249,3 @@ class RolloutWorker:
         await self._sampler.close()
         await asyncio.to_thread(remove, self._temporary)
         self._endpoint.close()
-

@@ -231,8 +231,10 @@ class EngineProcess:
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
-            environment["TORCHDYNAMO_DISABLE"] = "1"                # functions that only GPUs need; to mark them loads the whole compiler
-            environment |= {"OMP_NUM_THREADS": str(self._config.threads), **KEPT_KERNELS}
+            if not self._config.engine_args.get("enable_torch_compile"):
+                environment["TORCHDYNAMO_DISABLE"] = "1"            # functions that only GPUs need; to mark them loads the whole compiler
+            environment |= {name: os.environ.get(name, value) for name, value in KEPT_KERNELS.items()}  # ray.env of the user's wins
+            environment["OMP_NUM_THREADS"] = str(self._config.threads)
         if self._config.tensor_parallel > 1:
             environment |= environment_of_ranks(self._config.tensor_parallel, sorted(os.sched_getaffinity(0)) if on_cpu else ())
         return environment

@@ -267,6 +267,17 @@ def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: py
     assert len(told) == 2
 
 
+def test_a_call_that_hangs_in_an_actor_that_answers_ends_with_its_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.going_back._ANSWER_S", 0.2)
+    told: list[str] = []
+    hangs = while_they_answer(
+        {"queue": Part(ALIVE)}, lambda: asyncio.sleep(60.0), "advance", deadline_s=0.01, tell=lambda _, text: told.append(text)
+    )
+    with pytest.raises(DeadlineExceeded, match=r"^advance: not done"):
+        asyncio.run(hangs)
+    assert len(told) == 9, "asked ten times"
+
+
 @pytest.mark.parametrize(
     ("cause", "expected"),
     [

@@ -410,6 +410,22 @@ def test_a_mistake_in_our_own_code_ends_the_run(monkeypatch: pytest.MonkeyPatch)
     play(scenario)
 
 
+def test_what_a_run_has_gone_back_for_does_not_fail_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        scene = Scene(monkeypatch, faults={"0": raised(ray.exceptions.OutOfDiskError("full"))})
+        await scene.begin()
+        with pytest.raises(ray.exceptions.RayTaskError):
+            await asyncio.wait_for(scene.pool.raise_on_failure(), 5.0)
+        await scene.pool.withdraw()
+        for worker in scene.workers.values():
+            monkeypatch.setattr(worker, "follow", lambda generation: asyncio.sleep(0), raising=False)
+        scene.pool.serve(FakeActor(scene.queue), 1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(scene.pool.raise_on_failure(), 0.1)
+
+    play(scenario)
+
+
 def test_a_first_worker_that_cannot_start_ends_the_run_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         scene = Scene(monkeypatch, start_faults={"0": raised(ConfigError("rollout.reward (x:y): it raised"))})

@@ -51,7 +51,7 @@ def test_weights_without_room_take_the_run_back_and_the_reason_is_said(cluster: 
         return kept, caught.value, await lost_among({"learner rank 0": learner}, caught.value)
 
     kept, error, lost = asyncio.run(scenario())
-    assert len(kept) >= 1 and lost == ["an answer"]
+    assert 1 <= len(kept) < 4 and lost == ["an answer"]
     assert lost_answer(error).startswith("no room in Ray's object store (") and "ray.temp_dir" in lost_answer(error)
     follows = "an answer is lost with it: the run goes back to its last checkpoint, and says what is missing"
     Measured("object store full, and the disk under it", follows, None, "as for a kill", REAL).write()

@@ -78,7 +78,7 @@ class ImpatientRun(ReplayedRun):
     """Its driver asks as a run's does."""
 
     def __init__(self) -> None:
-        super().__init__(ReplayedShape(workers=2, groups=GROUPS, tokens=50, rate=5e3, steps=STEPS, hosts=1))
+        super().__init__(ReplayedShape(workers=2, groups=GROUPS, tokens=50, rate=5e3, steps=STEPS, hosts=1), profile="")
         self.observer.event = lambda level, text: self.said.append(text)  # type: ignore[method-assign]
         self.said: list[str] = []
         self.asked = Counter[int]()
@@ -146,6 +146,6 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
     run = asyncio.run(asyncio.wait_for(scenario(), 300.0))
     check_the_books(run)
     told = "\n".join([*run.said, *(path.read_text(errors="replace") for path in logs.glob("worker-*.err"))])
-    for caller in ("take_lost <- trajectory queue", "of rollout worker", "groups of version"):
+    for caller in ("take_lost <- trajectory queue", "put <- trajectory queue", "groups of version"):
         assert any(caller in line and "late, no answer" in line for line in told.splitlines()), f"not late for anybody: {caller}\n{told}"
     assert max(run.asked.values()) > 2, "the service was asked for a batch again and again"

@@ -1,0 +1,41 @@
+"""What can't be read of the object store: lost with a node, sampled again; without room, said."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayTaskError
+
+from actors.carriers import StoredGroup, Ticket
+from actors.payloads import fetched
+from correction.errors import ActorLost
+from tests.actors.cases import group, prompts
+
+
+def stored(error: Exception | None) -> tuple[Any, list[int]]:
+    """Of two groups, the second of which can't be read."""
+
+    async def scenario() -> tuple[Any, list[int]]:
+        groups = [group(ticket) for ticket in (Ticket(number, one, 0) for number, one in enumerate(prompts(0, 2)))]
+        values = [asyncio.get_running_loop().create_future() for _ in groups]
+        values[0].set_result(groups[0])
+        values[1].set_result(groups[1]) if error is None else values[1].set_exception(error)
+        return await fetched([StoredGroup(one.facts, value) for one, value in zip(groups, values, strict=True)], deadline_s=5.0)
+
+    return asyncio.run(scenario())
+
+
+def test_what_went_with_its_node_is_told_by_its_id() -> None:
+    assert stored(None)[1] == []
+    groups, lost = stored(ObjectLostError("id", "owner", ""))
+    assert len(groups) == 1 and lost == [1]
+
+
+@pytest.mark.parametrize("kind", [ObjectStoreFullError, OutOfDiskError])
+def test_a_result_without_room_is_no_loss_of_a_node(kind: type[Exception]) -> None:
+    """Sampled again it would find no room again, for ever, and be told as gone with its worker's node."""
+    for error in (kind("full"), RayTaskError("generate_group", "a traceback", kind("full")).as_instanceof_cause()):
+        with pytest.raises(ActorLost, match=r"^group 1: no room in Ray's object store \(\w+\): its node needs more memory in /dev/shm"):
+            stored(error)
