@@ -5,6 +5,9 @@ group itself: only its reference goes on, with the facts, to the queue and the s
 owns the object and not the worker, whose engine may fail or be replaced at any moment: an object goes with its owner, and what a lost
 worker had finished would have to be sampled again. The object lies in the store of the worker's node (a small one with its reference);
 with that node it is lost, and the group is sampled again.
+
+Small groups go on by value. Ray hands results below 100 KB to the caller's own memory, and keeps one there for good once its reference has
+gone on through two processes, as from the queue to the service: 3 kB a group of short answers, for as long as the run lasts.
 """
 
 from __future__ import annotations
@@ -19,15 +22,30 @@ import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup
 from actors.supervision import persistently, wait_for
-from correction.errors import ActorLost
-from rollout.trajectory import Group
+from correction.errors import ActorLost, EvenkeelError
+from rollout.trajectory import Group, GroupFacts
 
+_INLINE_BYTES = 100 * 1024
+"""Ray's max_direct_call_object_size."""
+_AT_HAND_S = 10.0
 _NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 
 async def value_of(reference: Any) -> Any:
     """What a reference refers to, or the thing itself. It is read beside the event loop, as Ray does it for what is awaited."""
     return await reference if isinstance(reference, Awaitable) else reference
+
+
+async def to_hand_on(facts: GroupFacts, reference: Any, token_bytes: int) -> Any:
+    """A finished group as it goes on: itself if it may be in this process already, else its reference.
+
+    Args: token_bytes: that a token of an answer has at least.
+    """
+    if sum(one.response_tokens for one in facts.trajectories) * token_bytes >= _INLINE_BYTES:
+        return reference
+    with suppress(ray.exceptions.RayError, EvenkeelError):  # who computes with it will say
+        return await wait_for(value_of(reference), f"group {facts.group_id} <- object store", deadline_s=_AT_HAND_S)
+    return reference
 
 
 def disregard(reference: Any) -> None:

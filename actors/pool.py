@@ -22,7 +22,7 @@ from actors.delivery import Delivery
 from actors.dispatch import Questions, WaitingWork, continuing
 from actors.faults import STRIKES, GroupBook
 from actors.membership import Membership
-from actors.payloads import disregard
+from actors.payloads import disregard, to_hand_on
 from actors.rollout_worker import GroupOutcome, WorkerSettings
 from actors.supervision import counted, unless_failed, wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -31,7 +31,7 @@ from actors.workers import PoolObserver, WorkerHandle
 from correction.errors import ActorLost, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
 from rollout.config import AnswerSampling
 from rollout.continuation import UnfinishedGroup
-from rollout.trajectory import Prompt, Trajectory
+from rollout.trajectory import GroupFacts, Prompt, Trajectory
 
 log = logging.getLogger("evenkeel.pool")
 _MAX_RESYNCS = 3
@@ -53,6 +53,8 @@ class RolloutPool(Membership):
         super().__init__(settings, deadlines, observer, places)
         self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
         self._begin_delivery()
+        self._token_bytes = 8 * (1 + settings.topk)
+        """An id and a logprob, each of four bytes, and those of the likeliest tokens."""
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._groups = GroupBook()
         self._will_look = False
@@ -139,6 +141,8 @@ class RolloutPool(Membership):
             lived = True
             found, payload = worker.actor.generate_group.options(num_returns=2).remote(ticket)
             outcome = await self._worked(found, f"group {group_id} <- rollout worker {worker.name}")
+            if isinstance(outcome, GroupFacts):
+                payload = await to_hand_on(outcome, payload, self._token_bytes)
         except EngineError as error:
             self._engine_failed(worker, error)
             is_loss = lived and not worker.leaves and not isinstance(error, EngineDirty)

@@ -1,4 +1,4 @@
-"""What can't be read of the object store: lost with a node, sampled again; without room, said."""
+"""What can't be read of the object store: lost with a node, sampled again; without room, said. What goes on without it: small groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayTaskError
 
 from actors.carriers import StoredGroup, Ticket
-from actors.payloads import fetched
+from actors.payloads import fetched, to_hand_on
 from correction.errors import ActorLost
 from tests.actors.cases import group, prompts
 
@@ -39,3 +39,21 @@ def test_a_result_without_room_is_no_loss_of_a_node(kind: type[Exception]) -> No
     for error in (kind("full"), RayTaskError("generate_group", "a traceback", kind("full")).as_instanceof_cause()):
         with pytest.raises(ActorLost, match=r"^group 1: no room in Ray's object store \(\w+\): its node needs more memory in /dev/shm"):
             stored(error)
+
+
+@pytest.mark.parametrize(("token_bytes", "goes"), [(8, "itself"), (100 * 1024 // 4 - 1, "itself"), (100 * 1024 // 4, "by reference")])
+def test_a_group_goes_on_itself_where_ray_would_keep_it_in_this_process_for_good(token_bytes: int, goes: str) -> None:
+    """Four tokens, and Ray's limit for results that it hands over by value: 100 KiB."""
+    whole = group(Ticket(0, prompts(0, 1)[0], 0))
+
+    async def handed_on(error: Exception | None = None) -> tuple[Any, Any]:
+        reference = asyncio.get_running_loop().create_future()
+        reference.set_result(whole) if error is None else reference.set_exception(error)
+        found = await to_hand_on(whole.facts, reference, token_bytes)
+        return found, reference
+
+    assert sum(one.response_tokens for one in whole.facts.trajectories) == 4
+    found, reference = asyncio.run(handed_on())
+    assert found is (whole if goes == "itself" else reference)
+    found, reference = asyncio.run(handed_on(ObjectLostError("id", "owner", "")))
+    assert found is reference, "who computes with it says that it is lost"
