@@ -49,6 +49,7 @@ _IDLE_S = 30.0
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 """What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
 _ATTEMPTS = 10
+"""Of a call to an actor that answers `__ray_ready__`, each with its whole deadline."""
 _ANSWER = "an answer"
 """What is lost when no part is."""
 

@@ -164,7 +164,7 @@ class RolloutPool(Membership):
         self.wake()
 
     def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any) -> None:
-        """What became of a group. Args: payload: reference to it, if it is finished."""
+        """What became of a group. Args: payload: if it is finished, itself or a reference to it."""
         if isinstance(outcome, UnfinishedGroup):
             worker.handed_back.append(outcome)
             self._work.add_groups([continuing(ticket, outcome)])

@@ -66,14 +66,8 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
     if learner.resolved_device != "cuda" or learner.tensor_parallel == 1:
         return
     wanted = learner.world_size // learner.tensor_parallel
-    there = sum(int(node.offered_gpus) // learner.tensor_parallel for node in nodes)
-    if there < wanted:
-        yield Complaint(
-            "warn" if config.ray.address is not None else "fail",
-            f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks, each on one node, and there is room "
-            f"for {there}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
-            "Lower learner.tensor_parallel, or add nodes",
-        )
+    what = f"the learner has {wanted} tensor-parallel groups of {learner.tensor_parallel} ranks"
+    yield from _inside_nodes(nodes, config, wanted, learner.tensor_parallel, what, "Lower learner.tensor_parallel, or add nodes")
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -81,13 +75,18 @@ def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
     if config.rollout.engine.resolved_device != "cuda" or ranks == 1:
         return
-    there = sum(int(node.offered_gpus) // ranks for node in nodes)
+    what = f"{_counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel)"
+    yield from _inside_nodes(nodes, config, wanted, ranks, what, "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes")
+
+
+def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, gpus: int, what: str, remedy: str) -> Iterator[Complaint]:
+    """Args: wanted: groups of so many GPUs, each of which has to be on one node."""
+    there = sum(int(node.offered_gpus) // gpus for node in nodes)
     if there < wanted:
         yield Complaint(
             "warn" if config.ray.address is not None else "fail",
-            f"{_counted(wanted, 'engine')} of {ranks} GPUs each (rollout.engine.tensor_parallel), each on one node, and there is room for "
-            f"{there}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
-            "Lower rollout.engine.tensor_parallel or rollout.workers, or add nodes",
+            f"{what}, each on one node, and there is room for {there}: GPUs by node are {[int(node.offered_gpus) for node in nodes]}",
+            remedy,
         )
 
 
