@@ -160,7 +160,7 @@ class EarlyWarningConfig(Settings):
     @model_validator(mode="after")
     def _preset_goes_with_its_action(self) -> EarlyWarningConfig:
         if self.on_alarm == "switch_preset" and self.preset is None:
-            raise ConfigError("monitor.on_alarm = switch_preset: to which? Set monitor.preset; `evenkeel presets` lists them")
+            raise ConfigError("monitor.on_alarm = switch_preset needs a preset. Set monitor.preset; `evenkeel presets` lists them")
         if self.on_alarm != "switch_preset" and self.preset is not None:
             raise ConfigError(
                 f"monitor.preset = {self.preset} with monitor.on_alarm = {self.on_alarm}: nothing would switch to it. "

@@ -35,7 +35,7 @@ class DepartingPool(Protocol):
 
 
 class Departures:
-    """Sees workers off. One event loop uses it."""
+    """Drains workers that leave the pool. One event loop uses it."""
 
     def __init__(self, pool: DepartingPool, observer: PoolObserver, drain_s: float) -> None:
         """Args: drain_s: the longest time for what is under way."""

@@ -191,7 +191,7 @@ def workers_asked(config: RunConfig) -> int:
 
 
 def gpus_asked(config: RunConfig) -> int:
-    """That hold all ranks and all workers."""
+    """GPUs needed for all ranks and all workers."""
     return whole_gpus(_wanted(config)[0])
 
 

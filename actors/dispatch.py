@@ -150,7 +150,7 @@ class WaitingWork:
         return taken
 
     def _room(self, worker: Taker) -> int:
-        """Slots for groups: all but those that questions hold, who hold no more than their share while training is fed."""
+        """Slots for groups: all but those that evaluation answers use, of which at most their share is counted."""
         asked = -(-worker.questions // self._samples_per_group)
         return self._slots - min(asked, self._slots // _EVALUATION_SHARE)
 

@@ -47,7 +47,7 @@ async def next_batch(
     Args:
         ask: the service for its next batch.
         deadline_s: for the service to take what the learner has found.
-        is_moving: groups are finished, though not enough of them, or there is nobody to finish any: the service is asked again, or told.
+        is_moving: the pool finishes groups, or has no workers: a late answer is no error then, and the service is asked again.
     """
 
     async def while_moving(call: Callable[[], Awaitable[T]]) -> T:
@@ -93,7 +93,7 @@ class ForwardRequests:
         scored_since: int | None = None,
         kept_since: int | None = None,
     ) -> tuple[dict[str, Tensor], float]:
-        """Wait for what the learner says of a batch's tokens at `version`, and its seconds for that; wishes are those of ForwardRequest.
+        """Wait for what the learner says of a batch's tokens at `version`, and its seconds for that; flags as in ForwardRequest.
 
         Returns: by the field of PackedBatch; with scored_since AT_SAMPLING and NOW, [N] float32.
         Raises: DeadlineExceeded if the learner doesn't come to that version.

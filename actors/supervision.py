@@ -52,7 +52,7 @@ async def wait_for(
         deadline_s: seconds until DeadlineExceeded.
         notice_s: seconds between notices while waiting.
         notice: takes each notice; None: the log, as information until `usual_s`, as a warning from then on.
-        usual_s: a wait of up to so many seconds is nothing unusual.
+        usual_s: notices of shorter waits are information, those of longer ones warnings.
         detail: asked for one clause on what exactly is missing, before each notice.
         counts_from: time of the event loop, seconds, from which the deadline counts if it is later than the call: that of the last
             progress. Notices count from the call.
@@ -112,7 +112,7 @@ async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_
 async def patiently(
     call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, late: Callable[[str], None] = log.warning, **named: Any
 ) -> T:
-    """As `persistently`, for what nobody is to lose by being late: past each deadline that is said, and it is asked again.
+    """As `persistently`, but past each deadline it says so and asks again instead of raising.
 
     Args:
         call: may run twice.

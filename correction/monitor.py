@@ -292,7 +292,7 @@ class Monitor:
         if math.isnan(growth):
             return ""
         series = self._series[symptom.name]
-        what = f"1 minus it is {growth:.1f} times the level" if symptom.is_share_missing else f"{growth:.1f} times the level"
+        what = f"its distance from 1 is {growth:.1f} times that" if symptom.is_share_missing else f"{growth:.1f} times the level"
         recent = math.exp(theil_sen(list(series.last)) * (len(series.last) - 1))
         return f", {what} of steps {series.first_steps[0]} to {series.first_steps[-1]} ({recent:.1f}x in the last {len(series.last)} steps)"
 

@@ -105,7 +105,7 @@ def allowing_for(
     its width nor for short sequences.
     Args:
         lower, upper: log bounds (nats).
-        tokens: [U] of each sequence; one without any is outside of nothing.
+        tokens: [U] of each sequence; one without tokens is never rejected.
     """
     scatter = 3 * (2 * kl / tokens.clamp(min=1)).sqrt()
     return (None if lower is None else lower - kl - scatter), (None if upper is None else upper - kl + scatter)

@@ -26,7 +26,7 @@ class Symptom:
     least: float = 0.0
     """Of the quantity that is followed: under it nothing is wrong, however much it has grown."""
     limit: float | None = None
-    """Value that is an alarm at once, whatever the run is used to."""
+    """Value that is an alarm at once, regardless of the run's baseline."""
     implied_by: str | None = None
     """Symptom that explains this one: while it is in the same state or a worse one, this one is silent."""
     presets: tuple[str, ...] = ()

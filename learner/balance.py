@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Sequences that begin with the same tokens, which are computed once. A sequence on its own shares with nobody but itself."""
+    """Sequences that begin with the same tokens, which are computed once. A single sequence is a prefix with one member."""
 
     members: tuple[int, ...]
     """Indices of the sequences."""

@@ -43,9 +43,9 @@ def unsampled(prompt_ids: Sequence[int], prompt_id: str) -> Trajectory:
 
 
 def kept(answer: Trajectory, longest: int) -> Trajectory:
-    """What of an answer under way is kept: all but the last token, which may be the end of the sequence without its saying so.
+    """What of an answer under way is kept: all but its last token, which is sampled again.
 
-    That token is sampled again. Which one it is doesn't decide that it goes, so nothing is biased.
+    An aborted answer doesn't say whether it ended at that token. The token is dropped whichever it is, so nothing is biased.
     Args:
         longest: tokens of prompt and response that an engine can be given to go on from.
     """

@@ -221,7 +221,7 @@ class RolloutEngine(UpdatableEngine):
         bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if bad is not None:
             raise DataError(
-                f"{self.name}: token id {bad} in a prompt: the model's vocabulary has {self.vocab_size}, and SGLang dies of others. "
+                f"{self.name}: token id {bad} in a prompt: the model's vocabulary has {self.vocab_size}, and any other id crashes SGLang. "
                 "Use the tokenizer of the model's folder"
             )
         if max_tokens < 1 or len(token_ids) > self.longest_prompt or len(token_ids) + max_tokens > self.context_length:

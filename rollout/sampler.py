@@ -119,7 +119,7 @@ class Sampler:
         """
         sampled = await self._sample(prompt, samples=how.samples, temperature=how.temperature, top_p=how.top_p)
         if self.engine.is_leaving and any(map(is_begun, sampled)):
-            raise EngineError(f"{self.engine.name} leaves: ask another one")
+            raise EngineError(f"{self.engine.name} is shutting down: ask another worker")
         return await self._rewards.score(sampled, prompt)
 
     async def _sample(

@@ -229,7 +229,7 @@ class Task:
         if self._source.questions_per_epoch is None and distinct < checked / 2:
             yield (
                 f"{self.name}: the first {checked} training questions have only {distinct} distinct texts; "
-                f"take a setting with more questions, if the model shall not learn them by heart"
+                f"take a setting with more questions, or the model will memorise them"
             )
 
     def _prompt(self, prompt_id: str, question: Question) -> Prompt:

@@ -1,4 +1,4 @@
-"""Temporary files of an engine and its scorers lie in one folder, which goes with them, or with the next start if they were killed."""
+"""Temporary files of an engine and its scorers lie in one folder, deleted when they end, or at the next start if they were killed."""
 
 from __future__ import annotations
 

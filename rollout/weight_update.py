@@ -196,7 +196,7 @@ class UpdatableEngine:
     async def _update(
         self, version: int, check: UpdateCheck, transfer: Sending | Receiving, mode: UpdateMode | None, deadline_s: float | None
     ) -> SyncReceipt:
-        """The update as a task of its own: half of one must not be left behind by a caller that is cancelled."""
+        """The update as a task of its own: it runs to its end even if the caller is cancelled."""
         mode = mode or self.config.weight_update_mode
         update = self._update_in_turn(version, check, transfer, mode, deadline_s or self.config.deadlines.update_s)
         return await asyncio.shield(asyncio.ensure_future(update))
