@@ -120,7 +120,7 @@ def test_a_run_config_survives_its_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("monitor.on_alarm=switch_preset", r"monitor.on_alarm = switch_preset: to which\? Set monitor.preset"),
+        ("monitor.on_alarm=switch_preset", r"monitor.on_alarm = switch_preset needs a preset\. Set monitor.preset"),
         ("monitor.preset=icepop", "monitor.on_alarm = none: nothing would switch to it"),
         ("monitor.on_alarm=switch_preset monitor.preset=icepopp", "monitor.preset = icepopp: .*no such preset. Did you mean icepop"),
         ("monitor.on_alarm=switch_preset monitor.preset=dppo-topk-tv", "dppo-topk-tv: it needs the engines' top-K logprobs"),
