@@ -167,7 +167,7 @@ def conclusions(grown: Sequence[Grown], shared: Slope | None, bound: float) -> l
 
 def name_of(command: str) -> str:
     """What a process is, shortly: an actor's class, a module, or a program."""
-    for pattern in (r"^ray::(\w+)", r"^(sglang::\w+)", r" -m ([\w.]+)", r"/(\w+\.py)\b", r"^\S*?([\w.-]+)(?:\s|$)"):
+    for pattern in (r"^ray::(\w+)", r"^(sglang::\w+)", r"/(raylet)\b", r" -m ([\w.]+)", r"/(\w+\.py)\b", r"^\S*?([\w.-]+)(?:\s|$)"):
         if found := re.search(pattern, command):
             return found[1]
     return command[:30] or "?"
