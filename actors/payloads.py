@@ -48,9 +48,20 @@ async def to_hand_on(facts: GroupFacts, reference: Any, token_bytes: int) -> Any
     return reference
 
 
-def disregard(reference: Any) -> None:
-    """Nobody needs what a call that failed would have returned beside its answer. (Ray reports an error that nobody has looked at.)"""
-    asyncio.ensure_future(reference).add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+def disregard(answer: Any, beside: Any) -> None:
+    """Nobody needs any more what a call returns beside its answer: that is never fetched.
+
+    If the call fails, both results are its error, and Ray reports one that nobody has looked at.
+    """
+    asyncio.ensure_future(answer).add_done_callback(lambda ended: _has_failed(ended) and _look_at(beside))
+
+
+def _look_at(reference: Any) -> None:
+    asyncio.ensure_future(reference).add_done_callback(_has_failed)
+
+
+def _has_failed(ended: asyncio.Future[Any]) -> bool:
+    return not ended.cancelled() and ended.exception() is not None
 
 
 def no_room(error: BaseException) -> str:
