@@ -53,11 +53,12 @@ def disregard(answer: Any, beside: Any) -> None:
 
     If the call fails, both results are its error, and Ray reports one that nobody has looked at.
     """
-    asyncio.ensure_future(answer).add_done_callback(lambda ended: _has_failed(ended) and _look_at(beside))
 
+    def look_at_its_error(ended: asyncio.Future[Any]) -> None:
+        if _has_failed(ended):
+            asyncio.ensure_future(beside).add_done_callback(_has_failed)
 
-def _look_at(reference: Any) -> None:
-    asyncio.ensure_future(reference).add_done_callback(_has_failed)
+    asyncio.ensure_future(answer).add_done_callback(look_at_its_error)
 
 
 def _has_failed(ended: asyncio.Future[Any]) -> bool:

@@ -81,7 +81,7 @@ class RunningCluster:
         return node
 
     def look(self) -> dict[str, Any]:
-        """What jobs hold of it: live `actors` by class, states of `placement_groups`, resources that are `there` and `free`."""
+        """Live `nodes`; what jobs hold: live `actors` by class, states of `placement_groups`, resources that are `there` and `free`."""
         variables = environment() | self.variables
         told = subprocess.run([sys.executable, "-c", _LOOK, self.address], env=variables, capture_output=True, text=True, check=True)
         return dict(json.loads(told.stdout.splitlines()[-1]))
@@ -92,6 +92,7 @@ import json, sys, ray
 from ray.util.placement_group import placement_group_table
 ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
 print(json.dumps({
+    "nodes": sum(one["Alive"] for one in ray.nodes()),
     "actors": sorted(one["ActorClassName"] for one in ray._private.state.actors().values() if one["State"] != "DEAD"),
     "placement_groups": [one["state"] for one in placement_group_table().values()],
     "there": ray.cluster_resources(), "free": ray.available_resources(),
