@@ -76,7 +76,7 @@ class RunningCluster:
     def add_node(self, address: str = "127.0.0.2", *words: str) -> Node:
         """Args: address: of this machine, and another one than the head's. words: of `ray start`."""
         command = [RAY, "start", "--block", f"--address={self.address}", f"--node-ip-address={address}", *_OF_NODE, *words]
-        node = _started(command, environment() | self.variables)
+        node = _started(command, environment() | self.variables | _PATIENCE)
         self.added.append(node)
         return node
 
@@ -101,6 +101,13 @@ print(json.dumps({
 _OF_NODE = ("--num-cpus=4", '--resources={"rollout": 1}', "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0")
 
 
+_PATIENCE = {
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_agent_register_timeout_ms": "180000",  # Ray's daemon ends when its agents are later, and 15 s are short on a busy machine
+    "RAY_raylet_start_wait_time_s": "180",
+}
+
+
 def _started(command: list[str], variables: Mapping[str, str]) -> Node:
     return Node(subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/tmp"))
 
@@ -120,7 +127,7 @@ def ray_cluster(*words: str, asks_for_token: bool = True, **of_nodes: str) -> It
         *(RAY, "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", f"--ray-client-server-port={_free_port()}"),
         *("--include-dashboard=false", f"--temp-dir={temp}", *_OF_NODE, *words),
     ]
-    head = _started(command, environment() | users | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"} | of_nodes)
+    head = _started(command, environment() | users | _PATIENCE | of_nodes)
     cluster = RunningCluster(f"127.0.0.1:{port}", users, head)
     try:
         deadline = time.monotonic() + 240.0
