@@ -188,7 +188,7 @@ def check_ray(settings: RayConfig) -> None:
                 "Leave it empty for a private one"
             )
         try:
-            _check_listening(settings.address)
+            check_listening(settings.address)
         except OSError as error:
             raise ConfigError(
                 f"ray.address = {settings.address!r}: no Ray cluster answers there ({error}). Start one (deploy/README.md), "
@@ -280,9 +280,9 @@ def _load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
-def _check_listening(address: str) -> None:
+def check_listening(address: str, limit_s: float = _CONNECT_S) -> None:
     """Ray itself would look for a cluster that isn't there for minutes. Raises: OSError if nothing listens at host:port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
+        with socket.create_connection((host, int(port)), timeout=limit_s):
             pass

@@ -95,7 +95,8 @@ class _Guard:
             return
         again = self._next_signal(self._grace_s)
         if not self._is_over.is_set():
-            _end_all(number, "again" if again is not None else f"still busy after {self._grace_s:g} s")
+            why = "again" if again is not None else f"still busy after {self._grace_s:g} s"
+            end_all(f"ended by {NAMES[number]} ({why})", exit_code(number))
 
     def _next_signal(self, timeout_s: float | None) -> int | None:
         """Waits for it; None when the guard is closed, or time is up."""
@@ -203,14 +204,14 @@ def is_ending() -> bool:
     return _guard is not None and _guard.raised is not None
 
 
-def _end_all(number: int, why: str) -> NoReturn:
-    """End this process and its descendants, without the help of the main thread."""
+def end_all(why: str, code: int) -> NoReturn:
+    """End this process and its descendants, without the help of the main thread. Args: why: for the terminal. code: of the exit."""
     from actors.descendants import adopted_orphans, end_new
 
     with contextlib.suppress(OSError):
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h\n")  # the cursor, which a live panel hides
-        os.write(2, f"evenkeel: ended by {NAMES[number]} ({why})\n".encode())
+        os.write(2, f"evenkeel: {why}\n".encode())
     with adopted_orphans():
         end_new()
-    os._exit(exit_code(number))
+    os._exit(code)

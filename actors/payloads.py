@@ -48,9 +48,21 @@ async def to_hand_on(facts: GroupFacts, reference: Any, token_bytes: int) -> Any
     return reference
 
 
-def disregard(reference: Any) -> None:
-    """Nobody needs what a call that failed would have returned beside its answer. (Ray reports an error that nobody has looked at.)"""
-    asyncio.ensure_future(reference).add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+def disregard(answer: Any, beside: Any) -> None:
+    """Nobody needs any more what a call returns beside its answer: that is never fetched.
+
+    If the call fails, both results are its error, and Ray reports one that nobody has looked at.
+    """
+
+    def look_at_its_error(ended: asyncio.Future[Any]) -> None:
+        if _has_failed(ended):
+            asyncio.ensure_future(beside).add_done_callback(_has_failed)
+
+    asyncio.ensure_future(answer).add_done_callback(look_at_its_error)
+
+
+def _has_failed(ended: asyncio.Future[Any]) -> bool:
+    return not ended.cancelled() and ended.exception() is not None
 
 
 def no_room(error: BaseException) -> str:

@@ -132,7 +132,7 @@ class RolloutPool(Membership):
         """Have a worker sample a group that it took; if it fails the group waits again, and the queue takes it once."""
         group_id = ticket.group_id
         lived = False
-        outcome = payload = None
+        outcome = found = payload = None
         try:
             if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
                 await wait_for(worker.actor.load.remote(), f"sign of life <- rollout worker {worker.name}", deadline_s=ANSWER_S)
@@ -159,8 +159,8 @@ class RolloutPool(Membership):
             self._take(worker, ticket, outcome, payload)
         finally:
             worker.groups.discard(group_id)
-            if payload is not None and outcome is None:
-                disregard(payload)
+            if found is not None and outcome is None:
+                disregard(found, payload)
         self.wake()
 
     def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any) -> None:

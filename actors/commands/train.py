@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from actors.devices import check_devices, check_types
 from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import on_nodes, requests
 from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.head_watch import ends_with_the_head
 from actors.hub import model_folder, pinned
 from actors.plan.shape import ModelShape
 from actors.record.checkpoint_reader import ResumePoint, take_back
@@ -181,7 +183,9 @@ def _run_in(
         controller = Controller(config, folder, task, observer, resume_from=(point.checkpoint, point.state) if point else None)
         with _log_as_events(observer):
             observer.phase("starting Ray")
-            with Cluster(config) as cluster:  # outside the event loop, so that a Ctrl-C ends this, too, at once
+            # Outside the event loop, so that a Ctrl-C ends this, too, at once.
+            with contextlib.ExitStack() as beyond_its_end, Cluster(config) as cluster:
+                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, partial(folder.event, "error")))
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
                 tell_stacks()

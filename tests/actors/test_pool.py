@@ -21,7 +21,7 @@ from actors.rollout_worker import WorkerSettings
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts
-from tests.actors.cases import CallResult, FakeActor, group, prompt, stored
+from tests.actors.cases import CallResult, FakeActor, group, prompt
 
 DEAD = ray.exceptions.ActorDiedError()
 Fault = Exception | Callable[[], Awaitable[object]]
@@ -254,20 +254,26 @@ def test_loads_are_asked_for_at_once_and_a_worker_that_hangs_is_left_out(monkeyp
     play(scenario)
 
 
-def test_a_group_that_was_delivered_before_the_worker_died_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_was_finished_before_the_worker_died_goes_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has it and delivers it, with or without the worker: others sample what was under way, and that alone."""
+
     async def scenario() -> None:
-        scene = Scene(monkeypatch, places=1)
+        scene = Scene(monkeypatch, places=3)
+        at_its_end: list[int] = []
 
-        async def deliver_and_die() -> None:
-            snapshot, _, _ = await scene.queue.snapshot()
-            await scene.queue.put(stored(group(snapshot.in_flight[0])))
-            raise DEAD
+        async def finish_one_and_die() -> None:
+            if scene.workers["0"].sampled:
+                at_its_end.append(scene.queue._queue.counts()["finished"])
+                raise DEAD
 
-        scene.faults["0"] = deliver_and_die
+        scene.faults["0"] = finish_one_and_die
         await scene.begin()
-        await scene.until_finished(1)
+        await scene.until_finished(3)
+        assert at_its_end[0] == 0, "it died before the group was delivered"
+        assert scene.workers["0"].sampled == [0] and sorted(scene.workers["1"].sampled) == [1, 2]
+        assert sorted(scene.finished) == [0, 1, 2], "each once"
         counts = scene.queue._queue.counts()
-        assert (counts["admitted"], counts["finished"], counts["in_flight"]) == (1, 1, 0)
+        assert (counts["admitted"], counts["finished"], counts["in_flight"]) == (3, 3, 0)
 
     play(scenario)
 
@@ -294,23 +300,29 @@ def test_groups_of_a_call_to_the_queue_that_failed_are_sampled_again(monkeypatch
     play(scenario)
 
 
+def numbers_looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Results of calls to workers that are awaited from now on: 0 is what became of a group, 1 the group itself."""
+    numbers: list[int] = []
+    awaited = CallResult.__await__
+
+    def noted(part: CallResult) -> Any:
+        numbers.append(part.number)
+        return awaited(part)
+
+    monkeypatch.setattr(CallResult, "__await__", noted)
+    return numbers
+
+
 def test_what_a_failed_call_would_have_returned_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray reports each error that nobody has looked at, and the second result of a failed call is one; of a finished one it is a
     small group, which goes on itself."""
 
     async def scenario() -> None:
-        looked_at: list[int] = []
-        awaited = CallResult.__await__
-
-        def noted(part: CallResult) -> Any:
-            looked_at.append(part.number)
-            return awaited(part)
-
-        monkeypatch.setattr(CallResult, "__await__", noted)
+        looked_at = numbers_looked_at(monkeypatch)
         scene = Scene(monkeypatch, faults={"0": raised(EngineError("the scheduler is gone"))}, places=1)
         await scene.begin()
         await scene.until_finished(1)
-        assert scene.workers["1"].sampled == [0] and sorted(looked_at) == [0, 0, 1, 1]
+        assert scene.workers["1"].sampled == [0] and sorted(looked_at) == [0, 0, 0, 1, 1]
 
     play(scenario)
 
@@ -319,7 +331,7 @@ def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_queue(monk
     """Group ids come again with the same prompts: an answer by withdrawn weights must not be taken for the new one."""
 
     async def scenario() -> None:
-        go_on = asyncio.Event()
+        go_on, looked_at = asyncio.Event(), numbers_looked_at(monkeypatch)
         scene = Scene(monkeypatch, faults={"0": go_on.wait}, places=1)
         await scene.begin()
         while not scene.pool._workers["0"].groups:
@@ -332,6 +344,7 @@ def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_queue(monk
         go_on.set()
         await asyncio.sleep(0.3)
         assert scene.workers["0"].sampled == [0] and scene.finished == []
+        assert set(looked_at) == {0}, "the group itself is dropped where it lies, and not fetched for that"
         assert [queue._queue.expects(ticket.group_id) for queue in (old, new)] == [True, True]
 
     play(scenario)

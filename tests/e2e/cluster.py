@@ -11,13 +11,15 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.launch import environment
+import psutil
+
+from tests.e2e.launch import command_of, environment
 
 RAY = str(Path(sys.executable).with_name("ray"))
 OPEN = {"RAY_AUTH_MODE": "disabled"}
@@ -30,45 +32,115 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@dataclass(frozen=True)
+@dataclass
+class Node:
+    """One of a cluster, with one unit of the resource that a rollout worker asks for: `ray start`, and all that it has started."""
+
+    main: subprocess.Popen[bytes]
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+    """Its processes, as far as anybody has looked."""
+
+    def processes(self, word: str = "") -> list[psutil.Process]:
+        """Those that are alive and have this in their command line; also of a parent that is gone, if they were seen before."""
+        with suppress(psutil.NoSuchProcess):
+            main = psutil.Process(self.main.pid)
+            self.seen |= {process.pid: process for process in [main, *main.children(recursive=True)]}
+        for known in list(self.seen.values()):
+            with suppress(psutil.NoSuchProcess):
+                self.seen |= {process.pid: process for process in known.children(recursive=True)}
+        return [process for process in self.seen.values() if process.is_running() and word in command_of(process)]
+
+    def end(self) -> None:
+        """In order if it can, and whatever is left by process id."""
+        left = self.processes()
+        self.main.terminate()
+        try:
+            self.main.wait(30)
+        except subprocess.TimeoutExpired:
+            self.main.kill()
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@dataclass
 class RunningCluster:
-    """A head node."""
+    """A head node, and others that were added."""
 
     address: str
     variables: dict[str, str]
     """By which its users know themselves to it."""
+    head: Node
+    added: list[Node] = field(default_factory=list)
+
+    def add_node(self, address: str = "127.0.0.2", *words: str) -> Node:
+        """Args: address: of this machine, and another one than the head's. words: of `ray start`."""
+        command = [RAY, "start", "--block", f"--address={self.address}", f"--node-ip-address={address}", *_OF_NODE, *words]
+        node = _started(command, environment() | self.variables | _PATIENCE)
+        self.added.append(node)
+        return node
+
+    def look(self) -> dict[str, Any]:
+        """Live `nodes`; what jobs hold: live `actors` by class, states of `placement_groups`, resources that are `there` and `free`."""
+        variables = environment() | self.variables
+        told = subprocess.run([sys.executable, "-c", _LOOK, self.address], env=variables, capture_output=True, text=True, check=True)
+        return dict(json.loads(told.stdout.splitlines()[-1]))
+
+
+_LOOK = """
+import json, sys, ray
+from ray.util.placement_group import placement_group_table
+ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
+print(json.dumps({
+    "nodes": sum(one["Alive"] for one in ray.nodes()),
+    "actors": sorted(one["ActorClassName"] for one in ray._private.state.actors().values() if one["State"] != "DEAD"),
+    "placement_groups": [one["state"] for one in placement_group_table().values()],
+    "there": ray.cluster_resources(), "free": ray.available_resources(),
+}))
+"""
+_OF_NODE = ("--num-cpus=4", '--resources={"rollout": 1}', "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0")
+
+
+_PATIENCE = {
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_agent_register_timeout_ms": "180000",  # Ray's daemon ends when its agents are later, and 15 s are short on a busy machine
+    "RAY_raylet_start_wait_time_s": "180",
+}
+
+
+def _started(command: list[str], variables: Mapping[str, str]) -> Node:
+    return Node(subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/tmp"))
 
 
 @contextmanager
-def ray_cluster(*, asks_for_token: bool = True) -> Iterator[RunningCluster]:
-    """A head node of its own, with one unit of the resource that a rollout worker asks for."""
+def ray_cluster(*words: str, asks_for_token: bool = True, **of_nodes: str) -> Iterator[RunningCluster]:
+    """A head node of its own.
+
+    Args: words: of `ray start`. of_nodes: variables of its nodes.
+    """
     port, temp = _free_port(), tempfile.mkdtemp(prefix="ekc-", dir="/tmp")
     token = Path(temp) / "token"
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
     users = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if asks_for_token else OPEN
-    variables = environment() | users | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    ports = ["--min-worker-port=0", "--max-worker-port=0", f"--ray-client-server-port={_free_port()}"]
     command = [
-        *(RAY, "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1"),
-        *("--include-dashboard=false", "--num-cpus=4", '--resources={"rollout": 1}', f"--temp-dir={temp}", "--disable-usage-stats", *ports),
+        *(RAY, "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", f"--ray-client-server-port={_free_port()}"),
+        *("--include-dashboard=false", f"--temp-dir={temp}", *_OF_NODE, *words),
     ]
-    head = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=temp)
+    head = _started(command, environment() | users | _PATIENCE | of_nodes)
+    cluster = RunningCluster(f"127.0.0.1:{port}", users, head)
     try:
         deadline = time.monotonic() + 240.0
         while True:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
-            assert head.poll() is None and time.monotonic() < deadline, "ray start ended, or took four minutes"
+            assert head.main.poll() is None and time.monotonic() < deadline, "ray start ended, or took four minutes"
             time.sleep(0.5)
-        yield RunningCluster(f"127.0.0.1:{port}", users)
+        yield cluster
     finally:
-        head.terminate()
-        try:
-            head.wait(30)
-        except subprocess.TimeoutExpired:
-            head.kill()
+        for node in [*cluster.added, head]:
+            node.end()
 
 
 def is_up(cluster: RunningCluster) -> bool:

@@ -21,7 +21,10 @@ from tests.failures.measured import FILE, Measured
 TESTS = (
     "tests/failures/test_parts_killed.py",
     "tests/failures/test_driver_killed.py",
+    "tests/failures/test_joined_cluster.py",
     "tests/failures/test_frozen_engine.py",
+    "tests/failures/test_worker_stopped.py",
+    "tests/failures/test_node_cut_off.py",
     "tests/failures/test_broadcast_stopped.py",
     "tests/failures/test_late_calls.py",
     "tests/failures/test_out_of_memory.py",

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +17,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.going_back import lost_among, lost_answer
+from actors.record.run_folder import RunFolder
+from actors.resume import TrainingState
 from actors.supervision import wait_for
-from tests.failures.measured import REAL, Measured
+from tests.e2e.cluster import RunningCluster, ray_cluster
+from tests.e2e.launch import RECIPE, Run, environment
+from tests.failures.books import check_books
+from tests.failures.measured import Recovery
 
 pytestmark = pytest.mark.slow
 
@@ -53,5 +63,59 @@ def test_weights_without_room_take_the_run_back_and_the_reason_is_said(cluster: 
     kept, error, lost = asyncio.run(scenario())
     assert 1 <= len(kept) < 4 and lost == ["an answer"]
     assert lost_answer(error).startswith("no room in Ray's object store (") and "ray.temp_dir" in lost_answer(error)
-    follows = "an answer is lost with it: the run goes back to its last checkpoint, and says what is missing"
-    Measured("object store full, and the disk under it", follows, None, "as for a kill", REAL).write()
+
+
+FILLS = """
+import sys, time, numpy, ray
+ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
+kept = []
+for size in (1 << 20, 1 << 14):
+    for _ in range(200):
+        try:
+            kept.append(ray.put(numpy.ones(size, dtype=numpy.uint8)))
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
+            break
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def filled(cluster: RunningCluster) -> Iterator[None]:
+    """By another job, to the last 16 KiB; it takes its objects along at the end."""
+    variables = environment() | cluster.variables
+    words = [sys.executable, "-c", FILLS, cluster.address]
+    with subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        try:
+            assert other.stdout.readline() == "full\n"
+            yield
+        finally:
+            other.stdin.close()
+
+
+@pytest.mark.engine
+def test_a_run_goes_on_when_there_is_room_again(small_model: Path, tmp_path: Path) -> None:
+    run_dir, steps, groups = tmp_path / "run", 12, 4
+    disk = json.dumps({"local_fs_capacity_threshold": 0.001})
+    words = [f"model={small_model}", f"steps={steps}", f"groups_per_step={groups}", "checkpoint.every_steps=2", "evaluation.problems=4"]
+    with ray_cluster(f"--object-store-memory={STORE}", f"--system-config={disk}") as cluster:
+        run = Run(run_dir, str(RECIPE), f"run_dir={run_dir}", *words, address=cluster.address, **cluster.variables)
+        try:
+            run.wait_until(lambda: len(run.metrics()) >= 3, "a step after a checkpoint")
+            follows = "an answer is lost with it: the run goes back to its last checkpoint, says what is missing, and goes on from it"
+            with filled(cluster):
+                recovery = Recovery(run, "object store full, and the disk under it", follows)
+                run.wait_until(lambda: "no room in Ray's object store (" in run.events(), "the full store to be said")
+            recovery.wait()
+            assert run.wait() == 0, run.output()[-4000:]
+        finally:
+            run.close()
+    folder = RunFolder.view(run_dir)
+    state = TrainingState.load(folder.latest_checkpoint().state)
+    assert run.steps() == list(range(1, steps + 1)) and state.step == steps
+    check_books(run, state, groups_per_step=groups)
+    went_back = [event.text for event in folder.read_events() if "The run goes back to" in event.text]
+    assert went_back and all(text.startswith("lost: an answer (no room in Ray's object store (") for text in went_back)
+    assert all("more free disk where Ray has its session" in text for text in went_back)
+    assert "Traceback" not in run.output() and run.orphans(30.0) == []

@@ -9,6 +9,7 @@ engine dirty, and a whole one cleans it; checksums are of what the scheduler hol
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import math
 import random
@@ -21,12 +22,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError, EngineDirty, SyncError
 from learner.broadcast import WeightBroadcaster
+from learner.families import FAMILIES
 from rollout import weight_transfer
 from rollout.engine import RolloutEngine
 from rollout.engine_config import RESERVED_ARGUMENTS
@@ -74,6 +77,15 @@ def test_a_scheduler_imports_our_models_alone_and_no_compiler(engine: RolloutEng
     assert len(registry.models) > 200 and registry._default_models_loaded
     marked = made_anew("sglang.srt.managers.overlap_utils")._assert_nonneg_and_invalidate
     assert not hasattr(marked, "_torchdynamo_orig_callable"), "to mark a function for the compiler loads it"
+
+
+def test_the_models_looked_at_first_are_those_that_sglang_itself_would_take(engine: RolloutEngine) -> None:
+    """The very classes of its full registry; and each architecture that the learner trains, by transformers' name of it, is among them: of
+    one that isn't the engine's start would import every model of SGLang's."""
+    everything = importlib.import_module("sglang.srt.models.registry").import_model_classes("sglang.srt.models")
+    ours = {one.__name__: one for one in importlib.import_module("rollout.sglang_plugin.served_models.families").EntryClass}
+    assert len(everything) > 200 and ours and {name: everything.get(name) for name in ours} == ours
+    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in FAMILIES} <= set(ours)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])

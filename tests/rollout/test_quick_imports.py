@@ -1,4 +1,4 @@
-"""What a start leaves out: transformers' model classes, rounds of the garbage collector, SGLang's other models."""
+"""What a start leaves out: transformers' model classes, rounds of the garbage collector."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from correction.engines.quick_imports import uncollected, without_model_classes
-from learner.families import FAMILIES
-from rollout.sglang_plugin.served_models import FILES
 
 ROOT = Path(__file__).parents[2]
 READS = """
@@ -59,7 +57,3 @@ def test_the_collector_is_back_after_imports_and_leaves_their_objects_out() -> N
         assert not gc.isenabled(), "the inner one leaves it to the outer"
         _ = 1 / 0
     assert gc.isenabled() and len(made) == 1000 and gc.get_freeze_count() >= frozen + 1000
-
-
-def test_engines_know_the_learners_families_without_looking_through_all_models() -> None:
-    assert set(FILES) == set(FAMILIES), "of a family that is missing here the engine's start imports every model of SGLang's"

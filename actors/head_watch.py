@@ -1,0 +1,63 @@
+"""The head of a joined cluster: when it is gone the run ends with a sentence, before Ray ends this process without one.
+
+Each of Ray's processes ends, the driver too, when it hasn't reached the control service for a minute. Until then any call of Ray's that
+needs that service stands still, and the event loop with it, if a worker is lost meanwhile; so a thread looks after the head, and ends the
+process itself. Nothing could be saved any more: actors that are asked for it are found through that service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ray
+
+from actors import interrupts
+from actors.cluster import check_listening
+from actors.config import RayConfig
+
+_LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray's variable: those seconds; 60 if it isn't set."""
+_SHARE = 0.5
+"""Of them: a head that doesn't come back within it, as one that keeps what it knows elsewhere (GCS fault tolerance), counts as gone."""
+_LOOKS = 6
+
+
+@contextlib.contextmanager
+def ends_with_the_head(settings: RayConfig, run_dir: Path, tell: Callable[[str], object]) -> Iterator[None]:
+    """While this lasts, the loss of the head of the cluster that was joined ends this process. A private one is this process' own.
+
+    Args: tell: is told the reason, in the thread that looks.
+    """
+    if settings.address is None or settings.address.startswith("ray://"):
+        yield
+        return
+    over, address = threading.Event(), ray.get_runtime_context().gcs_address
+    threading.Thread(target=_look, args=(address, over, run_dir, tell), name="head watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _look(address: str, over: threading.Event, run_dir: Path, tell: Callable[[str], object]) -> None:
+    limit_s, missed = _SHARE * float(os.environ.get(_LIMIT, "60")), 0
+    while missed < _LOOKS:
+        if over.wait(limit_s / _LOOKS):
+            return
+        try:
+            check_listening(address, limit_s / _LOOKS)
+            missed = 0
+        except OSError:
+            missed += 1
+    text = (
+        f"the head of the Ray cluster at {address} is gone: nothing has listened there for {limit_s:.0f} s, and what the cluster knew of "
+        f"this run went with it. Start a head again (deploy/README.md), then: evenkeel train --resume {run_dir}, with "
+        "ray.address=HOST:PORT if it is another one"
+    )
+    with contextlib.suppress(Exception):  # whatever is wrong with the folder, the terminal has it
+        tell(text)
+    interrupts.end_all(text, 1)
