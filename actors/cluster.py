@@ -50,6 +50,10 @@ _ENDED_S = 5.0
 """Processes that Ray leaves behind are killed after so long."""
 
 
+class NoClusterError(ConfigError, EngineError):
+    """Nothing answers at ray.address: a wrong address, or a head that has to be started again."""
+
+
 class Cluster:
     """Connects on entry, leaves on exit; a private cluster ends with this process, however it ends."""
 
@@ -120,7 +124,8 @@ class Cluster:
                         if self._config.ray.address
                         else "Start the run again when the machine has less to do, or join a running cluster with ray.address"
                     )
-                    raise EngineError(f"{reason}; tried {counted(_TRIES - left, 'time')}. {remedy}.{logs}") from error
+                    failed = NoClusterError if self._config.ray.address else EngineError
+                    raise failed(f"{reason}; tried {counted(_TRIES - left, 'time')}. {remedy}.{logs}") from error
                 log.warning("%s; trying again, %d of %d", reason, _TRIES - left + 1, _TRIES)
                 time.sleep(_PAUSE_S)
             except BaseException:
@@ -190,7 +195,7 @@ def check_ray(settings: RayConfig) -> None:
         try:
             check_listening(settings.address)
         except OSError as error:
-            raise ConfigError(
+            raise NoClusterError(
                 f"ray.address = {settings.address!r}: no Ray cluster answers there ({error}). Start one (deploy/README.md), "
                 f"or leave ray.address empty for a private one"
             ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,15 +45,14 @@ def ends_with_the_head(settings: RayConfig, run_dir: Path, tell: Callable[[str],
 
 
 def _look(address: str, over: threading.Event, run_dir: Path, tell: Callable[[str], object]) -> None:
-    limit_s, missed = _SHARE * float(os.environ.get(_LIMIT, "60")), 0
-    while missed < _LOOKS:
+    limit_s = _SHARE * float(os.environ.get(_LIMIT, "60"))
+    seen_s = time.monotonic()
+    while time.monotonic() - seen_s < limit_s:
         if over.wait(limit_s / _LOOKS):
             return
-        try:
+        with contextlib.suppress(OSError):
             check_listening(address, limit_s / _LOOKS)
-            missed = 0
-        except OSError:
-            missed += 1
+            seen_s = time.monotonic()
     text = (
         f"the head of the Ray cluster at {address} is gone: nothing has listened there for {limit_s:.0f} s, and what the cluster knew of "
         f"this run went with it. Start a head again (deploy/README.md), then: evenkeel train --resume {run_dir}, with "

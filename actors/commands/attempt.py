@@ -18,15 +18,16 @@ def main() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # after the step under way, with a checkpoint
         if parent == 1 or os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
+    from actors.cluster import NoClusterError
     from actors.commands.cli import main as command_line
-    from actors.commands.retries import NOT_AGAIN
+    from actors.commands.retries import NO_CLUSTER, NOT_AGAIN
 
     try:
         command_line()
     except SystemExit as end:
         if isinstance(end.__context__, ConfigError):
             print(end.code, file=sys.stderr)
-            sys.exit(NOT_AGAIN)
+            sys.exit(NO_CLUSTER if isinstance(end.__context__, NoClusterError) else NOT_AGAIN)
         raise
 
 

@@ -63,12 +63,17 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(KILLED, 3), (retries.NOT_AGAIN, None)], (1, 2)),
         ([(1, None)], (1, 1)),  # an error before there was a folder: in what the run was given
         ([(1, 3), (1, None)], (1, 2)),  # no step more
+        ([(1, 3), (retries.NO_CLUSTER, None), (retries.NO_CLUSTER, None), (0, 9)], (0, 4)),  # a head may be started again
+        ([(retries.NO_CLUSTER, None)], (1, 1)),  # at the first start it is the address that is wrong
         ([(3, 4)], (3, 1)),
         ([(143, 4)], (143, 1)),
         ([(-signal.SIGTERM, 4)], (143, 1)),
         ([(KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4)], (137, 4)),
     ],
-    ids=["done", "progress", "early", "settings", "input", "no progress", "alarm", "SIGTERM", "SIGTERM, early", "used up"],
+    ids=[
+        *("done", "progress", "early", "settings", "input", "no progress", "head away", "no head"),
+        *("alarm", "SIGTERM", "SIGTERM, early", "used up"),
+    ],
 )
 def test_what_is_tried_again(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, expected: tuple[int, int]) -> None:
     assert tried(monkeypatch, run_dir, ends) == expected
