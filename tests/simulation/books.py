@@ -33,8 +33,8 @@ class Books:
         self._learners = 0
         self._known: set[Weights] = set()
         """All that the learner has ever had."""
-        self._counts: dict[str, int] = {}
-        """Of the queue, when they were looked at last."""
+        self._seen: tuple[int, ...] = ()
+        """What the queue's counts are made of, when they were looked at last."""
         self.saved: dict[str, int] = {}
         """Checkpoints that the run has called complete, by folder name: their steps."""
 
@@ -47,10 +47,11 @@ class Books:
 
     def check_queue(self, queue: Any) -> None:
         """The balance, and the bound of staleness, of the queue's own counts and contents."""
-        counts = queue.counts()
-        if counts == self._counts:
+        seen = (len(queue._entries), queue.admitted, queue.trained, queue.discarded, *queue._by_state.values())
+        if seen == self._seen:
             return
-        self._counts = counts
+        self._seen = seen
+        counts = queue.counts()
         under_way = counts["in_flight"] + counts["finished"] + counts["drawn"]
         if counts["admitted"] != counts["trained"] + counts["discarded"] + under_way:
             self.refuse(f"the queue is out of balance: {counts}")

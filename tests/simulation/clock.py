@@ -6,11 +6,14 @@ import asyncio
 import gc
 import heapq
 import inspect
+import os
 import random
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from typing import Any
 from unittest import mock
 
@@ -22,41 +25,98 @@ class NothingLeftError(AssertionError):
     """Everybody waits for somebody: neither a callback nor a timer is left."""
 
 
-class VirtualLoop(asyncio.BaseEventLoop):
-    """Callbacks run in the order in which they were scheduled; when none is left, the clock jumps to the next timer."""
+class Clock:
+    """Virtual time, seconds; the loops of all drivers of a run advance it, one after the other."""
 
-    def __init__(self, now: float, after_step: Callable[[], None], *, most_steps: int = 800_000) -> None:
-        """Args: after_step: called after each round of callbacks. most_steps: of them, for what runs on without time going by."""
-        super().__init__()
-        self.now, self._after_step, self._steps_left = now, after_step, most_steps
+    def __init__(self) -> None:
+        self.now = 0.0
 
     def time(self) -> float:
         return self.now
 
+
+class _Due:
+    """A callback that waits for its turn or for its time."""
+
+    __slots__ = ("args", "callback", "context")
+
+    def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None) -> None:
+        self.callback: Callable[..., Any] | None = callback
+        self.args, self.context = args, context or copy_context()
+
+    def cancel(self) -> None:
+        self.callback, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        return self.callback is None
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Callbacks run in the order in which they were scheduled; when none is left, the clock jumps to the next timer. Timers of one moment
+    run in the order in which they were set.
+
+    A run is some ten thousand callbacks that do little each, so that what a loop does for each of them is most of the run: this one leaves
+    out what asyncio's does for threads and for its debug mode.
+    """
+
+    def __init__(self, clock: Clock, after_step: Callable[[], None], *, most_steps: int = 800_000) -> None:
+        """Args: after_step: called after each round of callbacks. most_steps: of them, for what runs on without time going by."""
+        super().__init__()
+        self._clock, self._after_step, self._steps_left = clock, after_step, most_steps
+        self._due: deque[_Due] = deque()
+        self._timers: list[tuple[float, int, _Due]] = []
+        """A heap, by their time and their number."""
+        self._timers_set = 0
+
+    def time(self) -> float:
+        return self._clock.now
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
+        due = _Due(callback, args, context)
+        self._due.append(due)
+        return due
+
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
+        due = _Due(callback, args, context)
+        self._timers_set += 1
+        heapq.heappush(self._timers, (when, self._timers_set, due))
+        return due
+
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
+        return self.call_at(self._clock.now + delay, callback, *args, context=context)
+
+    call_soon_threadsafe = call_soon
+    """There is no other thread."""
+
     def _run_once(self) -> None:
-        ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
-        while timers and timers[0]._cancelled:
-            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
-            heapq.heappop(timers)._scheduled = False
-        if not ready:
+        due, timers, clock = self._due, self._timers, self._clock
+        while timers and timers[0][2].callback is None:
+            heapq.heappop(timers)
+        if not due:
             if not timers:
                 raise NothingLeftError("nothing is left to do: everybody waits for somebody else")
-            self.now = max(self.now + _LEAST_S, timers[0]._when)
-        while timers and timers[0]._when <= self.now:
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
-            ready.append(timer)
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            clock.now = max(clock.now + _LEAST_S, timers[0][0])
+        while timers and timers[0][0] <= clock.now:
+            due.append(heapq.heappop(timers)[2])
+        for _ in range(len(due)):
+            next_one = due.popleft()
+            if next_one.callback is None:
+                continue
+            try:
+                next_one.context.run(next_one.callback, *next_one.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": "a callback has failed", "exception": error})
         self._steps_left -= 1
         if self._steps_left < 0:
             raise NothingLeftError("the run goes round in circles")
         self._after_step()
 
-    def _write_to_self(self) -> None:
-        """There is no other thread to be woken by."""
+    def close(self) -> None:
+        self._due.clear()
+        self._timers.clear()
+        super().close()
 
 
 async def _beside(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
@@ -67,14 +127,15 @@ async def _beside(function: Callable[..., Any], /, *args: Any, **named: Any) -> 
 
 
 @contextmanager
-def installed(now: Callable[[], float], seed: int) -> Iterator[None]:
+def installed(clock: Clock, seed: int) -> Iterator[None]:
     """While this lasts, everybody's clock, threads and chances are the simulation's."""
     chances = random.Random(seed)
     with (
-        mock.patch.object(time, "monotonic", now),
-        mock.patch.object(time, "time", lambda: 1.7e9 + now()),
+        mock.patch.object(time, "monotonic", clock.time),
+        mock.patch.object(time, "time", lambda: 1.7e9 + clock.now),
         mock.patch.object(asyncio, "to_thread", _beside),
         mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=chances.getrandbits(128), version=4)),
+        mock.patch.object(os, "urandom", chances.randbytes),
         mock.patch.object(gc, "freeze", lambda: None),  # a process that simulates thousands of runs would keep them all
     ):
         yield

@@ -18,7 +18,8 @@ from tests.simulation.processes import Process, SimulatedRay
 from tests.simulation.schedule import Fault
 
 WORKER, QUEUE, SERVICE, RANK = "RolloutWorker", "TrajectoryQueueActor", "CorrectionService", "LearnerRankActor"
-_KINDS = {"worker": WORKER, "queue": QUEUE, "service": SERVICE, "learner": RANK}
+DRIVER = "driver"
+_KINDS = {"worker": WORKER, "queue": QUEUE, "service": SERVICE, "learner": RANK, "driver": DRIVER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,11 @@ class Faults:
     def last_end(self) -> float:
         """From then on nothing befalls the run any more."""
         return max((fault.at + (fault.lasts if fault.kind not in _COUNTED else 0.0) for fault in self._faults), default=0.0)
+
+    @property
+    def may_freeze(self) -> set[str]:
+        """Kinds of processes that stand still at some time."""
+        return {_KINDS[noun] for verb, _, noun in (fault.kind.partition("_") for fault in self._faults) if verb == "freeze"}
 
     def _play(self, fault: Fault) -> None:
         if fault in self.played or self._cluster is None:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import itertools
 import math
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Container, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from types import SimpleNamespace, coroutine
@@ -31,6 +30,7 @@ import actors.controller
 from actors.config import RunConfig
 from actors.placement import RankPlaces
 from tests.simulation.broadcast import Meetings
+from tests.simulation.ref import Ref
 
 HERE: ContextVar[Process | None] = ContextVar("process", default=None)
 """The actor's process in which this runs; None: the driver's."""
@@ -38,47 +38,8 @@ DRIVER: ContextVar[Process | None] = ContextVar("driver", default=None)
 """The driver's own, of a run in which it stands still for a while; None: its tasks are plain ones, which are faster."""
 
 
-class Ref:
-    """A reference to what a call will return, or to what was put into the object store; any number may await it."""
-
-    __slots__ = ("_error", "_loop", "_value", "_waiters", "is_done", "on_done")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self.is_done = loop, False
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-        self.on_done: Callable[[Any, BaseException | None], None] | None = None
-        """Is told of the end, by value or error, before whoever waits."""
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        if not self.is_done:
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            self._waiters.append(waiter)
-            yield from waiter
-        return self.result()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def resolve(self, value: Any) -> None:
-        self._end(value, None)
-
-    def fail(self, error: BaseException) -> None:
-        self._end(None, error)
-
-    def _end(self, value: Any, error: BaseException | None) -> None:
-        if self.is_done:
-            return
-        self.is_done, self._value, self._error = True, value, error
-        if self.on_done is not None:
-            self.on_done(value, error)
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+_TASKS = 32
+"""More than so many tasks of a process are looked through for those that have ended."""
 
 
 class Process:
@@ -88,14 +49,15 @@ class Process:
         self.cluster, self.name, self.kind = cluster, name, kind
         self.overlaps = overlaps
         """Its calls do, and may come in another order than they were made in."""
+        self._may_freeze = kind in cluster.may_freeze
         self.last_arrival = 0.0
         self.instance: Any = None
         """None while it starts."""
         self.is_dead = self.is_frozen = False
         self.thawed: asyncio.Future[None] | None = None
-        self.tasks: dict[int, asyncio.Task[Any]] = {}
-        """By their running number."""
-        self._numbers = itertools.count()
+        self._tasks: list[asyncio.Task[Any]] = []
+        """In the order in which they were made; some have ended."""
+        self._room = _TASKS
         self.pending: dict[Ref, None] = {}
         self.calls: deque[Callable[[], None]] = deque()
         """Arrived, and not begun: it starts, stands still, or has another one to end first."""
@@ -107,11 +69,20 @@ class Process:
     def is_up(self) -> bool:
         return self.instance is not None and not self.is_dead
 
+    def make_task(self, work: Coroutine[Any, Any, Any], **named: Any) -> asyncio.Task[Any]:
+        if len(self._tasks) >= self._room:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._room = 2 * len(self._tasks) + _TASKS
+        task = asyncio.Task(_stepped(self, work) if self._may_freeze else work, loop=self.cluster.loop, **named)
+        self._tasks.append(task)
+        return task
+
     def take_calls(self) -> None:
         while self.calls and self.is_up and not self.is_frozen and not self.is_busy:
             self.calls.popleft()()
 
     def freeze(self) -> None:
+        assert self._may_freeze, f"{self.kind} is not among what may be frozen"
         if not self.is_dead and not self.is_frozen:
             self.is_frozen, self.thawed = True, self.cluster.loop.create_future()
 
@@ -128,7 +99,7 @@ class Process:
             return
         self.is_dead = True
         self.calls.clear()
-        for task in list(self.tasks.values()):
+        for task in self._tasks:
             task.cancel()
         self.thaw()
         delay_s = self.cluster.delay(f"death of {self.name}", 0.01, 1.0)
@@ -159,21 +130,10 @@ def _stepped(process: Process, work: Coroutine[Any, Any, Any]) -> Generator[Any,
             error = raised
 
 
-async def _in(process: Process, number: int, work: Coroutine[Any, Any, Any]) -> Any:
-    try:
-        return await _stepped(process, work)
-    finally:
-        del process.tasks[number]
-
-
 def make_task(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **named: Any) -> asyncio.Task[Any]:
     """A loop's task factory: tasks belong to the process in which they were made."""
     process = HERE.get() or DRIVER.get()
-    if process is None:
-        return asyncio.Task(work, loop=loop, **named)
-    number = next(process._numbers)
-    task = process.tasks[number] = asyncio.Task(_in(process, number, work), loop=loop, **named)
-    return task
+    return asyncio.Task(work, loop=loop, **named) if process is None else process.make_task(work, **named)
 
 
 class Handle:
@@ -202,14 +162,18 @@ class Method:
 class SimulatedRay:
     """What the product calls of Ray, for one driver; a crash of the driver ends its actors, and the next one has its own."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, seed: str, casts: dict[str, type], watch: Any) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seed: str, casts: dict[str, type], watch: Any, may_freeze: Container[str]
+    ) -> None:
         """
         Args:
             casts: by name of an actor's class: what plays it.
+            may_freeze: kinds of processes that may be frozen; the steps of the others go without a look whether they are.
             watch: is told of calls, returns and deaths, and says what befalls them (world.World).
         """
         self.loop, self._seed, self._casts, self._watch = loop, seed, casts, watch
         self.processes: list[Process] = []
+        self.may_freeze = may_freeze
         self.meetings = Meetings()
         self.driver: Process | None = None
         self._numbers: Counter[str] = Counter()

@@ -23,17 +23,19 @@ import ray.exceptions
 import torch
 
 import actors.correction_service
+import actors.loop_clock
 import actors.rollout_worker
 import learner.checkpoint_files
+import learner.file_sums
 import learner.model_check
 from actors import interrupts
 from actors.controller import Controller
 from actors.record import checkpoint_reader
 from actors.record.checkpoint_writer import ATTEMPTS
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
-from tests.simulation import parts
+from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError
-from tests.simulation.clock import NothingLeftError, VirtualLoop, installed
+from tests.simulation.clock import Clock, NothingLeftError, VirtualLoop, installed
 from tests.simulation.engine import SimulatedEngine, SimulatedSampler
 from tests.simulation.faults import QUEUE, RANK, WORKER, Disk, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
@@ -76,7 +78,7 @@ class World:
         self.books = Books(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
         self.disk = Disk()
         self.trace: list[str] = []
-        self._now = 0.0
+        self._clock = Clock()
         self.faults = Faults(schedule.faults, self.disk, lambda text: self.tells("fault", text))
         self._drivers = self._rejected = 0
         self._damaged: list[str] = []
@@ -90,15 +92,12 @@ class World:
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        return self._now
-
     def tells(self, level: str, text: str) -> None:
         if text == "training":
             self._is_training = True
         if "ledger.jsonl is damaged" in text:
             self.books.refuse(f"nobody touched the ledger's file, and a resume finds it damaged: {text}")
-        self.trace.append(f"{self._now:.4f} {level}: {text}".replace(str(self._root), ""))
+        self.trace.append(f"{self._clock.now:.4f} {level}: {text}".replace(str(self._root), ""))
 
     def died(self, process: Process) -> None:
         self.tells("world", f"{process.name} is dead")
@@ -121,7 +120,7 @@ class World:
         return is_one
 
     def called(self, caller: Process | None, process: Process, method: str, args: tuple[Any, ...], ref: Any) -> Fate:
-        self.trace.append(f"{self._now:.4f} {caller.name if caller else 'driver'} -> {process.name}.{method}")
+        self.trace.append(f"{self._clock.now:.4f} {caller.name if caller else 'driver'} -> {process.name}.{method}")
         if method == "export":
             self.books.is_exported(args[1], may_be_copied=self.schedule.broadcasts)
         if caller is None and process.kind == WORKER:
@@ -188,7 +187,7 @@ class World:
         logger.setLevel(logging.CRITICAL + 1)
         torch.set_num_threads(1)  # its batches are of a few tokens
         try:
-            with installed(self.now, self.schedule.seed), self.disk.in_place(self._root), self._doubles():
+            with installed(self._clock, self.schedule.seed), self.disk.in_place(self._root), self._doubles():
                 self._play()
         except (ViolationError, NothingLeftError) as error:
             violation = self.books.violation or str(error)
@@ -198,14 +197,14 @@ class World:
         finally:
             logger.setLevel(before[0])
             logger.propagate = before[1]
-        return Outcome(violation, where, self._now, self._drivers, self.steps, tuple(self.trace))
+        return Outcome(violation, where, self._clock.now, self._drivers, self.steps, tuple(self.trace))
 
     def _play(self) -> None:
         resumes_left = _RESUMES_UNDISTURBED
         while True:
             point = self._resume_point() if self._drivers else None
             before = len(self.faults.played)
-            began = self._now
+            began = self._clock.now
             ended = self._one_driver(point)
             self.tells("world", f"driver {self._drivers} has ended: {ended}")
             self._drivers += 1
@@ -217,7 +216,7 @@ class World:
                 if began < self.faults.last_end or resumes_left == 0 or not self.faults.played:
                     self.books.refuse(f"the run ended, though nothing befell it that may end it: {ended}")
                 resumes_left -= 1
-            self._now += _RESTART_S
+            self._clock.now += _RESTART_S
             self.disk.is_full = False  # whoever resumes has made room
 
     def _resume_point(self) -> Any:
@@ -244,25 +243,21 @@ class World:
         """Returns: why it ended with a step left to do; empty: all steps are done."""
         self.disk.was_full = self._is_training = False
         self._begin_books(point.checkpoint.step if point else 0)
-        loop = VirtualLoop(self._now, self._after_step)
+        loop = VirtualLoop(self._clock, self._after_step)
         loop.set_exception_handler(lambda *_: None)  # of tasks that nobody waits for any more; what matters, the books see
         loop.set_task_factory(make_task)  # type: ignore[arg-type]
-        self._loop = loop
-        self.cluster = SimulatedRay(loop, f"{self.schedule.seed}/{self._drivers}", {RANK: SimulatedRank}, self)
-        self._ends = max(self._now, self.faults.last_end) + FINISH_S
-        try:
-            with in_place_of_ray(self.cluster):
-                try:
-                    return self._until_its_end(loop, point)
-                finally:
-                    self._end(loop)
-        finally:
-            self._now = loop.now
+        self.cluster = SimulatedRay(loop, f"{self.schedule.seed}/{self._drivers}", {RANK: SimulatedRank}, self, self.faults.may_freeze)
+        self._ends = max(self._clock.now, self.faults.last_end) + FINISH_S
+        with in_place_of_ray(self.cluster):
+            try:
+                return self._until_its_end(loop, point)
+            finally:
+                self._end(loop)
 
     def _until_its_end(self, loop: VirtualLoop, point: Any) -> str:
         self.faults.begin(self.cluster)
-        stands_still = any(fault.kind == "freeze_driver" for fault in self.schedule.faults)
-        self.cluster.driver = Process(self.cluster, "driver", "driver", overlaps=True) if stands_still else None
+        stands_still = faults.DRIVER in self.cluster.may_freeze
+        self.cluster.driver = Process(self.cluster, "driver", faults.DRIVER, overlaps=True) if stands_still else None
         context = copy_context()
         context.run(DRIVER.set, self.cluster.driver)
         try:
@@ -315,9 +310,9 @@ class World:
             self.cluster.driver.thaw()
         for process in self.cluster.processes:
             process.kill()
-        now = loop.now
+        now = self._clock.now
         for _ in range(3):
-            if not (left := [task for task in asyncio.all_tasks(loop) if not task.done()]):
+            if not (left := asyncio.all_tasks(loop)):  # that aren't done
                 break
             for task in left:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -326,7 +321,7 @@ class World:
                 loop.run_until_complete(asyncio.wait(left, timeout=60.0))
         for task in asyncio.all_tasks(loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-        loop.now = now
+        self._clock.now = now
         loop.close()
         if self.faults.crash is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -343,15 +338,13 @@ class World:
     # -- after each step of the loop ---------------------------------------------------------------------------------
 
     def _after_step(self) -> None:
-        self._now = self._loop.now
         if self.books.violation:
             raise ViolationError(self.books.violation)
-        queue = self._queue
-        if queue is not None:
+        if (queue := self._queue) is not None:
             self.books.check_queue(queue)
         if self.faults.crash is not None:
             raise DriverEnded
-        if self._now > self._ends:
+        if self._clock.now > self._ends:
             self.books.refuse(f"not through {FINISH_S:g} s after the last fault; step {self.steps} of {self.schedule.steps} is done")
 
     # -- the product's edges -----------------------------------------------------------------------------------------
@@ -365,13 +358,13 @@ class World:
             for place, name, double in (
                 (worker.Sampler, "start", self._start_sampler),
                 (worker, "MetricsEndpoint", endpoint),
-                (worker, "own_folder", contextlib.nullcontext),
-                (worker, "remove", nothing),
                 (service, "correct", parts.corrected),
                 (service, "defer", parts.corrected),
                 (service, "diagnose", parts.diagnosed),
                 (service, "clipped_tokens", parts.not_clipped),
                 (interrupts, "handled_in", self._handled_in),
+                (actors.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
+                (learner.file_sums, "ThreadPoolExecutor", parts.NoThreads),
                 (learner.checkpoint_files, "check_readable", nothing),
                 (learner.model_check, "check_trainable", nothing),
                 (checkpoint_reader, "load_tokenizer", nothing),

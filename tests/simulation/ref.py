@@ -1,0 +1,50 @@
+"""What a call to a simulated actor returns at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any
+
+
+class Ref:
+    """A reference to what a call will return, or to what was put into the object store; any number may await it."""
+
+    __slots__ = ("_error", "_loop", "_value", "_waiters", "is_done", "on_done")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self.is_done = loop, False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self.on_done: Callable[[Any, BaseException | None], None] | None = None
+        """Is told of the end, by value or error, before whoever waits."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.is_done:
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.append(waiter)
+            yield from waiter
+        return self.result()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def resolve(self, value: Any) -> None:
+        self._end(value, None)
+
+    def fail(self, error: BaseException) -> None:
+        self._end(None, error)
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        if self.is_done:
+            return
+        self.is_done, self._value, self._error = True, value, error
+        if self.on_done is not None:
+            self.on_done(value, error)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
