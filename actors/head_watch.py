@@ -36,7 +36,8 @@ def ends_with_the_head(settings: RayConfig, run_dir: Path, tell: Callable[[str],
     if settings.address is None or settings.address.startswith("ray://"):
         yield
         return
-    over, address = threading.Event(), ray.get_runtime_context().gcs_address
+    over = threading.Event()
+    address = ray.get_runtime_context().gcs_address if settings.address == "auto" else settings.address
     threading.Thread(target=_look, args=(address, over, run_dir, tell), name="head watch", daemon=True).start()
     try:
         yield
