@@ -96,7 +96,7 @@ def filled(cluster: RunningCluster) -> Iterator[None]:
 
 @pytest.mark.engine
 def test_a_run_goes_on_when_there_is_room_again(small_model: Path, tmp_path: Path) -> None:
-    run_dir, steps, groups = tmp_path / "run", 12, 4
+    run_dir, steps, groups = tmp_path / "run", 12, 16  # a batch of fewer is small enough to go by value, past the store
     disk = json.dumps({"local_fs_capacity_threshold": 0.001})
     words = [f"model={small_model}", f"steps={steps}", f"groups_per_step={groups}", "checkpoint.every_steps=2", "evaluation.problems=4"]
     with ray_cluster(f"--object-store-memory={STORE}", f"--system-config={disk}") as cluster:
