@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,13 @@ from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.loop_clock import LoopClock
 from actors.metrics import DISCARD_COUNTERS, StepMetrics
 from actors.probe_limits import ProbeLimits
-from actors.record.metric_views import MetricViews
+from actors.record.finished_step import FinishedStep
+from actors.record.metric_views import open_views
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import keep_and_tell
-from actors.record.slowest import SlowestPrompts
+from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
     batch_metrics,
     diagnostic_metrics,
@@ -57,40 +57,13 @@ def _kind_of_failure(error: str) -> str:
     return "trajectories whose reward took too long" if "deadline" in error else "trajectories without a reward"
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """What is known of a step at its end, and belongs to it."""
-
-    number: int
-    """From 1."""
-    version: int
-    """Of the weights after it."""
-    batch: PreparedBatch
-    result: StepResult
-    elapsed_s: float
-    """Since the run began."""
-    seconds: float
-    """Since the step before ended."""
-    phases: dict[str, float]
-    """Seconds by phase of the loop."""
-    loads: Awaitable[dict[str, WorkerLoad]]
-    groups: Sequence[GroupSummary]
-    versions: Mapping[str, int]
-    """Of the workers, as the step's training ended."""
-    receipts: Sequence[SyncReceipt]
-    differences: Sequence[float]
-    """Of the probes."""
-    noted: dict[str, float]
-    """Further numbers, by name of the catalogue, and the totals."""
-
-
 class Observer:
     """Collects between two steps, writes at each. It decides nothing about the run."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._views = MetricViews(folder, config.metrics)
+        self._views = open_views(folder, config.metrics)
         self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
         self._slowest = SlowestPrompts(folder)
@@ -122,8 +95,8 @@ class Observer:
         self._finished, self._receipts, self._extra = [], [], {}
         self._probes.forget()
         self._writing = None
-        self._views.close()
-        self._views = MetricViews(self._folder, self._config.metrics)
+        self._close_views()
+        self._views = open_views(self._folder, self._config.metrics)
 
     # -- actors ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +208,7 @@ class Observer:
         metrics = StepMetrics(result.step, numbers)
         self._disk.line(self._folder.append_evaluation, metrics)
         self._disk.file(self._folder.write_trajectories, result.step, result.text(prompts), "held_out")
-        self._views.write(metrics)
+        self._show(metrics)
         self._endpoint.publish(dict(metrics))
         self._view.evaluation(metrics)
         self._folder.event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {result.seconds:.1f} s")
@@ -345,8 +318,9 @@ class Observer:
         if self._disk.failures:
             metrics.update({"files/failures_total": self._disk.failures})
         self._disk.line(self._folder.append_metrics, metrics)
-        self._disk.file(self._slowest.save)
-        self._disk.file(self._views.write, metrics)
+        if (slowest := self._slowest.changed()) is not None:
+            self._disk.file(self._folder.write_text, FILE, slowest)
+        self._show(metrics)
         self._endpoint.publish(dict(metrics))
         self._endpoint.keep_only("worker", self._workers)
         self._view.step(metrics)
@@ -375,11 +349,22 @@ class Observer:
     def close(self) -> None:
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
-        self._views.close()
+        self._close_views()
         self._clock.stop()
         for part in ("_endpoint", "_discovery"):
             if hasattr(self, part):
                 getattr(self, part).close()
+
+    def _show(self, metrics: StepMetrics) -> None:
+        for view in self._views:
+            self._disk.line(view.write, metrics)
+
+    def _close_views(self) -> None:
+        for view in self._views:
+            try:
+                view.close()
+            except Exception as error:  # a package's own: what is drawn of a run must not end it, nor stand in place of how it ended
+                self.event("warning", f"{type(view).__name__} was not closed in order: {error}")
 
     def _count(self, name: str, amount: float) -> None:
         self._totals[name] = self._totals.get(name, 0.0) + amount

@@ -383,3 +383,40 @@ def test_a_full_disk_ends_nothing_and_costs_no_line(seen: Seen) -> None:
     assert seen.line(3)["files/failures_total"] >= 3
     told = [event.text for event in folder.read_events() if "the disk" in event.text]
     assert ["does not take" in text for text in told] == [True, False] and "No space left on device" in told[0]
+
+
+def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen) -> None:
+    """It takes step 1, refuses 2 to 4, in which the run goes back and ends as well, and has all of them when there is room."""
+    observer, events = seen.observer, seen.folder.tensorboard_path
+
+    async def scenario() -> None:
+        await write(observer, (1, diagnosed(state=State.OK)))
+        (file,) = events.iterdir()
+        file.rename(seen.folder.path / "aside")
+        file.symlink_to("/dev/full")
+        await write(observer, *((step, diagnosed(state=State.OK)) for step in (2, 3, 4)))
+        observer.close()
+        file.unlink()
+        (seen.folder.path / "aside").rename(file)
+        await write(observer, (5, diagnosed(state=State.OK)))
+        seen.folder.rewind(4)
+        observer.go_back({})
+        await write(observer, (5, diagnosed(WATCH, state=State.WATCH)))
+
+    asyncio.run(scenario())
+    assert scalars(events, "monitor/level") == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 1)], "step 5 as it was done again"
+    told = [event.text for event in seen.folder.read_events() if "the disk" in event.text]
+    assert ["does not take" in text for text in told] == [True, False], "once each, though other files took their lines all the time"
+
+
+def test_a_view_that_can_not_be_closed_ends_nothing(seen: Seen) -> None:
+    class Broken:
+        def write(self, metrics: StepMetrics) -> None: ...
+
+        def close(self) -> None:
+            raise RuntimeError("no connection")
+
+    seen.observer._views.append(Broken())  # type: ignore[arg-type]
+    seen.observer.go_back({})
+    (told,) = seen.folder.read_events()
+    assert (told.level, told.text) == ("warning", "Broken was not closed in order: no connection")
