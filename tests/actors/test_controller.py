@@ -25,6 +25,7 @@ class Observer:
         self.events: list[str] = []
         self.flush_fails = flush_fails
         self.phases: list[str] = []
+        self.disk = SimpleNamespace(room=nothing, do=lambda job: job())
 
     def event(self, level: str, text: str) -> None:
         self.events.append(text)
@@ -40,6 +41,11 @@ class Observer:
     def serve(self) -> None: ...
 
     def trained(self) -> None: ...
+
+    def hurry(self) -> None:
+        self.events.append("hurry")
+
+    def abandon(self) -> None: ...
 
     async def flush(self) -> None:
         self.events.append("flush")
@@ -130,7 +136,7 @@ def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypat
         run = controller(observer)
 
         async def start() -> None:
-            run._is_training = is_training
+            run._ending.is_training = is_training
             for interrupt in range(2):
                 signal.raise_signal(signal.SIGINT)
                 await asyncio.sleep(0.05)
@@ -161,7 +167,7 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
             await asyncio.sleep(60.0)
 
         monkeypatch.setattr(run, "_evaluate_now", endless)
-        with run._handled_interrupts():
+        with run._ending.handled():
             assert await run._evaluate_last() is None
         assert observer.events == ["interrupted (SIGTERM): leaving out the evaluation after training"]
         assert run.ended_by == signal.SIGTERM
@@ -185,14 +191,18 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
         async def insist(step: int, save: Any) -> None:
             saved.append(step)
 
-        run._is_training = True
+        run._ending.is_training = True
         run._service, run._learner = FakeActor(Starved()), SimpleNamespace()  # type: ignore[assignment]
-        run._checkpoints = SimpleNamespace(finished=nothing, insist=insist)  # type: ignore[assignment]
+        run._checkpoints = SimpleNamespace(finished=nothing, insist=insist, saved_step=1)  # type: ignore[assignment]
         run._ledger = SimpleNamespace(flush=lambda: None)  # type: ignore[assignment]
-        with run._handled_interrupts():
+        with run._ending.handled():
             await run._train_and_save()
         assert saved == [2] and run._step == 2
-        assert "ending with a checkpoint, after the step under way if there is one" in observer.events[-1]
+        assert "hurry" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
+        assert observer.events[-1] == (
+            "interrupted (SIGTERM): ending with a checkpoint, after the step under way if there is one (once more: at once); "
+            "until that is on disk, a resume goes on from step 1"
+        )
 
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 
