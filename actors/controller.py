@@ -39,7 +39,7 @@ from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
 from actors.supervision import Stopwatch, abandon, counted, kill, persistently, together, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
-from correction.errors import EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 
@@ -273,7 +273,10 @@ class Controller:
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
         if self._sync.version < self._version:
             await self._sync.publish()
-        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
+        try:
+            await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
+        except DeadlineExceeded as error:  # those that hold them answer
+            self._observer.event("warning", f"the evaluation {when} goes without some engines: {error}")
         return await self._evaluations.whole(when, self._step, self._version)
 
     async def _evaluate_last(self) -> Evaluation | None:
@@ -322,7 +325,7 @@ class Controller:
         self._parts["trajectory queue"] = self._queue = make_queue(self._config)
 
     async def _start_parts(self) -> None:
-        """At the starting point, to the first receipt of each engine; the queue and the pool are there."""
+        """At the starting point, to the first receipt; the queue and the pool are there."""
         config, observer = self._config, self._observer
         self._parts["correction service"] = self._service = start_service(config, self._point, self._alarms.correction, self._queue)
         learner = start_learner(config, self._point, self._places, self._parts, self._kept)
@@ -350,7 +353,7 @@ class Controller:
         self._observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
-        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s, is_one_enough=True)
 
     def _receipt(self, receipt: SyncReceipt) -> None:
         self._pool.wake()

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from actors.config import RunConfig
 from actors.controller import Controller
 from actors.evaluation import Evaluations
-from correction.errors import DeadlineExceeded
+from correction.errors import ActorLost, DeadlineExceeded, EngineError
 from tests.actors.cases import FakeActor, prompts
 
 
@@ -47,10 +48,16 @@ class Observer:
 
     def abandon(self) -> None: ...
 
+    def evaluated(self, *_: Any) -> None:
+        self.events.append("evaluated")
+
     async def flush(self) -> None:
         self.events.append("flush")
         if self.flush_fails:
             raise RuntimeError("no connection")
+
+
+LATE = "weight sync v2 -> workers 3: no receipt in 390 s"
 
 
 class SilentPool:
@@ -122,6 +129,43 @@ def test_the_last_evaluation_waits_for_the_one_beside_it_and_has_an_end_of_its_o
         assert await asyncio.wait_for(run._evaluate_now("after training"), 10.0) is None, "the run goes on without it"
         assert observer.events[-1].startswith("left out: evaluation after training, weights v2 <- rollout workers: not done")
         assert any("an evaluation beside training failed" in event for event in observer.events)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [EngineError("lost three engines with these questions"), ActorLost("gone"), RayActorError()])
+def test_an_evaluation_that_can_not_be_made_is_left_out_before_training(error: Exception) -> None:
+    """The questions may be what kills engines, or the losses have nothing to do with it: a run needs no number from before."""
+
+    class Dangerous(SilentPool):
+        async def answer(self, *_: Any) -> Any:
+            raise error
+
+    async def scenario() -> None:
+        observer = Observer()
+        run = controller(observer)
+        run._evaluations._answerer = Dangerous()
+        assert await run._evaluate_now("before training") is None
+        assert observer.events[-1].startswith("left out: ")
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_has_no_weights_in_time_keeps_no_evaluation() -> None:
+    class Late(Receipts):
+        async def receipts(self, version: int, *, deadline_s: float) -> None:
+            raise DeadlineExceeded(LATE)
+
+    class Quick(SilentPool):
+        async def answer(self, *_: Any) -> Any:
+            return [()] * 4
+
+    async def scenario() -> None:
+        observer = Observer()
+        run = controller(observer)
+        run._sync, run._evaluations._answerer = Late(), Quick()  # type: ignore[assignment]
+        assert await run._evaluate_now("before training") is not None
+        assert observer.events == [f"the evaluation before training goes without some engines: {LATE}", "evaluated"]
 
     asyncio.run(scenario())
 
@@ -238,7 +282,8 @@ def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
         run._queue = None
         asked: list[int] = []
 
-        async def receipts(version: int, *, deadline_s: float) -> None:
+        async def receipts(version: int, *, deadline_s: float, is_one_enough: bool) -> None:
+            assert is_one_enough, "nodes may come one after another, each long after the one before"
             asked.append(version)
 
         run._pool = SimpleNamespace(first_worker=nothing, follow=lambda _: None)  # type: ignore[assignment]
