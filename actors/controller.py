@@ -10,16 +10,16 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import ray
 
-from actors import interrupts
 from actors.alarms import AlarmResponse
 from actors.carriers import ForwardRequest, PreparedBatch
 from actors.config import RunConfig
+from actors.ending import Ending
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.going_back import Returns, end_parts, lost_among, raise_when_lost, what_is_done_again, while_they_answer
@@ -39,7 +39,7 @@ from actors.rollout_worker import WorkerSettings
 from actors.run_summary import RunSummary
 from actors.supervision import Stopwatch, abandon, counted, kill, persistently, together, unless_failed, unless_set, wait_for
 from actors.true_on_policy import check_batch
-from correction.errors import EvenkeelError
+from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 
@@ -69,20 +69,16 @@ class Controller:
         self._kept: LearnerGroup | None = None
         """A learner that outlived what took the run back, and goes on."""
         self._began = time.monotonic() - self._point.elapsed_s
-        self._is_training = False
-        self.ended_by: int | None = None
-        """The signal that has asked for the end."""
+        self._ending = Ending(observer.event, observer.hurry, lambda: self._checkpoints.saved_step or self._point.step)
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
-        self._is_asked_to_end = asyncio.Event()
         self._first_evaluation: Evaluation | None = None
-        self._last_evaluation: asyncio.Task[Evaluation | None] | None = None
         self._is_begun, self._is_trained = self._step > 0, False
         """Evaluated before training, or not to be; all steps that there will be are done and saved."""
         self._steps = StepTeller(observer, on_events=lambda events: self._alarms.take(events))
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
-        self._ends_at_once, self._watch = False, Stopwatch()
+        self._watch = Stopwatch()
         self._evaluations: Evaluations
 
     async def run(self) -> RunSummary:
@@ -90,7 +86,7 @@ class Controller:
 
         Raises: EvenkeelError kinds, with what to change.
         """
-        with self._handled_interrupts():
+        with self._ending.handled():
             self._observer.serve()
             try:
                 await self._start()
@@ -110,10 +106,13 @@ class Controller:
                 await unless_failed(training, self._pool.raise_on_failure())
                 return await self._finish(await unless_failed(self._evaluate_last(), self._pool.raise_on_failure()))
             except (EvenkeelError, ray.exceptions.RayError) as error:
-                failure = error
+                failure, self._ending.is_training = error, False
             lost = await lost_among(self._parts, failure)
             if self._is_trained and self._ends_early:
                 return await self._finish(None)
+            if self.ended_by is not None and lost:  # it was about to save its last step, and would start all parts for that
+                self._observer.event("warning", f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
+                raise asyncio.CancelledError
             try:
                 self._returns.allow(lost, failure)
             except (EvenkeelError, ray.exceptions.RayError) as error:
@@ -126,14 +125,14 @@ class Controller:
         """To the last step and its checkpoint."""
         if not self._is_begun:
             self._first_evaluation = await self._evaluate_now("before training")
-        self._is_begun = self._is_training = True
+        self._is_begun = self._ending.is_training = True
         gc.freeze()  # a full garbage collection need not walk through all that the imports made
         self._observer.phase("training")
         self._observer.training_begins(time.monotonic() - self._began)
         prompts = map(self._task.train_prompt, itertools.count(self._point.prompt_position))
         feeding = self._pool.feed(prompts, self._unfinished, self._observer.admitted)
         await unless_failed(self._train_and_save(), feeding)
-        self._is_training, self._is_trained = False, True
+        self._ending.is_training, self._is_trained = False, True
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:
         await self._steps.flush()
@@ -143,6 +142,11 @@ class Controller:
             self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
         seconds, is_early = time.monotonic() - self._began, self._step < self._config.steps
         return RunSummary(self._step, self._first_evaluation, after, seconds, is_early, self._alarm, self.ended_by if is_early else None)
+
+    @property
+    def ended_by(self) -> int | None:
+        """The signal that has asked for the end."""
+        return self._ending.by
 
     @property
     def _ends_early(self) -> bool:
@@ -160,7 +164,7 @@ class Controller:
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
         self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
         await self._withdraw(lost)
-        self._point, said = await asyncio.to_thread(self._returns.point, self._config.model)
+        self._point, said = await self._returns.found(self._config.model, self._observer.disk, self._observer.event)
         self._generation += 1
         self._observer.event("warning", what_is_done_again(lost, failure, self._point, **reached))
         for level, sentence in said:
@@ -186,11 +190,12 @@ class Controller:
             except (EvenkeelError, ray.exceptions.RayError, OSError) as error:
                 self._observer.event("warning", f"{what}: given up ({error})")
         self._checkpoints.abandon()
+        self._observer.abandon()
 
     async def _train(self) -> None:
         while self._step < self._config.steps and not self._ends_early:
             await self._checkpoints.finished(at_once=True)
-            if (batch := await unless_set(self._is_asked_to_end, self._next_batch())) is None:
+            if (batch := await unless_set(self._ending.is_asked, self._next_batch())) is None:
                 break  # without a step under way the last one can be saved at once: after SIGTERM there may be seconds
             result = await self._learn(batch)
             compared = partial(self._ask, self._service.compared, batch.version, (result.values,))
@@ -222,6 +227,7 @@ class Controller:
         return await while_they_answer(asked, partial(method.remote, *arguments), what, deadline_s=limit_s, tell=self._observer.event)
 
     async def _next_batch(self) -> PreparedBatch:
+        await self._observer.disk.room()
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"), self._pool.learner_waits():
             sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
@@ -267,19 +273,22 @@ class Controller:
         self._observer.phase(f"evaluating {when} on {counted(len(self._held_out), 'held-out problem')}")
         if self._sync.version < self._version:
             await self._sync.publish()
-        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
+        try:
+            await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
+        except DeadlineExceeded as error:  # those that hold them answer
+            self._observer.event("warning", f"the evaluation {when} goes without some engines: {error}")
         return await self._evaluations.whole(when, self._step, self._version)
 
     async def _evaluate_last(self) -> Evaluation | None:
         """None if an interrupt leaves it out: the last checkpoint is on disk, and whoever wants the run to end has waited for that."""
         if self._ends_early:
             return None
-        self._last_evaluation = asyncio.create_task(self._evaluate_now("after training"))
+        self._ending.last_evaluation = evaluation = asyncio.create_task(self._evaluate_now("after training"))
         try:
-            await asyncio.wait({self._last_evaluation})
-            return None if self._last_evaluation.cancelled() else self._last_evaluation.result()
+            await asyncio.wait({evaluation})
+            return None if evaluation.cancelled() else evaluation.result()
         finally:
-            abandon(self._last_evaluation)
+            abandon(evaluation)
 
     async def _save(self) -> None:
         """Take a checkpoint of everything. The learner is idle, and nothing of the queue is between two places."""
@@ -312,11 +321,11 @@ class Controller:
     def _make_queue(self) -> None:
         self._fruitless = FruitlessSteps(self._config.max_staleness, self._observer.event)
         self._checkpoints.saved_step = self._step
-        self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._point.state, self._observer.event)
+        self._ledger = open_ledger(self._folder.path / "ledger.jsonl", self._point.state, self._observer.event, self._observer.disk.do)
         self._parts["trajectory queue"] = self._queue = make_queue(self._config)
 
     async def _start_parts(self) -> None:
-        """At the starting point, to the first receipt of each engine; the queue and the pool are there."""
+        """At the starting point, to the first receipt; the queue and the pool are there."""
         config, observer = self._config, self._observer
         self._parts["correction service"] = self._service = start_service(config, self._point, self._alarms.correction, self._queue)
         learner = start_learner(config, self._point, self._places, self._parts, self._kept)
@@ -344,7 +353,7 @@ class Controller:
         self._observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
-        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s)
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s, is_one_enough=True)
 
     def _receipt(self, receipt: SyncReceipt) -> None:
         self._pool.wake()
@@ -353,11 +362,11 @@ class Controller:
     async def _end(self) -> None:
         """Stop what was started, whatever state it is in. What ended the run need not cost the checkpoint that is being written."""
         self._observer.doing("ending")
-        if not self._ends_at_once:
+        if not self._ending.is_at_once:
             with contextlib.suppress(EvenkeelError, ray.exceptions.RayError, OSError):
                 await wait_for(self._checkpoints.finished(), "checkpoint under way", deadline_s=self._config.deadlines.checkpoint_s)
         try:
-            await wait_for(self._steps.flush(), "lines of the last steps", deadline_s=1.0 if self._ends_at_once else _END_S)
+            await wait_for(self._steps.flush(), "lines of the last steps", deadline_s=1.0 if self._ending.is_at_once else _END_S)
         except Exception as error:  # must not stand in place of what ended the run
             self._observer.event("warning", f"the last step's numbers may be incomplete: {error}")
         self._checkpoints.abandon()
@@ -372,29 +381,3 @@ class Controller:
                 with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
                     await wait_for(end(), f"end of {part.strip('_')}", deadline_s=_END_S)
         kill(*self._parts.values())
-
-    @contextlib.contextmanager
-    def _handled_interrupts(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run with a checkpoint, after the step under way.
-
-        The second, or one before training, ends it at once. One during the last evaluation leaves that out.
-        """
-        main = asyncio.current_task()
-
-        def interrupt(number: int) -> None:
-            is_first, name = self.ended_by is None, interrupts.NAMES[number]
-            self.ended_by = number
-            self._is_asked_to_end.set()
-            if self._is_training and is_first:
-                how = "ending with a checkpoint, after the step under way if there is one (once more: at once)"
-                self._observer.event("warning", f"interrupted ({name}): {how}")
-            elif self._last_evaluation is not None and not self._last_evaluation.done() and is_first:
-                self._observer.event("warning", f"interrupted ({name}): leaving out the evaluation after training")
-                self._last_evaluation.cancel()
-            elif main is not None:
-                self._observer.event("warning", f"interrupted ({name}): ending at once")
-                self._ends_at_once = True
-                main.cancel()
-
-        with interrupts.handled_in(asyncio.get_running_loop(), interrupt):
-            yield

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, pvariance
 from typing import Protocol
 
+from ray.exceptions import RayError
+
 from actors.config import DeadlinesConfig, EvaluationConfig
 from actors.supervision import abandon, wait_for
-from correction.errors import DeadlineExceeded
+from correction.errors import EvenkeelError
 from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
@@ -248,7 +250,8 @@ class Evaluations:
             await asyncio.wait({self._beside})
 
     async def whole(self, when: str, step: int, version: int) -> Evaluation | None:
-        """Evaluate on all held-out questions. One that takes too long is left out: training can do without it.
+        """Evaluate on all held-out questions. One that takes too long, or whose questions cost one engine after another, is left out:
+        training can do without it.
 
         Args:
             when: "before training", for instance.
@@ -257,7 +260,7 @@ class Evaluations:
         """
         try:
             return await self._in_time(self._prompts, f"evaluation {when}", step, version)
-        except DeadlineExceeded as error:
+        except (EvenkeelError, RayError) as error:
             self._observer.event("warning", f"left out: {error}")
             return None
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,12 +34,14 @@ from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint
 from actors.payloads import no_room
 from actors.record.checkpoint_reader import newest_readable, take_back
+from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
 from actors.supervision import kill, persistently
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded
+from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded
 from rollout.tasks import Task
 
 T = TypeVar("T")
+Found = tuple[StartingPoint, list[tuple[str, str]]]
 MOST_RETURNS = 3
 """To one checkpoint: what has died four times on the way to the next one would die again."""
 _LOOK_S = 1.0
@@ -46,6 +50,7 @@ _ANSWER_S = 10.0
 """A part that is alive and has nothing to do answers within it; and Ray knows of a death."""
 _IDLE_S = 30.0
 """A learner that is to go on ends what it has under way within it, or within the time that its start took, or is started anew."""
+_DISK_ATTEMPTS, _DISK_AGAIN_S = 30, 10.0
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 """What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
 _ATTEMPTS = 10
@@ -167,7 +172,23 @@ class Returns:
                 f"{lost_answer(error) or error}"
             ) from error
 
-    def point(self, model: Path) -> tuple[StartingPoint, list[tuple[str, str]]]:
+    async def found(self, model: Path, disk: PatientWriter, tell: Callable[[str, str], object]) -> Found:
+        """The point, when all lines before it are written. The disk has to take what is taken back: while it refuses it is asked again.
+
+        Args: tell: takes level and sentence.
+        Raises: DataError when it has refused for some minutes.
+        """
+        for attempt in itertools.count(1):
+            try:
+                return await disk.taken_back(partial(self.point, model), lambda found: found[0].step)
+            except OSError as error:
+                if attempt == _DISK_ATTEMPTS:
+                    raise DataError(f"{self._folder.path}: the run can't go back to its last checkpoint: {error}") from error
+                tell("warning", f"the run can't go back to its last checkpoint, and tries again in {_DISK_AGAIN_S:.0f} s: {error}")
+                await asyncio.sleep(_DISK_AGAIN_S)
+        raise AssertionError
+
+    def point(self, model: Path) -> Found:
         """The newest whole checkpoint; the folder has nothing of later steps any more. Waits for the disk.
 
         Args: model: that the run began with.

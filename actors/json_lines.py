@@ -57,17 +57,21 @@ class JsonLines:
 
         Args:
             to: they go to the end of this file before they leave the other; None: they are gone.
+        Raises: OSError if the disk doesn't take that, and the file is as it was.
         """
         kept: list[str] = []
         taken: list[str] = []
         for line in self._lines():
             (kept if _is_until(step, line) else taken).append(line)
         if taken:
-            if to is not None:
-                JsonLines(to)._append_text(taken)
             beside = self.path.with_name(f".{os.getpid()}.{self.path.name}")
-            beside.write_text("".join(line + "\n" for line in kept))
-            os.replace(beside, self.path)
+            try:
+                beside.write_text("".join(line + "\n" for line in kept))
+                if to is not None:
+                    JsonLines(to)._append_text(taken)
+                os.replace(beside, self.path)
+            finally:
+                beside.unlink(missing_ok=True)
         return len(taken)
 
     def _lines(self) -> list[str]:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from actors.json_lines import append_whole
 from correction.errors import LedgerError
 
 _CHUNK_BYTES = 4 << 20
+HandOver = Callable[[Callable[[], None]], object]
 _NAMED = 8
 """Ids of an imbalance that are named; the others are counted."""
 
@@ -43,22 +46,32 @@ class LedgerMark:
     """The prompt that came last into the queue."""
 
 
+def at_once(write: Callable[[], None]) -> None:
+    """Lines are in the file when the step is settled."""
+    write()
+
+
 class Ledger:
     """Books of its own beside the queue's: its file, the ids that are under way, and the counts."""
 
-    def __init__(self, path: Path) -> None:
-        """Of a run that begins: what a start without a checkpoint has left in the file is taken back at the first line."""
-        self._path = path
+    def __init__(self, path: Path, *, hand_over: HandOver = at_once) -> None:
+        """Of a run that begins: what a start without a checkpoint has left in the file is taken back at the first line.
+
+        Args: hand_over: is given what writes a step's lines, and has it done in order; the step doesn't wait for the disk.
+        """
+        self._path, self._hand_over, self._writing = path, hand_over, threading.Lock()
         self._mark = LedgerMark()
         self._open: set[str] = set()
         self._admitted = self._trained = self._discarded = 0
-        self._unwritten = b""
-        """Lines that a full disk has not taken; they come before the next ones."""
+        self._unwritten: list[bytes] = []
+        """Lines, by step, that are not in the file yet: on their way, or refused by a full disk."""
         if path.is_file():
             os.truncate(path, 0)
 
     @classmethod
-    def resumed(cls, path: Path, queue: QueueSnapshot, mark: LedgerMark | None) -> tuple[Ledger, str | None]:
+    def resumed(
+        cls, path: Path, queue: QueueSnapshot, mark: LedgerMark | None, *, hand_over: HandOver = at_once
+    ) -> tuple[Ledger, str | None]:
         """Go on from a checkpoint; lines of later steps are taken back.
 
         Returns: the ledger, and what is to be said of a file that is not what the checkpoint knows; it is set aside then.
@@ -81,7 +94,8 @@ class Ledger:
         elif path.is_file():
             os.truncate(path, mark.bytes)
         ledger = cls.__new__(cls)
-        ledger._path, ledger._mark, ledger._unwritten = path, mark, b""
+        ledger._path, ledger._mark, ledger._unwritten = path, mark, []
+        ledger._hand_over, ledger._writing = hand_over, threading.Lock()
         ledger._open = set(outstanding_ids(queue)) | {prompt_id for prompt_id, _ in queue.unreported}
         ledger._admitted, ledger._trained = queue.admitted, queue.trained
         ledger._discarded = queue.discarded - len(queue.unreported)
@@ -147,8 +161,7 @@ class Ledger:
             self._refuse(queue.version, "lost: neither trained nor discarded, and no longer under way", self._open - held)
             if found := imbalance_of(queue, self._mark):
                 raise LedgerError(f"checkpoint of version {queue.version}: {found}")
-        if self._unwritten:
-            self._append(b"")
+        self._write_out()
         if self._mark.bytes:
             with self._path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -163,15 +176,23 @@ class Ledger:
         self._mark = replace(
             mark, lines=mark.lines + len(records), bytes=mark.bytes + len(lines), crc32=zlib.crc32(lines, mark.crc32)
         )
-        try:
-            self._append(lines)
-        except OSError:
-            self._unwritten += lines  # a checkpoint, which needs them on disk, says so
+        self._unwritten.append(lines)
+        self._hand_over(self._try_to_write_out)
+
+    def _try_to_write_out(self) -> None:
+        with suppress(OSError):  # a checkpoint, which needs them on disk, says so
+            self._write_out()
+
+    def _write_out(self) -> None:
+        """Whatever is not in the file; from two threads, in turn. Raises: OSError if the disk doesn't take it."""
+        with self._writing:
+            count = len(self._unwritten)  # others may come meanwhile
+            if count:
+                self._append(b"".join(self._unwritten[:count]))
+                del self._unwritten[:count]
 
     def _append(self, lines: bytes) -> None:
-        """What was left, and these."""
-        append_whole(self._path, self._unwritten + lines)
-        self._unwritten = b""
+        append_whole(self._path, lines)
 
     def _refuse(self, step: int, what: str, prompt_ids: Iterable[str]) -> None:
         if named := sorted(prompt_ids, key=lambda prompt_id: (_order(prompt_id), prompt_id)):

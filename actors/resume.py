@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from actors.alarms import Replacement
 from actors.carriers import QueueSnapshot, Ticket
-from actors.ledger import Ledger, LedgerMark, imbalance_of
+from actors.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance_of
 from actors.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
@@ -117,14 +117,16 @@ class TrainingState:
         return replace(self, queue=_with_prompts(self.queue, found))
 
 
-def open_ledger(path: Path, state: TrainingState | None, tell: Callable[[str, str], object]) -> Ledger:
+def open_ledger(path: Path, state: TrainingState | None, tell: Callable[[str, str], object], hand_over: HandOver = at_once) -> Ledger:
     """The ledger of a run that begins, or goes on from a state.
 
-    Args: tell: takes level and sentence, if the file is not what the checkpoint knows.
+    Args:
+        tell: takes level and sentence, if the file is not what the checkpoint knows.
+        hand_over: see Ledger.
     """
     if state is None:
-        return Ledger(path)
-    ledger, warning = Ledger.resumed(path, state.queue, state.ledger)
+        return Ledger(path, hand_over=hand_over)
+    ledger, warning = Ledger.resumed(path, state.queue, state.ledger, hand_over=hand_over)
     if warning:
         tell("warning", warning)
     return ledger

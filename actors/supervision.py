@@ -162,7 +162,7 @@ async def together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]
         other.cancel()
 
 
-async def unless_set(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_set(event: asyncio.Event, work: Awaitable[T]) -> T | None:
     """The result of `work`; None if the event comes first, and the work is cancelled."""
     task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:

@@ -192,14 +192,14 @@ def _run_in(
                 HALF_OVER.set(StackCollector(folder).half_over)
                 summary = _run_controller(controller)
     except BaseException as error:
-        folder.event("error", _said(error))  # the terminal has it from whoever catches it
+        observer.keep_event("error", _said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
         if saved and saved[-1].step < config.steps:
             error.add_note(f"to go on: evenkeel train --resume {folder.path}")
         view.close()
         raise
     finally:
-        observer.close()
+        observer.close(within_s=2.0 if interrupts.is_ending() else 30.0)
         report = None if interrupts.is_ending() else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary

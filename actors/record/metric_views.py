@@ -5,10 +5,16 @@ Prometheus has a file of its own (exporter.py), since every actor serves it; the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.json_lines import append_whole
 from actors.metric_kinds import Kind
 from actors.metrics import StepMetrics, lookup
 from correction.errors import ConfigError
@@ -17,24 +23,54 @@ if TYPE_CHECKING:
     from actors.config import MetricsConfig
     from actors.record.run_folder import RunFolder
 
+_NUMBERS = itertools.count()
+"""Event files of a process are read in the order of their names, and two may begin within a second."""
+
 
 class TensorBoardView:
-    """Scalars by step, in the run folder's tensorboard/; histogram buckets are left to the report."""
+    """Scalars by step, in an event file of the run folder's tensorboard/; histogram buckets are left to the report.
+
+    Each step is one write, which a full disk takes whole or not at all, so that it can be tried again: TensorBoard's own writer, once its
+    thread has been refused, repeats that error for good.
+    """
 
     def __init__(self, folder: Path, *, resumed_from: int | None = None) -> None:
         """Args: folder: where event files go. resumed_from: last step that counts; TensorBoard hides later ones of the broken run."""
-        from torch.utils.tensorboard import SummaryWriter  # half a second; a command that writes no events doesn't pay it
-
-        purge = None if resumed_from is None else resumed_from + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=20)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS):06d}"
+        self._path, self._purge, self._has_header = folder / name, None if resumed_from is None else resumed_from + 1, False
 
     def write(self, metrics: StepMetrics) -> None:
-        for name, value in metrics.finite().items():
-            if name != "step" and lookup(name).kind is not Kind.HISTOGRAM:
-                self._writer.add_scalar(name, value, metrics.step)
+        """Raises: OSError if the disk doesn't take it, and the file is as it was."""
+        from tensorboard.compat.proto.event_pb2 import Event  # a third of a second; a command that writes no events doesn't pay it
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        shown = {name: value for name, value in metrics.finite().items() if name != "step" and lookup(name).kind is not Kind.HISTOGRAM}
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in shown.items()])
+        event = Event(wall_time=time.time(), step=metrics.step, summary=summary)
+        append_whole(self._path, _records([event] if self._has_header else [*self._header(), event]))
+        self._has_header = True
+
+    def _header(self) -> list[Any]:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        version = Event(wall_time=time.time(), file_version="brain.Event:2")
+        if self._purge is None:
+            return [version]
+        return [version, Event(wall_time=time.time(), step=self._purge, session_log=SessionLog(status=SessionLog.START))]
 
     def close(self) -> None:
-        self._writer.close()
+        """All that was written is in the file."""
+
+
+def _records(events: Sequence[Any]) -> bytes:
+    """As they stand in an event file."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    content = io.BytesIO()
+    writer = RecordWriter(content)
+    for event in events:
+        writer.write(event.SerializeToString())
+    return content.getvalue()
 
 
 class WandbView:
@@ -51,6 +87,7 @@ class WandbView:
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
 
     def write(self, metrics: StepMetrics) -> None:
+        """Raises: whatever the package does."""
         # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
         self._run.log(dict(metrics.finite()))
 
@@ -58,22 +95,14 @@ class WandbView:
         self._run.finish()
 
 
-class MetricViews:
-    """The views of one run, by its settings; steps and evaluations go to all of them."""
+def open_views(folder: RunFolder, config: MetricsConfig) -> list[TensorBoardView | WandbView]:
+    """The views of a run, by its settings; steps and evaluations go to all of them.
 
-    def __init__(self, folder: RunFolder, config: MetricsConfig) -> None:
-        """Raises: ConfigError if Weights & Biases is asked for and not installed."""
-        earlier = folder.read_metrics()    # a resumed run's, already rewound to its checkpoint
-        resumed_from = earlier[-1].step if earlier else None
-        self._views: list[TensorBoardView | WandbView] = [TensorBoardView(folder.tensorboard_path, resumed_from=resumed_from)]
-        if config.wandb_project:
-            wandb = WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=folder.read_config())
-            self._views.append(wandb)
-
-    def write(self, metrics: StepMetrics) -> None:
-        for view in self._views:
-            view.write(metrics)
-
-    def close(self) -> None:
-        for view in self._views:
-            view.close()
+    Raises: ConfigError if Weights & Biases is asked for and not installed.
+    """
+    earlier = folder.read_metrics()    # a resumed run's, already rewound to its checkpoint
+    resumed_from = earlier[-1].step if earlier else None
+    views: list[TensorBoardView | WandbView] = [TensorBoardView(folder.tensorboard_path, resumed_from=resumed_from)]
+    if config.wandb_project:
+        views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=folder.read_config()))
+    return views

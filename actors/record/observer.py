@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +19,19 @@ from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 from actors.loop_clock import LoopClock
 from actors.metrics import DISCARD_COUNTERS, StepMetrics
 from actors.probe_limits import ProbeLimits
-from actors.record.metric_views import MetricViews
+from actors.record.finished_step import FinishedStep
+from actors.record.metric_views import open_views
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
-from actors.record.run_folder import RunFolder
+from actors.record.run_folder import RunEvent, RunFolder
 from actors.record.skipped_batches import keep_and_tell
-from actors.record.slowest import SlowestPrompts
+from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
     batch_metrics,
     diagnostic_metrics,
+    kind_of_failure,
     learner_metrics,
+    learner_share,
     rollout_metrics,
     sync_metrics,
     trajectories_text,
@@ -37,7 +40,7 @@ from actors.record.step_report import (
 from actors.record.terminal import TerminalView
 from actors.repeated import Repeated
 from actors.scaling import ScalingDecision
-from actors.supervision import counted, wait_for
+from actors.supervision import abandon, counted, unless_set, wait_for
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
 from rollout.trajectory import Prompt, SyncReceipt
@@ -53,44 +56,13 @@ _EVENT_COUNTERS = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/
 """Families that count the monitor's events, by symptom."""
 
 
-def _kind_of_failure(error: str) -> str:
-    return "trajectories whose reward took too long" if "deadline" in error else "trajectories without a reward"
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """What is known of a step at its end, and belongs to it."""
-
-    number: int
-    """From 1."""
-    version: int
-    """Of the weights after it."""
-    batch: PreparedBatch
-    result: StepResult
-    elapsed_s: float
-    """Since the run began."""
-    seconds: float
-    """Since the step before ended."""
-    phases: dict[str, float]
-    """Seconds by phase of the loop."""
-    loads: Awaitable[dict[str, WorkerLoad]]
-    groups: Sequence[GroupSummary]
-    versions: Mapping[str, int]
-    """Of the workers, as the step's training ended."""
-    receipts: Sequence[SyncReceipt]
-    differences: Sequence[float]
-    """Of the probes."""
-    noted: dict[str, float]
-    """Further numbers, by name of the catalogue, and the totals."""
-
-
 class Observer:
     """Collects between two steps, writes at each. It decides nothing about the run."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._views = MetricViews(folder, config.metrics)
+        self._views = open_views(folder, config.metrics)
         self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
         self._slowest = SlowestPrompts(folder)
@@ -107,7 +79,9 @@ class Observer:
         self._repeated = Repeated()
         self._clock = LoopClock()
         self._writing: asyncio.Task[None] | None = None
-        self._disk = PatientWriter(lambda text: self.event("warning", text))
+        self._hurries = asyncio.Event()
+        self.disk = PatientWriter(lambda text: self.event("warning", text))
+        """All that is written into the run's folder between two checkpoints goes this way."""
 
     def _take_totals(self, totals: Mapping[str, float]) -> None:
         self._totals = dict(totals)
@@ -116,14 +90,13 @@ class Observer:
         self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}
 
     def go_back(self, totals: Mapping[str, float]) -> None:
-        """The run goes on from an earlier step, whose totals these are; all steps told so far are written, and the folder is taken back."""
+        """The run goes on from an earlier step, whose totals these are; the folder is taken back."""
         returns = self._totals.get(_RETURNS, 0.0) + 1
         self._take_totals({**totals, _RETURNS: returns})
         self._finished, self._receipts, self._extra = [], [], {}
         self._probes.forget()
-        self._writing = None
-        self._views.close()
-        self._views = MetricViews(self._folder, self._config.metrics)
+        self._close_views()
+        self._views = open_views(self._folder, self._config.metrics)
 
     # -- actors ------------------------------------------------------------------------------------------------------
 
@@ -156,11 +129,15 @@ class Observer:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def event(self, level: str, text: str) -> None:
-        self._folder.event(level, text)
+        self.keep_event(level, text)
         self._view.event(level, text)
 
+    def keep_event(self, level: str, text: str) -> None:
+        """In events.log alone."""
+        self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text)))
+
     def phase(self, text: str) -> None:
-        self._folder.event("info", text)
+        self.keep_event("info", text)
         self._view.phase(text)
 
     def doing(self, text: str) -> None:
@@ -172,7 +149,7 @@ class Observer:
 
     def warned(self, event: Event) -> None:
         """The monitor has seen a symptom come, grow or go."""
-        self._disk.line(self._folder.append_monitor_event, event)
+        self.disk.line(event.step, self._folder.append_monitor_event, event)
         self.event("info" if event.state is State.OK else event.state.value, f"step {event.step}: {event.message}")
         if family := _EVENT_COUNTERS.get(event.state):
             self._raised[family + event.name] = self._raised.get(family + event.name, 0.0) + 1
@@ -187,7 +164,7 @@ class Observer:
         self._count("rollout/finished_groups_total", 1)
         for error in summary.reward_errors:
             self._count("reward/timeouts_total" if "deadline" in error else "reward/exceptions_total", 1)
-            if told := self._repeated.add(_kind_of_failure(error), f"group {summary.group_id}: a trajectory failed: {error}"):
+            if told := self._repeated.add(kind_of_failure(error), f"group {summary.group_id}: a trajectory failed: {error}"):
                 self.event("warning", told)
 
     def handed_back(self, groups: int, tokens: int) -> None:
@@ -233,12 +210,12 @@ class Observer:
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
         numbers = result.metrics()
         metrics = StepMetrics(result.step, numbers)
-        self._disk.line(self._folder.append_evaluation, metrics)
-        self._disk.file(self._folder.write_trajectories, result.step, result.text(prompts), "held_out")
-        self._views.write(metrics)
+        self.disk.line(result.step, self._folder.append_evaluation, metrics)
+        self.disk.file(self._folder.write_trajectories, result.step, result.text(prompts), "held_out")
+        self._show(metrics)
         self._endpoint.publish(dict(metrics))
         self._view.evaluation(metrics)
-        self._folder.event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {result.seconds:.1f} s")
+        self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {result.seconds:.1f} s")
         if result.failed:
             self.event(
                 "warning",
@@ -305,11 +282,11 @@ class Observer:
         metrics.update(learner_metrics(result))
         metrics.update(sync_metrics(step.receipts, step.differences))
         metrics.update(worker_metrics(step.groups, step.versions))
-        metrics.update(self._learner_share(step.phases, batch, step.seconds))
+        metrics.update(learner_share(step.phases, batch.tokens, step.seconds))
         metrics.update(step.noted)
         if self._config.metrics.trajectories_per_step:
             text = trajectories_text(batch.groups, batch.examples, step=step.number)
-            self._disk.file(self._folder.write_trajectories, step.number, text)
+            self.disk.file(self._folder.write_trajectories, step.number, text)
         self._writing = asyncio.create_task(self._write_when_known(metrics, step.groups, step.loads, observed, self._writing))
 
     async def _keep_skipped(self, step: int, batch: PreparedBatch, result: Any, previous: asyncio.Task[None] | None = None) -> None:
@@ -329,12 +306,13 @@ class Observer:
         """Write a step's line once the workers' loads and the correction's diagnostics are there, after the line of the step before."""
         if previous is not None:
             await previous
-        now = await loads
+        now = await unless_set(self._hurries, loads) or {}
         metrics.update(rollout_metrics(finished, now, self._loads, metrics["time/step_s"]))
         self._loads = {**(self._loads or {}), **now}
         limit_s = self._config.deadlines.step_s
         try:
-            found = await wait_for(observed, f"diagnostics of step {metrics.step} <- correction service", deadline_s=limit_s)
+            what = f"diagnostics of step {metrics.step} <- correction service"
+            found = await wait_for(unless_set(self._hurries, observed), what, deadline_s=limit_s)
             if found is None:
                 self._count("monitor/left_out_total", 1)
             else:
@@ -342,11 +320,12 @@ class Observer:
         except (EvenkeelError, RayError) as error:  # the step's other numbers must not be lost with them
             self.event("warning", f"no diagnostics of step {metrics.step}: {error}")
         metrics.update(self._raised)
-        if self._disk.failures:
-            metrics.update({"files/failures_total": self._disk.failures})
-        self._disk.line(self._folder.append_metrics, metrics)
-        self._disk.file(self._slowest.save)
-        self._disk.file(self._views.write, metrics)
+        if self.disk.failures:
+            metrics.update({"files/failures_total": self.disk.failures})
+        self.disk.line(metrics.step, self._folder.append_metrics, metrics)
+        if (slowest := self._slowest.changed()) is not None:
+            self.disk.file(self._folder.write_text, FILE, slowest)
+        self._show(metrics)
         self._endpoint.publish(dict(metrics))
         self._endpoint.keep_only("worker", self._workers)
         self._view.step(metrics)
@@ -354,44 +333,64 @@ class Observer:
     def _take_observation(self, metrics: StepMetrics, found: Observation) -> None:
         metrics.update(diagnostic_metrics(found.diagnostics))
         metrics.update({"time/diagnose_s": found.seconds, "time/service_late_s": found.late_s, "monitor/level": found.state.rank})
-        self._disk.line(self._folder.append_clipped_tokens, metrics.step, found.clipped)
+        self.disk.line(metrics.step, self._folder.append_clipped_tokens, metrics.step, found.clipped)
         for event in found.events:
             self.warned(event)
 
     async def flush(self) -> None:
-        """Wait until every step told so far is written; they are written as well if this wait is cancelled."""
+        """Wait until every step told so far is written; they are written as well if this wait is cancelled.
+
+        Raises: DeadlineExceeded if the disk hangs.
+        """
         if self._writing is not None:
             await asyncio.shield(self._writing)
+        limit_s = 3 * self._config.deadlines.checkpoint_s  # a checkpoint that is being written has as long
+        await wait_for(self.disk.done(), "lines of the last steps -> the run folder's disk", deadline_s=limit_s, notice=self.waiting)
+
+    def hurry(self) -> None:
+        """Lines of steps wait for nobody any more, and lack what is not known yet: there may be seconds left."""
+        self._hurries.set()
+
+    def abandon(self) -> None:
+        """Steps whose diagnostics are still awaited get no line; a flush has waited for them long enough."""
+        if self._writing is not None:
+            abandon(self._writing)
+            self._writing = None
 
     def keep_scatter(self, sample: ScatterSample | None) -> None:
         """Write what the report draws pi_prox against mu from."""
         if sample is not None:
-            self._disk.file(self._folder.write_file, self._folder.scatter_path.name, sample.save)
+            self.disk.file(self._folder.write_file, self._folder.scatter_path.name, sample.save)
 
     def totals(self) -> dict[str, float]:
         """Running totals, for a checkpoint."""
         return self._totals | self._raised
 
-    def close(self) -> None:
+    def close(self, *, within_s: float = 30.0) -> None:
+        """Args: within_s: time for the disk to take what is left; what it doesn't take is told."""
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
-        self._views.close()
+        self._close_views()
         self._clock.stop()
         for part in ("_endpoint", "_discovery"):
             if hasattr(self, part):
                 getattr(self, part).close()
+        if lost := self.disk.close(within_s=within_s):
+            self._view.event("warning", lost)
+
+    def _show(self, metrics: StepMetrics) -> None:
+        for view in self._views:
+            self.disk.line(metrics.step, view.write, metrics)
+
+    def _close_views(self) -> None:
+        for view in self._views:
+            try:
+                view.close()
+            except Exception as error:  # a package's own: what is drawn of a run must not end it, nor stand in place of how it ended
+                self.event("warning", f"{type(view).__name__} was not closed in order: {error}")
 
     def _count(self, name: str, amount: float) -> None:
         self._totals[name] = self._totals.get(name, 0.0) + amount
-
-    def _learner_share(self, phases: dict[str, float], batch: PreparedBatch, seconds: float) -> dict[str, float | None]:
-        train_s, wait_s = phases.get("train", 0.0), phases.get("wait_learner", 0.0)
-        return {
-            "time/train_s": train_s,
-            "wait/learner_s": wait_s,
-            "wait/learner_share": min(1.0, wait_s / seconds) if seconds > 0 else None,
-            "throughput/learner_tokens_per_s": batch.tokens / train_s if train_s > 0 else None,
-        }
 
     def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:
         for name in ("admitted", "trained", "discarded"):

@@ -66,6 +66,12 @@ class RunEvent:
     """info, warning or error; watch or alarm, from the early warning."""
     text: str
 
+    @classmethod
+    def now(cls, level: str, text: str) -> RunEvent:
+        if level not in _LEVELS:
+            raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
+        return cls(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()))
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -233,18 +239,18 @@ class RunFolder:
                 total.update(dict(record.get(sign, ())))
         return totals
 
-    def event(self, level: str, text: str) -> RunEvent:
+    def event(self, level: str, text: str) -> None:
         """Add a line to events.log. level: info, warning or error; watch or alarm, from the early warning."""
-        if level not in _LEVELS:
-            raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
-        entry = RunEvent(datetime.now().isoformat(timespec="seconds"), level, " ".join(text.split()))
+        self.write_event(RunEvent.now(level, text))
+
+    def write_event(self, entry: RunEvent) -> None:
+        """The same, of an event that may be older."""
         line = f"{entry.time} {entry.level:7} {entry.text}\n"
         try:
             with self.events_path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:  # a full disk: what there is to say may be just that
             sys.stderr.write(f"{self.events_path} can't be written ({error}): {line}")
-        return entry
 
     def read_events(self) -> list[RunEvent]:
         """All events so far, in order."""

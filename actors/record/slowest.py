@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from actors.carriers import GroupSummary
 from actors.record.run_folder import RunFolder
 
-_FILE = "slowest.json"
+FILE = "slowest.json"
 _KEPT = 10
 
 
@@ -31,7 +31,6 @@ class SlowestPrompts:
     """The ten slowest to score of a run, those of before a resume included."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
         self._kept = read_slowest(folder)
         heapq.heapify(self._kept)
         self._is_new = False
@@ -47,17 +46,18 @@ class SlowestPrompts:
             return
         self._is_new = True
 
-    def save(self) -> None:
-        """Write the file, if it would be another one."""
-        if self._is_new:
-            self._is_new = False
-            self._folder.write_text(_FILE, json.dumps([asdict(one) for one in sorted(self._kept, reverse=True)], indent=1))
+    def changed(self) -> str | None:
+        """What the file is to hold, if that is not what it was at the last call."""
+        if not self._is_new:
+            return None
+        self._is_new = False
+        return json.dumps([asdict(one) for one in sorted(self._kept, reverse=True)], indent=1)
 
 
 def read_slowest(folder: RunFolder) -> list[SlowPrompt]:
     """Slowest first; none of a run that has none, or whose file is damaged."""
     try:
-        return sorted((SlowPrompt(**one) for one in json.loads((folder.path / _FILE).read_text(encoding="utf-8"))), reverse=True)
+        return sorted((SlowPrompt(**one) for one in json.loads((folder.path / FILE).read_text(encoding="utf-8"))), reverse=True)
     except (OSError, ValueError, TypeError):
         return []
 

@@ -50,6 +50,11 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
     return numbers
 
 
+def kind_of_failure(error: str) -> str:
+    """Of a trajectory."""
+    return "trajectories whose reward took too long" if "deadline" in error else "trajectories without a reward"
+
+
 def _first_reward(group: GroupFacts) -> float:
     return group.valid[0].reward or 0.0
 
@@ -87,6 +92,23 @@ def learner_metrics(result: StepResult) -> dict[str, float | None]:
         "learner/optimizer_steps": result.optimizer_steps,
         "learner/microbatches": result.microbatches,
         **_placed("loss/", result.metrics, LOSS_PLACES),
+    }
+
+
+def learner_share(phases: Mapping[str, float], tokens: int, seconds: float) -> dict[str, float | None]:
+    """The learner's part of a step.
+
+    Args:
+        phases: seconds of the loop.
+        tokens: of the batch.
+        seconds: of the step.
+    """
+    train_s, wait_s = phases.get("train", 0.0), phases.get("wait_learner", 0.0)
+    return {
+        "time/train_s": train_s,
+        "wait/learner_s": wait_s,
+        "wait/learner_share": min(1.0, wait_s / seconds) if seconds > 0 else None,
+        "throughput/learner_tokens_per_s": tokens / train_s if train_s > 0 else None,
     }
 
 

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from actors.carriers import Observation
-from actors.record.observer import FinishedStep, Observer
+from actors.record.finished_step import FinishedStep
+from actors.record.observer import Observer
 from actors.record.step_report import learned_numbers
 from correction.monitor import Event
 

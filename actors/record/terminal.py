@@ -33,7 +33,7 @@ _WORKERS_BY_NAME = 4
 
 
 class TerminalView:
-    """Live view of one run. Use it from one thread; `close` it whatever happens."""
+    """Live view of one run. Use it from one thread, `event` from any; `close` it whatever happens."""
 
     def __init__(self, total_steps: int, header: str, *, console: Console | None = None) -> None:
         """Args:

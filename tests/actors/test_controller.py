@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from actors.config import RunConfig
 from actors.controller import Controller
 from actors.evaluation import Evaluations
-from correction.errors import DeadlineExceeded
+from correction.errors import ActorLost, DeadlineExceeded, EngineError
 from tests.actors.cases import FakeActor, prompts
 
 
@@ -25,6 +26,7 @@ class Observer:
         self.events: list[str] = []
         self.flush_fails = flush_fails
         self.phases: list[str] = []
+        self.disk = SimpleNamespace(room=nothing, do=lambda job: job())
 
     def event(self, level: str, text: str) -> None:
         self.events.append(text)
@@ -41,10 +43,21 @@ class Observer:
 
     def trained(self) -> None: ...
 
+    def hurry(self) -> None:
+        self.events.append("hurry")
+
+    def abandon(self) -> None: ...
+
+    def evaluated(self, *_: Any) -> None:
+        self.events.append("evaluated")
+
     async def flush(self) -> None:
         self.events.append("flush")
         if self.flush_fails:
             raise RuntimeError("no connection")
+
+
+LATE = "weight sync v2 -> workers 3: no receipt in 390 s"
 
 
 class SilentPool:
@@ -120,6 +133,43 @@ def test_the_last_evaluation_waits_for_the_one_beside_it_and_has_an_end_of_its_o
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("error", [EngineError("lost three engines with these questions"), ActorLost("gone"), RayActorError()])
+def test_an_evaluation_that_can_not_be_made_is_left_out_before_training(error: Exception) -> None:
+    """The questions may be what kills engines, or the losses have nothing to do with it: a run needs no number from before."""
+
+    class Dangerous(SilentPool):
+        async def answer(self, *_: Any) -> Any:
+            raise error
+
+    async def scenario() -> None:
+        observer = Observer()
+        run = controller(observer)
+        run._evaluations._answerer = Dangerous()
+        assert await run._evaluate_now("before training") is None
+        assert observer.events[-1].startswith("left out: ")
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_has_no_weights_in_time_keeps_no_evaluation() -> None:
+    class Late(Receipts):
+        async def receipts(self, version: int, *, deadline_s: float) -> None:
+            raise DeadlineExceeded(LATE)
+
+    class Quick(SilentPool):
+        async def answer(self, *_: Any) -> Any:
+            return [()] * 4
+
+    async def scenario() -> None:
+        observer = Observer()
+        run = controller(observer)
+        run._sync, run._evaluations._answerer = Late(), Quick()  # type: ignore[assignment]
+        assert await run._evaluate_now("before training") is not None
+        assert observer.events == [f"the evaluation before training goes without some engines: {LATE}", "evaluated"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_training", [False, True], ids=["starting", "training"])
 def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypatch: pytest.MonkeyPatch, is_training: bool) -> None:
     """A step that takes no end: training outlives the first interrupt, and the second ends it; a start ends with the first."""
@@ -130,7 +180,7 @@ def test_an_interrupt_ends_a_start_at_once_and_training_after_its_step(monkeypat
         run = controller(observer)
 
         async def start() -> None:
-            run._is_training = is_training
+            run._ending.is_training = is_training
             for interrupt in range(2):
                 signal.raise_signal(signal.SIGINT)
                 await asyncio.sleep(0.05)
@@ -161,7 +211,7 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
             await asyncio.sleep(60.0)
 
         monkeypatch.setattr(run, "_evaluate_now", endless)
-        with run._handled_interrupts():
+        with run._ending.handled():
             assert await run._evaluate_last() is None
         assert observer.events == ["interrupted (SIGTERM): leaving out the evaluation after training"]
         assert run.ended_by == signal.SIGTERM
@@ -185,14 +235,18 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
         async def insist(step: int, save: Any) -> None:
             saved.append(step)
 
-        run._is_training = True
+        run._ending.is_training = True
         run._service, run._learner = FakeActor(Starved()), SimpleNamespace()  # type: ignore[assignment]
-        run._checkpoints = SimpleNamespace(finished=nothing, insist=insist)  # type: ignore[assignment]
+        run._checkpoints = SimpleNamespace(finished=nothing, insist=insist, saved_step=1)  # type: ignore[assignment]
         run._ledger = SimpleNamespace(flush=lambda: None)  # type: ignore[assignment]
-        with run._handled_interrupts():
+        with run._ending.handled():
             await run._train_and_save()
         assert saved == [2] and run._step == 2
-        assert "ending with a checkpoint, after the step under way if there is one" in observer.events[-1]
+        assert "hurry" in observer.events, "whoever sends SIGTERM may kill in a few seconds"
+        assert observer.events[-1] == (
+            "interrupted (SIGTERM): ending with a checkpoint, after the step under way if there is one (once more: at once); "
+            "until that is on disk, a resume goes on from step 1"
+        )
 
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 
@@ -228,7 +282,8 @@ def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
         run._queue = None
         asked: list[int] = []
 
-        async def receipts(version: int, *, deadline_s: float) -> None:
+        async def receipts(version: int, *, deadline_s: float, is_one_enough: bool) -> None:
+            assert is_one_enough, "nodes may come one after another, each long after the one before"
             asked.append(version)
 
         run._pool = SimpleNamespace(first_worker=nothing, follow=lambda _: None)  # type: ignore[assignment]

@@ -33,8 +33,12 @@ def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     monkeypatch.setattr("actors.controller.open_ledger", lambda *_: None)
     state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0)
     point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
+
+    async def finds(*_: Any) -> Any:
+        return point, []
+
     run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
-    run._returns = SimpleNamespace(point=lambda _: (point, []), allow=lambda *_: None)  # type: ignore[assignment]
+    run._returns = SimpleNamespace(found=finds, allow=lambda *_: None)  # type: ignore[assignment]
     run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
     run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
     monkeypatch.setattr(run, "_withdraw", nothing)
@@ -120,7 +124,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
     async def scenario() -> None:
         run = going_back_to(STEPS, monkeypatch)
         run._observer.events = told  # type: ignore[attr-defined]
-        run._is_training, run._is_trained = False, True
+        run._ending.is_training, run._is_trained = False, True
 
         async def dies(_: str) -> None:
             raise ActorLost("in the evaluation")
@@ -137,9 +141,48 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
         monkeypatch.setattr(run, "_until_trained", nothing)
         monkeypatch.setattr(run, "_evaluate_now", dies)
         monkeypatch.setattr("actors.controller.lost_among", who)
-        with run._handled_interrupts():
+        with run._ending.handled():
             await run._whatever_dies()
 
     with pytest.raises(asyncio.CancelledError):
         playing(scenario)
-    assert told[-1] == "interrupted (SIGTERM): ending at once"
+    assert told[-1] == "interrupted (SIGTERM): ending at once; a resume goes on from step 10"
+
+
+@pytest.mark.parametrize("comes", ["as it goes back", "before, in the step"])
+def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monkeypatch: pytest.MonkeyPatch, comes: str) -> None:
+    """A start may take minutes, and whoever sends SIGTERM kills in seconds: what a resume takes is on disk already."""
+    told: list[str] = []
+
+    async def scenario() -> None:
+        run = going_back_to(2, monkeypatch)
+        run._observer.events = told  # type: ignore[attr-defined]
+        run._checkpoints.saved_step = 2
+
+        async def trains() -> None:
+            run._ending.is_training = True
+            if comes == "before, in the step":
+                signal.raise_signal(signal.SIGTERM)
+                await asyncio.sleep(0.05)
+            raise ActorLost("the queue is gone")
+
+        async def start_again() -> None:
+            assert comes == "as it goes back", "all parts are started for a step that is on disk"
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(60.0)
+
+        async def who(*_: Any) -> list[str]:
+            return ["trajectory queue"]
+
+        starts = iter([nothing, start_again])
+        monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
+        monkeypatch.setattr("actors.controller.raise_when_lost", lambda _: asyncio.sleep(60.0))
+        monkeypatch.setattr(run, "_until_trained", trains)
+        monkeypatch.setattr("actors.controller.lost_among", who)
+        with run._ending.handled():
+            await run._whatever_dies()
+
+    with pytest.raises(asyncio.CancelledError):
+        playing(scenario)
+    last = "interrupted (SIGTERM): ending at once" if comes == "as it goes back" else "not saved: the queue is gone"
+    assert told[-1] == f"{last}; a resume goes on from step 2"

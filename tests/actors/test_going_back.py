@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from actors import going_back
 from actors.going_back import (
     MOST_RETURNS,
     Returns,
@@ -201,6 +203,26 @@ def test_a_run_goes_back_to_one_checkpoint_so_many_times_only() -> None:
         returns.allow(["rank"], EngineError("step 8"))
     with pytest.raises(ActorLost, match=r"^rank: the 4th death after step 6, before there was another checkpoint: step 9$"):
         returns.allow(["rank"], EngineError("step 9"))
+
+
+def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken back goes to another file of that disk. It is told each time; when it never takes it, the run ends with a sentence."""
+    monkeypatch.setattr(going_back, "_DISK_AGAIN_S", 0.0)
+    refusals, told = [2], list[str]()
+
+    class Disk:
+        async def taken_back(self, take_back: Any, step_of: Any) -> Any:
+            if refusals[0]:
+                refusals[0] -= 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return "the point"
+
+    returns, tell = Returns(SimpleNamespace(path=Path("run")), None), lambda level, text: told.append(text)  # type: ignore[arg-type]
+    assert asyncio.run(returns.found(Path("model"), Disk(), tell)) == "the point"  # type: ignore[arg-type, comparison-overlap]
+    assert len(told) == 2 and "the run can't go back to its last checkpoint, and tries again in 0 s: [Errno 28]" in told[0]
+    refusals[0] = 10**6
+    with pytest.raises(DataError, match=r"run: the run can't go back to its last checkpoint: .*No space left"):
+        asyncio.run(returns.found(Path("model"), Disk(), tell))  # type: ignore[arg-type]
 
 
 class Sampler:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -29,6 +33,17 @@ ORDERLY = """
         child.kill()
         child.wait()
         print("unwound", flush=True)
+"""
+LOST = """
+    try:
+        print(child.pid, flush=True)
+        time.sleep(300)
+    finally:
+        child.kill()
+        child.wait()
+        print("to nobody", flush=True)
+        print("to nobody", file=sys.stderr, flush=True)
+        open(sys.argv[1], "w").write("unwound")
 """
 SWALLOWED = """
     class Finalizer:
@@ -72,28 +87,66 @@ TAKEN_OVER = """
 """ + IN_C
 
 
-def ended(program: str, number: int) -> tuple[subprocess.CompletedProcess[str], int]:
-    """The program after it has got a signal, and the process id of its child."""
+def ended(program: str, *numbers: int, hangup: signal.Handlers = signal.SIG_DFL) -> tuple[subprocess.CompletedProcess[str], int]:
+    """The program after it has got these signals, and the process id of its child. Args: hangup: what SIGHUP does to it as it starts."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", BEGIN + program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),  # that of these tests may be inherited from nohup
     )
     assert process.stdout is not None
     try:
         child = int(process.stdout.readline())
         time.sleep(0.5)  # for its next line: the wait that no signal ends
-        process.send_signal(number)
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.2)
         out, err = process.communicate(timeout=60.0)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err), child
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_main_thread_unwinds(number: int) -> None:
     process, child = ended(ORDERLY, number)
     assert process.returncode == 128 + number
     assert process.stdout == "unwound\n" and process.stderr == ""
     assert not psutil.pid_exists(child)
+
+
+def test_who_is_started_with_nohup_outlives_its_terminal() -> None:
+    process, child = ended(ORDERLY, signal.SIGHUP, signal.SIGTERM, hangup=signal.SIG_IGN)
+    assert process.returncode == 128 + signal.SIGTERM, "not 129: the first signal is ignored, and stays so"
+    assert process.stdout == "unwound\n" and not psutil.pid_exists(child)
+
+
+def test_the_loss_of_the_terminal_is_a_signal_and_no_error_of_each_line_after_it(tmp_path: Path) -> None:
+    """The terminal's window is closed: the kernel tells whoever leads its session, and every write to it fails from then on."""
+    mine, its = pty.openpty()
+
+    def lead_a_session_there() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.setsid()
+        fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+
+    script, written = BEGIN + LOST, tmp_path / "written"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(written)], cwd=ROOT, stdin=its, stdout=its, stderr=its, preexec_fn=lead_a_session_there
+    )
+    os.close(its)
+    try:
+        while b"\n" not in os.read(mine, 100):
+            pass
+        os.close(mine)
+        assert process.wait(timeout=60.0) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+        process.wait()
+    assert written.read_text() == "unwound", "what was printed before it did not raise"
 
 
 @pytest.mark.parametrize("program", [SWALLOWED, IN_C, TAKEN_OVER], ids=["swallowed", "in a call of C", "after an event loop"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from actors.config import MetricsConfig
 from actors.metric_catalogue import CATALOGUE, LOSS_PLACES
 from actors.metric_kinds import Kind
 from actors.metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member
-from actors.record.metric_views import MetricViews, TensorBoardView
+from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import RunFolder, _parse_event
 from actors.record.step_report import _placed, diagnostic_metrics
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
@@ -121,7 +120,6 @@ def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tm
     for step in (1, 2, 3):
         first.write(StepMetrics(step, {"reward/mean": step / 10, "staleness/tokens/0": 5.0, "learner/loss": math.nan}))
     first.close()
-    time.sleep(1)  # files of one process are read in the order of the second in which each began
     resumed = TensorBoardView(tmp_path, resumed_from=1)
     resumed.write(StepMetrics(2, {"reward/mean": 0.9}))
     resumed.close()
@@ -131,10 +129,10 @@ def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tm
 def test_the_views_of_a_run_take_up_where_the_folder_stands(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "x")
     folder.append_metrics(StepMetrics(1, {"reward/mean": 0.1}))
-    views = MetricViews(folder, MetricsConfig())
-    views.write(StepMetrics(2, {"reward/mean": 0.2}))
-    views.write(StepMetrics(2, {"held_out/accuracy": 0.75}))
-    views.close()
+    (view,) = open_views(folder, MetricsConfig())
+    view.write(StepMetrics(2, {"reward/mean": 0.2}))
+    view.write(StepMetrics(2, {"held_out/accuracy": 0.75}))
+    view.close()
     folder.close()
     assert scalars(folder.tensorboard_path, "held_out/accuracy") == [(2, 0.75)]
 
@@ -145,4 +143,4 @@ def test_wandb_is_off_by_default_and_asked_for_with_a_remedy(tmp_path: Path, mon
     with RunFolder.create(tmp_path / "run", "x") as folder:
         folder.write_text("config.yaml", "name: x\n")
         with pytest.raises(ConfigError, match=r"pip install 'evenkeel\[wandb\]'"):
-            MetricViews(folder, MetricsConfig(wandb_project="p"))
+            open_views(folder, MetricsConfig(wandb_project="p"))

@@ -51,6 +51,10 @@ class Seen:
     folder: RunFolder
     screen: io.StringIO
 
+    def settle(self) -> None:
+        """Until all is written."""
+        asyncio.run(self.observer.disk.done())
+
     def line(self, step: int) -> dict[str, float]:
         return dict(next(metrics for metrics in self.folder.read_metrics() if metrics.step == step))
 
@@ -143,6 +147,7 @@ def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen,
 def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> None:
     result = asyncio.run(evaluate(Answers([1.0, None, 0.0, None]), prompts(0, 4), AnswerSampling(), step=4, correct_at=1.0))
     seen.observer.evaluated(result, prompts(0, 4))
+    seen.settle()
     (line,) = seen.folder.read_evaluations()
     assert (line["held_out/accuracy"], line["held_out/unscored"]) == (0.5, 2)
     told = "2 of 4 held-out answers could not be scored, and are left out of the accuracy; the first: train/0/1: the reward raised"
@@ -216,6 +221,7 @@ def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> 
         "pool/handed_back_total": 5, "pool/handed_back_tokens_total": 125,
     }  # fmt: skip
     assert dict(StepMetrics(1, totals)) == totals | {"step": 1}, "the catalogue knows them"
+    seen.settle()
     told = [event.text for event in seen.folder.read_events()]
     assert told[0] == "the pool goes to 3 rollout workers (learner_waits): the learner waited for 62%"
     assert told[1].startswith("the pool goes to 1 rollout worker (workers_wait)")
@@ -294,6 +300,23 @@ def test_a_step_without_diagnostics_has_no_level(seen: Seen) -> None:
     assert "monitor/level" not in seen.line(1)
 
 
+def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -> None:
+    """After SIGTERM: a checkpoint needs the step's line, not what the service and the workers are still to say of it."""
+
+    async def scenario() -> None:
+        never, metrics = asyncio.get_running_loop().create_future, StepMetrics(1, {"time/step_s": 1.0, "reward/mean": 0.5})
+        seen.observer._writing = asyncio.create_task(seen.observer._write_when_known(metrics, [], never(), never(), None))
+        flushing = asyncio.create_task(seen.observer.flush())
+        await asyncio.sleep(0.05)
+        assert not flushing.done()
+        seen.observer.hurry()
+        await asyncio.wait_for(flushing, 20.0)
+
+    asyncio.run(scenario())
+    assert seen.line(1)["reward/mean"] == 0.5 and "monitor/level" not in seen.line(1)
+    assert seen.observer.totals() == {"monitor/left_out_total": 1}
+
+
 def test_counts_of_events_go_on_after_a_resume(seen: Seen, tmp_path: Path) -> None:
     """They come back from the checkpoint's totals with the others, and a step's line has them whatever the step was."""
     asyncio.run(write(seen.observer, (3, diagnosed(ALARM, state=State.ALARM))))
@@ -342,6 +365,7 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
     result = SimpleNamespace(skipped_steps=1, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.5), group_norms=norms)
     for step in range(7, 7 + KEPT + 1):
         asyncio.run(seen.observer._keep_skipped(step, prepared, result))  # type: ignore[arg-type]
+    seen.settle()
     kept = sorted((seen.folder.path / "skipped_batches").glob("*.safetensors"))
     assert [path.name for path in kept] == [f"step_{step:06d}.safetensors" for step in range(7, 7 + KEPT)]
     told = [event.text for event in seen.folder.read_events()]
@@ -378,8 +402,48 @@ def test_a_full_disk_ends_nothing_and_costs_no_line(seen: Seen) -> None:
         await write(seen.observer, (3, diagnosed(state=State.OK)))
 
     asyncio.run(scenario())
+    seen.settle()  # what the writing has told of itself
     assert [metrics.step for metrics in folder.read_metrics()] == [1, 2, 3]
     assert folder.read_monitor_events() == [WATCH]
     assert seen.line(3)["files/failures_total"] >= 3
     told = [event.text for event in folder.read_events() if "the disk" in event.text]
     assert ["does not take" in text for text in told] == [True, False] and "No space left on device" in told[0]
+
+
+def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen) -> None:
+    """It takes step 1, refuses 2 to 4, in which the run goes back and ends as well, and has all of them when there is room."""
+    observer, events = seen.observer, seen.folder.tensorboard_path
+
+    async def scenario() -> None:
+        await write(observer, (1, diagnosed(state=State.OK)))
+        (file,) = events.iterdir()
+        file.rename(seen.folder.path / "aside")
+        file.symlink_to("/dev/full")
+        await write(observer, *((step, diagnosed(state=State.OK)) for step in (2, 3, 4)))
+        observer.close()
+        file.unlink()
+        (seen.folder.path / "aside").rename(file)
+        await write(observer, (5, diagnosed(state=State.OK)))
+        seen.folder.rewind(4)
+        observer.go_back({})
+        await write(observer, (5, diagnosed(WATCH, state=State.WATCH)))
+
+    asyncio.run(scenario())
+    seen.settle()  # what the writing has told of itself
+    assert scalars(events, "monitor/level") == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 1)], "step 5 as it was done again"
+    told = [event.text for event in seen.folder.read_events() if "the disk" in event.text]
+    assert ["does not take" in text for text in told] == [True, False], "once each, though other files took their lines all the time"
+
+
+def test_a_view_that_can_not_be_closed_ends_nothing(seen: Seen) -> None:
+    class Broken:
+        def write(self, metrics: StepMetrics) -> None: ...
+
+        def close(self) -> None:
+            raise RuntimeError("no connection")
+
+    seen.observer._views.append(Broken())  # type: ignore[arg-type]
+    seen.observer.go_back({})
+    seen.settle()
+    (told,) = seen.folder.read_events()
+    assert (told.level, told.text) == ("warning", "Broken was not closed in order: no connection")

@@ -17,7 +17,7 @@ from actors.record.report import clipped_rows, summary_rows, worker_rows, write_
 from actors.record.report_plots import _CURVES as CURVES
 from actors.record.report_plots import draw_curves, draw_plots, running_mean
 from actors.record.run_folder import RunFolder
-from actors.record.slowest import SlowestPrompts, slowest_rows
+from actors.record.slowest import FILE, SlowestPrompts, slowest_rows
 from actors.scatter import ScatterReservoir
 from correction.monitor import Event, State
 
@@ -230,7 +230,9 @@ def test_the_slowest_prompts_are_told_slowest_first_and_go_on_after_a_resume(fol
         for seconds in part:
             errors = ("the reward took more than 10 s",) if seconds == 24 else ()
             slowest.add(GroupSummary(seconds, 40, 2, errors, 1.5, "3", f"train/0/<{seconds}>", float(seconds)))
-        slowest.save()
+        text = slowest.changed()
+        assert text is not None and slowest.changed() is None
+        folder.write_text(FILE, text)
     rows = slowest_rows(folder)
     assert [row[0] for row in rows] == [f"train/0/<{seconds}>" for seconds in range(24, 14, -1)]
     assert rows[0] == ("train/0/<24>", "24.0 s", "1.5 s", "40", "1", "3") and rows[1][4] == "0"

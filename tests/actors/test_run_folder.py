@@ -252,3 +252,16 @@ def test_samples_as_text_do_not_pile_up(tmp_path: Path) -> None:
         folder.write_trajectories(1250, "a held-out answer", "held_out")
         kept = [int(path.stem.removeprefix("step_")) for path in folder.trajectory_files()]
     assert kept == [100, 200, *range(251, 1251)]
+
+
+def test_an_event_that_can_not_be_written_is_on_the_error_output_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk, which may be what there is to say; and it is no error of whoever says it."""
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.events_path.symlink_to("/dev/full")
+        folder.event("warning", "the disk is\nfull")
+        told = capsys.readouterr().err
+        assert told.startswith(f"{folder.events_path} can't be written ([Errno 28] No space left on device")
+        assert told.endswith(" warning the disk is full\n")
+        folder.events_path.unlink()
+        folder.event("info", "there is room")
+        assert [event.text for event in folder.read_events()] == ["there is room"]

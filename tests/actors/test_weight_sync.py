@@ -162,6 +162,29 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30.0))  # type: ignore[arg-type]
 
 
+def test_receipts_are_awaited_of_those_who_are_there_or_of_one() -> None:
+    """Of nodes that come one after another somebody has always just begun to take weights; and a start needs one engine."""
+
+    async def scenario() -> None:
+        never = asyncio.get_running_loop().create_future()
+        scene = Scene(a=Engine(0.05), b=Engine(never), late=Engine(never))
+        await scene.sync.publish()
+        for name in "ab":
+            scene.sync.join(scene.targets[name])
+        await scene.sync.receipts(0, deadline_s=20.0, is_one_enough=True)
+        assert scene.receipts == [("w", 0)]
+        with pytest.raises(DeadlineExceeded, match="workers b: no receipt"):
+            await scene.sync.receipts(0, deadline_s=0.1)
+        waiting = asyncio.create_task(scene.sync.receipts(0, deadline_s=20.0))
+        await asyncio.sleep(0.01)
+        scene.sync.join(scene.targets["late"])
+        scene.sync.leave("b")
+        await waiting
+        await scene.sync.close()
+
+    play(scenario)
+
+
 def test_checksums_are_compared_once_after_a_join() -> None:
     engine = Engine()
 

@@ -42,12 +42,25 @@ class SimulatedFolder(RunFolder):
         self._tell(level, text)
 
 
+class WrittenAtOnce:
+    """In place of the thread that writes."""
+
+    def do(self, job: Callable[[], object]) -> None:
+        job()
+
+    async def taken_back(self, take_back: Callable[[], Any], step_of: Callable[[Any], int]) -> Any:
+        return await asyncio.to_thread(take_back)
+
+    async def room(self) -> None: ...
+
+
 class Notes:
     """In place of the observer: it is told everything, and keeps what the run's books are compared with."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
         self._telling: list[asyncio.Task[None]] = []
+        self.disk = WrittenAtOnce()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):

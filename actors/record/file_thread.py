@@ -1,0 +1,85 @@
+"""A thread that does an event loop's file work, in order: a network file system that takes seconds for an fsync delays nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class FileThread:
+    """Jobs are done one after another, in the order in which they came, from whatever thread."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._is_ending, self._is_over = False, threading.Event()
+        self._error: Exception | None = None
+        # A daemon: a disk that hangs for good must not keep the process from its end.
+        self._thread = threading.Thread(target=self._work, name="run folder", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not begun."""
+        return self._jobs.qsize()
+
+    def do(self, job: Callable[[], object]) -> None:
+        """Hand over a job. After the end it is done here and now."""
+        if self._is_over.is_set():
+            job()
+        else:
+            self._jobs.put(job)
+
+    async def result(self, job: Callable[[], T]) -> T:
+        """Of a job that is done after all those before it. Raises: as the job."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(value: T | None, error: Exception | None) -> None:
+            if answer.done():  # whoever waited has given it up
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(value)  # type: ignore[arg-type]
+
+        def run() -> None:
+            value, failure = None, None
+            try:
+                value = job()
+            except Exception as error:
+                failure = error
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, value, failure)
+
+        self.do(run)
+        return await answer
+
+    async def done(self) -> None:
+        """Wait until all that was handed over before is done. Raises: what the first of it that failed has raised, once."""
+        await self.result(lambda: None)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def end(self, *, within_s: float) -> bool:
+        """Do what is left and end. Returns: whether there was time for all of it."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._jobs.put(lambda: None)  # wakes it
+        self._thread.join(within_s)
+        return self._is_over.is_set()
+
+    def _work(self) -> None:
+        while not (self._is_ending and self._jobs.empty()):
+            job = self._jobs.get()
+            try:
+                job()
+            except Exception as error:
+                self._error = self._error or error
+        self._is_over.set()

@@ -1,0 +1,40 @@
+"""A step on its way from the loop, where it ends, to what shows and keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from actors.carriers import GroupSummary, PreparedBatch, WorkerLoad
+from rollout.trajectory import SyncReceipt
+
+if TYPE_CHECKING:
+    from learner.results import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """What is known of a step at its end, and belongs to it."""
+
+    number: int
+    """From 1."""
+    version: int
+    """Of the weights after it."""
+    batch: PreparedBatch
+    result: StepResult
+    elapsed_s: float
+    """Since the run began."""
+    seconds: float
+    """Since the step before ended."""
+    phases: dict[str, float]
+    """Seconds by phase of the loop."""
+    loads: Awaitable[dict[str, WorkerLoad]]
+    groups: Sequence[GroupSummary]
+    versions: Mapping[str, int]
+    """Of the workers, as the step's training ended."""
+    receipts: Sequence[SyncReceipt]
+    differences: Sequence[float]
+    """Of the probes."""
+    noted: dict[str, float]
+    """Further numbers, by name of the catalogue, and the totals."""
