@@ -77,8 +77,8 @@ class NodeFacts:
     open_files: int = 1 << 20
     """Limit of a process."""
     host_bytes: int = 1 << 40
-    has_model: bool = True
-    """The model folder is there, at the same path; or a name of the hub is in the cache, or can be asked for."""
+    model_obstacle: str = ""
+    """Why a learner rank there could not read the model (hub.py); empty: it could."""
     reads_run_folder: bool = True
     """It finds what the driver has just written into the run folder, and the driver what it has."""
     clock_ahead_s: float = 0.0

@@ -18,7 +18,7 @@ import psutil
 
 from actors.config import RunConfig
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
-from actors.hub import config_folder, is_obtainable
+from actors.hub import config_folder, obstacle_here
 from actors.plan.shape import ModelShape
 from correction.errors import EngineError
 
@@ -97,7 +97,7 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", 
         shared_memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         host_bytes=psutil.virtual_memory().total,
-        has_model=is_obtainable(Path(model)),
+        model_obstacle=obstacle_here(Path(model)),
         reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
         clock_ahead_s=time.time() - asked_at if asked_at else 0.0,
         compilers=tuple(name for name in ("gcc", "nvcc", "ninja") if shutil.which(name)),

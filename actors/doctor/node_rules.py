@@ -181,14 +181,14 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
             "Set run_dir to a folder on a file system that all nodes mount",
         )
     may_hold_ranks = [node for node in nodes if node.offered_gpus or config.learner.resolved_device == "cpu"]
-    if blind := [node.name for node in may_hold_ranks if not node.has_model]:
-        where = f"on {', '.join(blind)}, where a learner rank could be put"
-        if HubName.of(config.model):
-            text = f"model = {config.model}: not in the cache, nor can the hub be reached, {where}"
-            remedy = "Let these nodes reach it, or set HF_HOME to a folder on a file system that all nodes mount"
-        else:
-            text, remedy = f"model = {config.model}: the folder isn't there {where}", "Put it on a file system that all nodes mount"
-        yield Complaint("fail" if len(blind) == len(may_hold_ranks) else "warn", text, remedy)
+    obstacles = {node.name: node.model_obstacle for node in may_hold_ranks if node.model_obstacle}
+    remedy = "Put it on a file system that all nodes mount"
+    if HubName.of(config.model):
+        remedy = "Let these nodes reach the hub, make room, or set HF_HOME to a folder on a file system that all nodes mount"
+    for obstacle in sorted(set(obstacles.values())):
+        where = ", ".join(name for name, its in obstacles.items() if its == obstacle)
+        text = f"model = {config.model}: {obstacle} on {where}, where a learner rank could be put"
+        yield Complaint("fail" if len(obstacles) == len(may_hold_ranks) else "warn", text, remedy)
 
 
 def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:

@@ -142,6 +142,7 @@ def test_a_healthy_node_has_nothing_said() -> None:
     assert on_nodes([node()], eight(), DENSE) == []
 
 
+NO_FOLDER = "the folder isn't there"
 BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 
 
@@ -172,9 +173,9 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
         ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10."),
         ([node(), node(name="b", reads_run_folder=False)], "", "fail", "the run folder isn't the same on b"),
-        ([node(), node(name="b", has_model=False)], "model=m/Qwen3-8B", "warn", "Qwen3-8B: the folder isn't there on b"),
-        ([node(), node(name="b", has_model=False)], "", "warn", "hf:Qwen/Qwen3-8B: not in the cache, nor can the hub be reached, on b"),
-        ([node(has_model=False), node(name="b", has_model=False)], "model=m/8B", "fail", "8B: the folder isn't there on 10.0.0.1, b"),
+        ([node(), node(name="b", model_obstacle=NO_FOLDER)], "model=m/Qwen3-8B", "warn", "Qwen3-8B: the folder isn't there on b"),
+        ([node(), node(name="b", model_obstacle="not in the cache")], "", "warn", "hf:Qwen/Qwen3-8B: not in the cache on b, where"),
+        ([node(model_obstacle="no"), node(name="b", model_obstacle="no")], "model=m/8B", "fail", "m/8B: no on 10.0.0.1, b, where"),
         ([node(shared_memory=64 << 20)], "", "fail", "/dev/shm has 64 MiB free, less than one bucket of weights, 0.25 GiB"),
         ([node(shared_memory=1 << 30)], "", "warn", "/dev/shm has 1 GiB free, and 4 engines may want 2 GiB"),
         (
@@ -243,10 +244,10 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     sign.write_text("token")
     answer = tmp_path / "answer"
     here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
-    assert here.has_model and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
+    assert not here.model_obstacle and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
     assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
     other = this_node(str(tmp_path), sign=str(sign), token="another's", answer=str(tmp_path / "not-written"))
-    assert not other.has_model and not other.reads_run_folder and not (tmp_path / "not-written").exists()
+    assert other.model_obstacle == NO_FOLDER and not other.reads_run_folder and not (tmp_path / "not-written").exists()
     read_only = this_node(str(tmp_path), sign=str(sign), token="token", answer=str(tmp_path / "no-folder" / "answer"))
     assert not read_only.reads_run_folder, "it reads there, and can't write"
 
