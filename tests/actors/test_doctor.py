@@ -99,7 +99,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
         ("", {"gpu_bytes": 18 << 30}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
         ("", {"gpu_bytes": 24 << 30}, "warn", "fewer than a group's 8 answers", "context_length"),
-        ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "fail", "would take more of the GPU than its share", "out"),
+        ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "fail", "engine's share of the GPU, 39.8 GiB", "out"),
         (f"{FLOAT8} weight_sync.transport=broadcast", {}, "fail", "gloo has none, and NCCL's was not tried", "object_store"),
         (FLOAT8, {"shape": EXPERTS}, "fail", "float8_block: the model is a mixture of experts", "none"),
         (FLOAT8, {"shape": replace(DENSE, key_heads=1, head_width=64)}, "fail", "its keys have 64 channels, no multiple", "none"),
@@ -110,6 +110,20 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
 )
 def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
     complaints = on_paper(paper(**facts), eight(*overrides.split()))
+    assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "severity", "said", "setting"),
+    [
+        ("", 16, "fail", "a learner rank of 15.2 GiB and an engine of 3.41 GiB (with a KV cache for one", "larger GPU"),
+        ("learner.gpus_per_rank=0.4", 24, "note", "other shares: a rank needs 0.63 of it, an engine 0.14", "0.64, rollout.gpus"),
+        ("rollout.gpus_per_worker=0.12", 24, "fail", "for its KV cache beside weights of 1.11 GiB and 2.08 GiB for context", "raise"),
+    ],
+)
+def test_a_gpu_that_learner_and_engine_share(overrides: str, gpu: int, severity: str, said: str, setting: str) -> None:
+    """Both sides are added: each may fit its own share of a larger GPU."""
+    complaints = on_paper(PaperFacts(ModelShape.of(QWEN3_06B), gpu << 30), recipe("qwen3_0.6b_1gpu", *overrides.split()))
     assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
 
 
