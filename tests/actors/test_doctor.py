@@ -156,6 +156,8 @@ def test_a_healthy_node_has_nothing_said() -> None:
     assert on_nodes([node()], eight(), DENSE) == []
 
 
+HEAD = node(name="head", offered_gpus=0.0, free_gpus=0.0, gpus=(), driver_gpus=0, architectures=(), rollout_units=0.0)
+SMALL = GpuFact("RTX 4090", 24 << 30, 24 << 30, "sm_89")
 NO_FOLDER = "the folder isn't there"
 BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 
@@ -183,6 +185,12 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(gpus=(), architectures=(), has_cuda=False)], "", "fail", "has 8 GPUs, but its torch is a build without CUDA"),
         ([node(offered_gpus=8.0, gpus=node().gpus[:1])], "", "fail", "offers Ray 8 GPUs, but torch sees 1 there"),
         ([node(versions={"torch": "2.13.0"})], "", "fail", "SGLang's GPU kernels (sglang-kernel) aren't installed on 10.0.0.1: that is an"),
+        ([node(gpus=(), architectures=())], "", "fail", "has 8 GPUs, but torch, a build with CUDA, sees none: most often the driver"),
+        ([node(gpus=(), architectures=(), visible_devices="", offered_gpus=0.0)], "", "fail", "CUDA_VISIBLE_DEVICES = '' hides them"),
+        ([node(), node(name="b", object_store=20 << 30)], "ray.address=auto", "warn", "b: two versions of the weights and two batches take 3"),
+        ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 54.6 GiB of its 24 GiB"),
+        ([HEAD, node(gpus=(), gpu_bytes=18 << 30, visible_devices="")], "ray.address=auto", "fail", "an engine has 0 MiB for its KV cache"),
+        ([node(), node(name="b", gpus=(SMALL,) * 8)], "ray.address=auto", "warn", "smallest GPUs there are, of 24 GiB: a learner rank"),
         ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),
         ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
         ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10."),
@@ -225,6 +233,27 @@ def test_a_machine_with_gpus_that_its_torch_can_t_use_may_compute_on_the_cpu() -
     here = node(gpus=(), architectures=(), has_cuda=False, offered_gpus=0.0, free_gpus=0.0)
     (found,) = on_nodes([here], recipe("nano_spell_backward", has_gpu=False), DENSE)  # nor are SGLang's kernels missed
     assert found.severity == "warn" and "constraints-gpu.txt" in found.setting
+
+
+def test_a_cluster_with_a_head_without_gpus_is_judged_by_its_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The driver's own GPU, if it has one, says nothing about those of the nodes."""
+    monkeypatch.setattr(gather, "gpus_of_driver", lambda: [SMALL])
+    model = f"model={save_config(tmp_path, QWEN3_8B)}"
+    assert gather.paper_facts(eight(model, "ray.address=auto")).gpu_bytes is None
+    assert gather.paper_facts(eight(model)).gpu_bytes == SMALL.bytes
+    joined = eight("ray.address=auto")
+    assert on_nodes([HEAD, node()], joined, DENSE) == []
+    small_ones_sample_nothing = [node(), node(name="b", gpus=(SMALL,) * 8, rollout_units=0.0)]
+    assert all("learner rank" in found.sentence for found in on_nodes(small_ones_sample_nothing, joined, DENSE))
+
+
+def test_gpus_that_are_hidden_from_torch_are_told_where_nobody_asked_for_them() -> None:
+    """`device: auto` would be the CPU without a word. Ray hides those of its nodes from tasks that ask for none: nothing is said of them."""
+    on_cpu = recipe("nano_spell_backward", has_gpu=False)
+    alone = {"gpus": (), "architectures": (), "offered_gpus": 0.0, "free_gpus": 0.0}
+    severities = [[c.severity for c in on_nodes([node(**alone, visible_devices=seen)], on_cpu, DENSE)] for seen in (None, "", "-1")]
+    assert severities == [["warn"], ["note"], ["note"]]
+    assert on_nodes([node(gpus=(), gpu_bytes=H100.memory, visible_devices="")], eight("ray.address=auto"), DENSE) == []
 
 
 def test_shares_of_one_gpu_are_one_gpu() -> None:
