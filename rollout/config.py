@@ -65,8 +65,7 @@ class ReasoningGymTask(_Task):
 
 class _RowsTask(_Task):
     prompt_field: str = "prompt"
-    """Column of the question: text, or a list of turns with role and content, which go through the chat template as they are; a dot leads
-    to a field within a column."""
+    """Column of the question: text, or turns with role and content; a dot leads to a field within a column."""
     answer_field: str | None = "answer"
     """Column of the reference answer, as in reward_model.ground_truth; empty for a reward that needs none."""
     demonstration_field: str | None = None

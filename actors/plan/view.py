@@ -106,7 +106,8 @@ def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
 
 def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
     moved = plan.moved
-    rows = [("bytes", gib(moved.version)), ("estimates", f"learner {moved.export_s:.1f} s, an engine's pause {moved.pause_s:.1f} s")]
+    way = f"to another node {moved.fetch_s:.1f} s, " if moved.fetch_s else ""
+    rows = [("bytes", gib(moved.version)), ("estimates", f"learner {moved.export_s:.1f} s, {way}an engine's pause {moved.pause_s:.1f} s")]
     if moved.recomputed_tokens:
         rows.append(("read again", f"up to {moved.recomputed_tokens:,} tokens an engine, about {moved.recompute_s:.0f} s (retract)"))
     return rows
