@@ -187,7 +187,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(versions={"torch": "2.13.0"})], "", "fail", "SGLang's GPU kernels (sglang-kernel) aren't installed on 10.0.0.1: that is an"),
         ([node(gpus=(), architectures=())], "", "fail", "has 8 GPUs, but torch, a build with CUDA, sees none: most often the driver"),
         ([node(gpus=(), architectures=(), visible_devices="", offered_gpus=0.0)], "", "fail", "CUDA_VISIBLE_DEVICES = '' hides them"),
-        ([node(), node(name="b", object_store=20 << 30)], "ray.address=auto", "warn", "b: two versions of the weights and two batches take 3"),
+        ([node(), node(name="b", object_store=20 << 30)], "ray.address=auto", "warn", "b: two versions of the weights and two batches"),
         ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 54.6 GiB of its 24 GiB"),
         ([HEAD, node(gpus=(), gpu_bytes=18 << 30, visible_devices="")], "ray.address=auto", "fail", "an engine has 0 MiB for its KV cache"),
         ([node(), node(name="b", gpus=(SMALL,) * 8)], "ray.address=auto", "warn", "smallest GPUs there are, of 24 GiB: a learner rank"),
@@ -248,7 +248,7 @@ def test_a_cluster_with_a_head_without_gpus_is_judged_by_its_nodes(monkeypatch: 
 
 
 def test_gpus_that_are_hidden_from_torch_are_told_where_nobody_asked_for_them() -> None:
-    """`device: auto` would be the CPU without a word. Ray hides those of its nodes from tasks that ask for none: nothing is said of them."""
+    """`device: auto` would be the CPU without a word. Ray hides its nodes' from tasks that ask for none: nothing is said of them."""
     on_cpu = recipe("nano_spell_backward", has_gpu=False)
     alone = {"gpus": (), "architectures": (), "offered_gpus": 0.0, "free_gpus": 0.0}
     severities = [[c.severity for c in on_nodes([node(**alone, visible_devices=seen)], on_cpu, DENSE)] for seen in (None, "", "-1")]

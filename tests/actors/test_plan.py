@@ -216,7 +216,7 @@ def test_a_version_is_sent_in_the_learner_s_type_and_costs_what_is_read_again(tm
 
 
 def test_seconds_of_a_version_are_its_bytes_by_the_slowest_part_of_its_way(tmp_path: Path) -> None:
-    """Across nodes the network comes on top, before the pause; the first bucket's copy isn't in the pause, and copies run beside loading."""
+    """Across nodes the network comes on top, before the pause; the first bucket's copy isn't in the pause; copies run beside loading."""
     shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
     alone, joined = (traffic(shape, recipe("qwen3_8b_8gpu", model, *words)) for words in ((), ("ray.address=auto",)))
     bucket = recipe("qwen3_8b_8gpu", model).weight_sync.bucket_bytes
@@ -271,7 +271,7 @@ def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
         ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4", ["4 nodes of 8 x H200", "16 ranks", "to another node 6.1 s"]),
     ],
 )
-def test_the_command_plans_the_other_recipes_for_gpus(name: str, model: dict[str, Any], gpus: str, shown: list[str], tmp_path: Path) -> None:
+def test_the_command_plans_the_other_recipes(name: str, model: dict[str, Any], gpus: str, shown: list[str], tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from actors.commands.cli import app
