@@ -84,7 +84,7 @@ def test_what_is_read() -> None:
 
 
 def test_a_model_is_judged_by_the_memory_of_the_instances(tmp_path: Path) -> None:
-    """Pairs of ranks of 55 GiB each have a place on the H100s alone, 61 GB of weights none on the engines' L40S. A resource may name the GPU."""
+    """Pairs of ranks of 55 GiB have a place on the H100s alone, 61 GB of weights none on the L40S. A resource may name the GPU, too."""
     cluster = ClusterFile.read(CLOUD, "rollout")
     config = derived(load_config(RunConfig, RECIPE, ["ray.address=auto"]), has_gpu=True)
     assert agreement(cluster, config, ModelShape.of(QWEN3_8B)) == []
