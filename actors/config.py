@@ -298,9 +298,10 @@ class RunConfig(Settings):
     def batch_arithmetic(self) -> str:
         """How many of what make a step, in one sentence."""
         samples = self.rollout.sampling.samples_per_group
-        minibatches = self.learner.optimizer_steps_per_batch
+        minibatches, epochs = self.learner.optimizer_steps_per_batch, self.learner.epochs_per_batch
         per_update = self.groups_per_step * samples // minibatches
-        updates = "one optimizer step" if minibatches == 1 else f"{minibatches} optimizer steps of {per_update}"
+        updates = "one optimizer step" if minibatches * epochs == 1 else f"{minibatches * epochs} optimizer steps of {per_update}"
+        updates += f" ({epochs} passes over the batch)" if epochs > 1 else ""
         return (
             f"Each of {self.steps} steps trains on {self.groups_per_step} prompts x {samples} samples = "
             f"{self.groups_per_step * samples} trajectories of up to {self.rollout.sampling.max_tokens} tokens in {updates}; "

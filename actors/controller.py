@@ -23,7 +23,7 @@ from actors.ending import Ending
 from actors.evaluation import Evaluation, Evaluations
 from actors.forwards import next_batch
 from actors.going_back import Returns, end_parts, lost_among, raise_when_lost, what_is_done_again, while_they_answer
-from actors.hub import model_folder
+from actors.hub import outline_folder
 from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint, fill_queue, make_queue, make_sync, start_learner, start_service
 from actors.payloads import whole_snapshot
@@ -311,7 +311,7 @@ class Controller:
     async def _start(self) -> None:
         config, observer = self._config, self._observer
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
-        self._folder.keep_model_files(model_folder(self._point.weights))
+        self._folder.keep_model_files(outline_folder(self._point.weights)[0])
         workers, ranks = config.rollout.first_workers, config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         self._make_queue()

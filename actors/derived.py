@@ -22,8 +22,6 @@ GPU_TOKENS_PER_MICROBATCH = 8192
 """A pass of the 2,048 that suit a CPU is too short to keep a GPU busy: launching its kernels would take longer than they do."""
 GPU_RUNNING_REQUESTS = 256
 """As many as SGLang captures graphs for on a GPU of 60 to 160 GB (its cuda_graph_max_bs there, without tensor parallelism)."""
-SHARED_GPU_FRACTION = 0.9
-"""Of a worker's share of a GPU, for weights and KV cache; the rest is for activations, graphs and the CUDA context."""
 
 
 def derived(config: RunConfig, *, has_gpu: bool) -> RunConfig:
@@ -56,8 +54,7 @@ def _engine(engine: EngineConfig, learner: LearnerConfig, share: float, has_gpu:
         values["dtype"] = learner.dtype
     if device == "cuda":
         values |= _unset(engine, max_running_requests=GPU_RUNNING_REQUESTS)
-        if share < 1 and engine.memory_fraction is None:
-            values["memory_fraction"] = round(SHARED_GPU_FRACTION * share, 3)
+        values["gpu_share"] = share
     return _with(engine, values, "rollout.engine")
 
 

@@ -24,6 +24,8 @@ _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 _OTHER_FILES = ("*/*", "consolidated*")
 """The same weights in other forms: folders of other runtimes, and Mistral's own."""
 _WANTED: dict[str, Any] = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
+_OUTLINE = _WANTED | {"allow_patterns": list(_FILES[1:])}
+"""All but the weights."""
 _HUB_S = 10.0
 """Within which the hub has to answer a question."""
 
@@ -72,6 +74,26 @@ def model_folder(model: Path) -> Path:
         return _whole_copy(name) or _downloaded(name)
 
 
+def outline_folder(model: Path) -> tuple[Path, bool]:
+    """A folder with the model's config and tokenizer, and whether its weights are in it: they are if it is no name of the hub, or if they
+    have been downloaded to this machine before. Who starts a run needs no weights; the nodes of the ranks do.
+
+    Raises: as `model_folder`.
+    """
+    name = HubName.of(model)
+    if name is None:
+        return model, True
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with _in_words(name):
+        name = _at_its_commit(name)
+        with contextlib.suppress(LocalEntryNotFoundError):
+            if (whole := _whole_copy(name)) is not None:
+                return whole, True
+        return Path(snapshot_download(name.repository, revision=name.revision, **_OUTLINE)), False
+
+
 def config_folder(model: Path) -> Path:
     """A folder with the model's config.json, of which nothing else has to be there. Raises: as `model_folder`."""
     name = HubName.of(model)
@@ -83,19 +105,22 @@ def config_folder(model: Path) -> Path:
         return Path(hf_hub_download(name.repository, "config.json", revision=_at_its_commit(name).revision)).parent
 
 
-def is_obtainable(model: Path) -> bool:
-    """The folder is there; or the name is in this machine's cache, or this machine reaches the hub."""
+def obstacle_here(model: Path) -> str:
+    """Why this machine couldn't read the whole model; empty: the folder is there, or the name is in the cache, or can be downloaded."""
     name = HubName.of(model)
     if name is None:
-        return (model / "config.json").is_file()
+        return "" if (model / "config.json").is_file() else "the folder isn't there"
     from huggingface_hub import HfApi
 
     try:
         with _in_words(name):
             name = _at_its_commit(name)
-            return _whole_copy(name) is not None or bool(HfApi().model_info(name.repository, revision=name.revision, timeout=_HUB_S))
+            if _whole_copy(name) is not None:
+                return ""
+            HfApi().model_info(name.repository, revision=name.revision, timeout=_HUB_S)
+            return _lack_of_room(name)
     except DataError:
-        return False
+        return "it is not in the cache, nor can the hub be reached"
 
 
 def _at_its_commit(name: HubName) -> HubName:
@@ -121,18 +146,22 @@ def _whole_copy(name: HubName) -> Path | None:
         return None
 
 
-def _downloaded(name: HubName) -> Path:
+def _lack_of_room(name: HubName) -> str:
+    """What is missing for the files that are still to come; empty: nothing."""
     from huggingface_hub import constants, snapshot_download
 
     cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
     files = snapshot_download(name.repository, revision=name.revision, dry_run=True, **_WANTED)
     needed, free = sum(file.file_size for file in files if file.will_download), shutil.disk_usage(cache).free
-    if needed > free:
-        raise DataError(
-            f"model = {name}: {_gb(needed)} have still to be downloaded, but {cache} has {_gb(free)} free. Make room, or set HF_HOME to a "
-            "folder on another disk"
-        )
+    return f"{_gb(needed)} have still to be downloaded, but {cache} has {_gb(free)} free" if needed > free else ""
+
+
+def _downloaded(name: HubName) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if lack := _lack_of_room(name):
+        raise DataError(f"model = {name}: {lack}. Make room, or set HF_HOME to a folder on another disk")
     return Path(snapshot_download(name.repository, revision=name.revision, **_WANTED))
 
 

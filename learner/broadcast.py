@@ -1,13 +1,17 @@
 """Weights by torch.distributed broadcast: the learner is rank 0 of a group of its own with the engines of a fixed pool.
 
 SGLang joins such a group with a store at tcp://host:port and a group name; the learner must build its side the same way, beside its own
-default group. A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it.
+default group. A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. Gloo's calls
+return when the tensors are sent. NCCL's return when the GPU has been told to send them, so that what has become of each is asked until all
+are done, and a group in which one is late is aborted: its kernel would keep the GPU busy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -17,6 +21,9 @@ from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, 
 
 from correction.errors import SyncError
 from learner.rendezvous import rendezvous_store
+
+_POLL_S = 0.0005
+"""Between two looks at what the GPU has sent; a bucket takes some ten milliseconds."""
 
 
 class WeightBroadcaster:
@@ -45,10 +52,20 @@ class WeightBroadcaster:
                 )
 
         def broadcast() -> None:
-            for tensor in bucket.values():
-                dist.broadcast(tensor.detach().contiguous(), src=0, group=self._group)
+            tensors = [tensor.detach().contiguous() for tensor in bucket.values()]  # kept until they are sent
+            if self._device.type == "cpu":
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0, group=self._group)
+            else:
+                works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
+                until_done([work for work in works if work is not None], self._timeout_s)
 
-        self._run(broadcast, "broadcast failed")
+        try:
+            self._run(broadcast, "broadcast failed")
+        except SyncError:
+            if self._device.type != "cpu" and self._group is not None:
+                threading.Thread(target=_abort, args=(self._group,), daemon=True).start()
+            raise
 
     def close(self) -> None:
         """Leave the group. Errors of a broken one are not raised: that is why it is closed."""
@@ -82,6 +99,26 @@ class WeightBroadcaster:
             raise SyncError(f"weight group {self._name}: {what} in {self._timeout_s:.0f} s; a member may be gone")
         if errors:
             raise SyncError(f"weight group {self._name}: {what}: {errors[0]}") from errors[0]
+
+
+def until_done(works: Sequence[dist.Work], timeout_s: float) -> None:
+    """Wait on the host for what the GPU does. (A work's own `wait` has the GPU's next kernels wait, and returns at once.)
+
+    Raises: TimeoutError; what has become of a work that failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    for number, work in enumerate(works):
+        while not work.is_completed():  # also when it has failed, or its communicator was aborted
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{number} of {len(works)} tensors were sent in {timeout_s:.0f} s; a member may be gone")
+            time.sleep(_POLL_S)
+        if (error := work.exception()) is not None:
+            raise RuntimeError(str(error))
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(Exception):  # the watchdog may have done it
+        group.abort()
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

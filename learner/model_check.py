@@ -12,9 +12,10 @@ from learner.hf_folder import HFWeights, read_config
 from learner.model_family import ModelFamily, Rule, TensorLayout
 
 
-def check_trainable(folder: str | os.PathLike[str]) -> Any:
+def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True) -> Any:
     """Its transformers config.
 
+    Args: has_weights: False: they aren't there yet, and whoever reads them checks them.
     Raises: DataError naming the file and the option, family or tensor that is in the way.
     """
     hf_config = read_config(folder)
@@ -24,6 +25,8 @@ def check_trainable(folder: str | os.PathLike[str]) -> Any:
         raise DataError(f"{folder}: {error}") from error
     except (ArithmeticError, AttributeError, TypeError) as error:  # sizes that make no model
         raise DataError(f"{folder}/config.json: its sizes make no model ({error}). Put back a whole copy of the file") from error
+    if not has_weights:
+        return hf_config
     found = HFWeights(folder).shapes()
     wrong = [f"{name} has shape {found[name]} instead of {shape}" for name, shape in expected.items() if found.get(name, shape) != shape]
     missing = [f"{name} is missing" for name in expected if name not in found]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from correction.engines import matrix_products
+from correction.engines.gpu_share import allocator_fraction
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.megatron import model_parallel_cuda_manual_seed, parallel_state
@@ -199,7 +200,8 @@ def leave() -> None:
 def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.set_per_process_memory_fraction(config.gpus_per_rank, device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(allocator_fraction(total, config.gpus_per_rank), device)
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     with _gloo_interface_towards(master_addr if world_size > 1 else None):

@@ -70,13 +70,20 @@ class ChatEncoder:
             chat_template_kwargs=task.chat_template_kwargs,
         )
 
-    def encode(self, user_text: str) -> tuple[int, ...]:
-        """Ids of the whole prompt, generation prompt included; see `excess` for its length."""
+    def encode(self, asked: str | Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Ids of the whole prompt, generation prompt included; see `excess` for its length.
+
+        Args:
+            asked: text of a user turn, or turns with role and content, which have a system prompt of their own if they begin with one.
+        Raises: DataError for turns without a chat template.
+        """
         if not self.apply_chat_template:
-            text = user_text if self.system_prompt is None else f"{self.system_prompt}\n\n{user_text}"
+            if not isinstance(asked, str):
+                raise DataError(f"a conversation of {len(asked)} turns needs the chat template; set rollout.task.apply_chat_template: true")
+            text = asked if self.system_prompt is None else f"{self.system_prompt}\n\n{asked}"
             return tuple(self.tokenizer.encode(text))
-        messages = [{"role": "user", "content": user_text}]
-        if self.system_prompt is not None:
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(turn) for turn in asked]
+        if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         ids = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.chat_template_kwargs
@@ -95,7 +102,7 @@ class ChatEncoder:
         """Text of the ids without special tokens: what a reward is given."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def excess(self, user_text: str) -> str | None:
+    def excess(self, asked: str | Sequence[Mapping[str, str]]) -> str | None:
         """Why this prompt can't be asked, or None if it fits.
 
         Of a text that is far too long only its beginning is encoded: one of twice the tokens that fit settles it.
@@ -103,11 +110,11 @@ class ChatEncoder:
         if self.max_prompt_tokens is None:
             return None
         beginning = _CHARACTERS_PER_TOKEN * (self.max_prompt_tokens + 1)
-        while beginning < len(user_text):
-            if (length := len(self.encode(user_text[:beginning]))) > 2 * self.max_prompt_tokens:
+        while isinstance(asked, str) and beginning < len(asked):
+            if (length := len(self.encode(asked[:beginning]))) > 2 * self.max_prompt_tokens:
                 return self._too_long(f"over {length}")
             beginning *= 4
-        length = len(self.encode(user_text))
+        length = len(self.encode(asked))
         return None if length <= self.max_prompt_tokens else self._too_long(str(length))
 
     def _too_long(self, length: str) -> str:

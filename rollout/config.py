@@ -65,11 +65,13 @@ class ReasoningGymTask(_Task):
 
 class _RowsTask(_Task):
     prompt_field: str = "prompt"
-    """Column of the question."""
+    """Column of the question: text, or turns with role and content; a dot leads to a field within a column."""
     answer_field: str | None = "answer"
-    """Column of the reference answer; empty for a reward that needs none."""
+    """Column of the reference answer, as in reward_model.ground_truth; empty for a reward that needs none."""
     demonstration_field: str | None = None
     """Column of a worked answer for the supervised warm-up; empty: the reference answer itself."""
+    distinct: bool = False
+    """Take each question once, however often the rows repeat it."""
     shuffle: bool = True
     """A new order in every epoch; false: the order of the file, every time."""
 

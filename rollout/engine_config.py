@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from correction.engines.device_choice import Device, Dtype, device_of, dtype_of
+from correction.engines.gpu_share import PREFILL_TOKENS
 from correction.settings import DerivedSettings, Settings
-from rollout.engine_ranks import REFUSED_ARGUMENTS
+from rollout.engine_arguments import refusal
 
 RESERVED_ARGUMENTS = {
     "model_path": "the run's model folder",
@@ -74,8 +75,10 @@ class EngineConfig(Settings):
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the KV cache holds. Unset: by memory_fraction on cuda; max_running_requests x context, at most 65,536, on a CPU."""
     memory_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the GPU memory that is free when the engine starts, for weights and KV cache. Unset: SGLang's choice, and with
-    rollout.gpus_per_worker below 1 nine tenths of that share. Not used on a CPU."""
+    """Share of the GPU memory that is free when the engine starts, for weights and KV cache; with rollout.gpus_per_worker below 1 of all
+    its memory. Unset: SGLang's choice, or what the worker's share leaves beside context, graphs and sampler. Not used on a CPU."""
+    gpu_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of a GPU's whole memory that the engine keeps to, all of it included; set by the run's rollout.gpus_per_worker."""
     context_length: int | None = Field(default=None, ge=2)
     """Longest prompt and response together; unset: the model's own."""
     attention_backend: str | None = None
@@ -110,8 +113,8 @@ class EngineConfig(Settings):
                     f"rollout.engine.engine_args.{name} = {self.engine_args[name]!r}: evenkeel sets this argument of SGLang itself; "
                     f"use {RESERVED_ARGUMENTS[name]} instead"
                 )
-            if name in REFUSED_ARGUMENTS:
-                reason, remedy = REFUSED_ARGUMENTS[name]
+            if (refused := refusal(name)) is not None:
+                reason, remedy = refused
                 raise ValueError(f"rollout.engine.engine_args.{name} = {self.engine_args[name]!r}: {reason}; use {remedy} instead")
         return self
 
@@ -224,6 +227,8 @@ class EngineConfig(Settings):
                 "mem_fraction_static": self.memory_fraction,
             }
             arguments |= {name: value for name, value in optional.items() if value is not None}
+            if self.gpu_share < 1:                                  # the plugin sizes the cache; SGLang wants a value, and a chunk to match
+                arguments |= {"mem_fraction_static": self.memory_fraction or self.gpu_share, "chunked_prefill_size": PREFILL_TOKENS}
         if self.tensor_parallel > 1:
             arguments["tp_size"] = self.tensor_parallel
         if self.return_routed_experts:

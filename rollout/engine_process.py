@@ -222,6 +222,9 @@ class EngineProcess:
             batch_invariant=self._config.batch_invariant,
             projection_parts=self._config.projection_parts,
             float8=self._config.has_float8,
+            gpu_share=self._config.gpu_share,
+            memory_fraction=self._config.memory_fraction,
+            max_running_requests=self._config.max_running_requests,
             group_timeout_s=self._config.weight_group_timeout_s,
         )
         environment = {VARIABLE: settings.model_dump_json(), _MODELS: os.environ.get(_MODELS, served_models.__name__)}

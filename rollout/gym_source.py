@@ -33,7 +33,7 @@ class ReasoningGymSource:
 
     questions_per_epoch = distinct_train_questions = None
 
-    def __init__(self, config: ReasoningGymTask, excess: Callable[[str], str | None]) -> None:
+    def __init__(self, config: ReasoningGymTask, excess: Callable[[Question], str | None]) -> None:
         """
         Args:
             excess: why a question's text can't be asked (too long), or None; such a question is passed over.
@@ -107,7 +107,7 @@ class ReasoningGymSource:
                 next_notice = time.monotonic() + _NOTICE_S
 
     def _fits(self, entry: str, question: Question) -> bool:
-        reason = self._excess(question.text)
+        reason = self._excess(question)
         if reason is not None:
             place = f"{self.name}, {entry}"
             if len(self._too_long) < _NAMED:  # each epoch has its own, without end

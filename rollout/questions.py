@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ class Question:
     """Reference answer; "" if the task has none."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """reasoning-gym: the whole entry; rows: the columns that are neither prompt nor answer."""
+    turns: tuple[Mapping[str, str], ...] = ()
+    """Of a conversation of several turns: each with its role and content, the last one the user's. `text` has all of them then."""
     demonstration: str | None = None
     """A worked answer for the warm-up, where it differs from `answer`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ class ReadRows:
 class RowSource:
     """Rows of a file or data set. Held out are rows of their own, or the distinct texts with the smallest hashes."""
 
-    def __init__(self, config: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> None:
+    def __init__(self, config: FileTask | HuggingFaceTask, excess: Callable[[Question], str | None]) -> None:
         """
         Args:
-            excess: why a question's text can't be asked (too long), or None; a row with a reason is skipped.
+            excess: why a question can't be asked (too long), or None; a row with a reason is skipped.
         Raises: DataError if there is nothing to read, or nothing left to train on.
         """
         self._config = config
@@ -99,11 +99,11 @@ def _smallest_hashes(questions: Sequence[Question], size: int, fraction: float) 
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -> ReadRows:
+def read_file(path: Path, task: FileTask, excess: Callable[[Question], str | None]) -> ReadRows:
     """Questions of a file.
 
     Args:
-        excess: why a question's text can't be asked (too long), or None; a row with a reason is skipped.
+        excess: why a question can't be asked (too long), or None; a row with a reason is skipped.
     Raises: DataError if the file is missing, of an unknown kind, or without a usable row.
     """
     key = "rollout.task.held_out_path" if path == task.held_out_path else "rollout.task.path"
@@ -115,7 +115,7 @@ def read_file(path: Path, task: FileTask, excess: Callable[[str], str | None]) -
         raise DataError(f"{key} = {path}: {error}") from error
 
 
-def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str | None]) -> ReadRows:
+def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[Question], str | None]) -> ReadRows:
     """Questions of one split of a Hugging Face data set.
 
     Raises: DataError if it can't be loaded or has no usable row.
@@ -123,14 +123,18 @@ def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[str], str 
     return _collect(dataset_rows(task, split), f"{task.path} [{split}]", task, excess)
 
 
-def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[str], str | None]) -> ReadRows:
+def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[Question], str | None]) -> ReadRows:
     questions: list[Question] = []
     skipped: list[SkippedRow] = []
     too_long = 0
+    seen: set[str] = set()
     for place, row in rows:
         try:
             question = _question(row, task)
-            if reason := excess(question.text):
+            if task.distinct and (key := text_key(question.text)) in seen:
+                continue
+            seen |= {key} if task.distinct else set()
+            if reason := excess(question):
                 too_long += 1
                 raise DataError(reason)
         except DataError as error:
@@ -156,21 +160,49 @@ def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
     for name, value in row.items():
         if half := _surrogate_in([name, value]):
             raise DataError(f"field {name!a} holds {half!a}, half of a surrogate pair, which is no character")
-    text = _field(row, task.prompt_field)
-    if not isinstance(text, str):
-        raise DataError(f'field "{task.prompt_field}" is {type(text).__name__}, not text')
+    text, turns = _asked(_field(row, task.prompt_field), task.prompt_field)
     if not text.strip():
         raise DataError(f'field "{task.prompt_field}" is empty')
     answer = "" if task.answer_field is None else _as_text(row, task.answer_field)
     demonstration = None if task.demonstration_field is None else _as_text(row, task.demonstration_field)
     used = {task.prompt_field, task.answer_field, task.demonstration_field}
-    return Question(text, answer, {name: value for name, value in row.items() if name not in used}, demonstration)
+    return Question(text, answer, {name: value for name, value in row.items() if name not in used}, turns, demonstration)
+
+
+def _asked(value: Any, name: str) -> tuple[str, tuple[Mapping[str, str], ...]]:
+    """The question's text, and, of a list of several turns, the turns; one turn alone, a user's, is its text. Raises: DataError."""
+    if isinstance(value, str):
+        return value, ()
+    kind = f'field "{name}" is {type(value).__name__}, neither text nor a list of turns with role and content'
+    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+        raise DataError(kind)
+    turns = tuple({part: turn.get(part) for part in ("role", "content")} for turn in value)
+    if not all(isinstance(part, str) for turn in turns for part in turn.values()):
+        raise DataError(f"{kind} as text")
+    if turns[-1]["role"] != "user":
+        raise DataError(f'field "{name}" ends with a turn of {turns[-1]["role"]}, not with a question of the user')
+    if len(turns) == 1:
+        return turns[0]["content"], ()
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns), turns
 
 
 def _field(row: dict[str, Any], name: str) -> Any:
-    if row.get(name) is None:
+    """Args: name: of a column, or with dots of a field within one."""
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None:
         raise DataError(f'no field "{name}" (it has {", ".join(str(key) for key in row if row[key] is not None) or "none"})')
-    return row[name]
+    return value
+
+
+def with_field(row: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The row with this field, which may lie within a column, as `_field` finds it."""
+    column, dot, within = name.partition(".")
+    if not dot or name in row:
+        return {**row, name: value}
+    inner = row.get(column)
+    return {**row, column: with_field(inner if isinstance(inner, dict) else {}, within, value)}
 
 
 def _as_text(row: dict[str, Any], name: str) -> str:

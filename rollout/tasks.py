@@ -7,7 +7,7 @@ Demonstrations for the supervised warm-up come from the training side. `Task.che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from rollout.config import ReasoningGymTask, TaskConfig
 from rollout.gym_entry import COLUMN, as_json
 from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
-from rollout.rows import RowSource
+from rollout.rows import RowSource, with_field
 from rollout.trajectory import Prompt
 
 _FINGERPRINT_POSITIONS = 16
@@ -84,8 +84,8 @@ def build_task(config: TaskConfig, encoder: ChatEncoder | None = None) -> Task:
     Raises: ConfigError for an unknown data set or option, DataError for a missing or useless file.
     """
 
-    def excess(question: str) -> str | None:
-        return None if encoder is None else encoder.excess(user_text(config, question))
+    def excess(question: Question) -> str | None:
+        return None if encoder is None else encoder.excess(asked(config, question))
 
     source: QuestionSource = ReasoningGymSource(config, excess) if isinstance(config, ReasoningGymTask) else RowSource(config, excess)
     return Task(config, source, encoder)
@@ -94,6 +94,14 @@ def build_task(config: TaskConfig, encoder: ChatEncoder | None = None) -> Task:
 def user_text(config: TaskConfig, question: str) -> str:
     """What the user turn says: the question in the task's template."""
     return config.prompt_template.replace("{question}", question)
+
+
+def asked(config: TaskConfig, question: Question) -> str | list[Mapping[str, str]]:
+    """What the chat template is given: the text of a user turn, or all turns; the task's template is round the last one."""
+    if not question.turns:
+        return user_text(config, question.text)
+    *earlier, last = question.turns
+    return [*earlier, {**last, "content": user_text(config, last["content"])}]
 
 
 class Task:
@@ -148,11 +156,11 @@ class Task:
         try:
             if isinstance(config, ReasoningGymTask):
                 return {"prompt": question.text, "answer": question.answer, COLUMN: as_json(question.metadata)}
-            row = {**question.metadata, config.prompt_field: question.text}
+            row = with_field(question.metadata, config.prompt_field, [dict(turn) for turn in question.turns] or question.text)
             if config.answer_field is not None:
-                row[config.answer_field] = question.answer
+                row = with_field(row, config.answer_field, question.answer)
             if config.demonstration_field is not None:
-                row[config.demonstration_field] = question.demonstration
+                row = with_field(row, config.demonstration_field, question.demonstration)
             for name, value in row.items():
                 if as_json(value, name) != value:
                     raise TypeError(f"{name} is {type(value).__name__} ({value!r:.60})")
@@ -233,8 +241,8 @@ class Task:
             )
 
     def _prompt(self, prompt_id: str, question: Question) -> Prompt:
-        text = user_text(self._config, question.text)
-        token_ids = () if self._encoder is None else self._encoder.encode(text)
+        text = question.text if question.turns else user_text(self._config, question.text)
+        token_ids = () if self._encoder is None else self._encoder.encode(asked(self._config, question))
         return Prompt(prompt_id=prompt_id, text=text, token_ids=token_ids, answer=question.answer, metadata=question.metadata)
 
 

@@ -16,7 +16,7 @@ from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import Request, on_nodes, requests
 from actors.doctor.paper_rules import enough, on_paper, worst_first
 from actors.plan.shape import ModelShape
-from correction.errors import ConfigError, EvenkeelError
+from correction.errors import ConfigError, DataError, EvenkeelError
 
 UNFIT = 1
 """Exit code when something can't work."""
@@ -109,9 +109,15 @@ def _of_run(folder: Path, beside: list[str]) -> str:
 def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Request]]:
     from actors.derived import derived
     from actors.doctor.cluster_file import ClusterFile, agreement
+    from actors.hub import config_folder
 
     cluster = ClusterFile.read(path, config.ray.rollout_resource)
-    return agreement(cluster, derived(config, has_gpu=cluster.has_gpus)), []
+    config = derived(config, has_gpu=cluster.has_gpus)
+    try:
+        shape = ModelShape.read(config_folder(config.model))
+    except DataError as error:
+        return [*agreement(cluster, config), Complaint("note", f"the memory of GPUs wasn't judged: {error}")], []
+    return agreement(cluster, config, shape), []
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:

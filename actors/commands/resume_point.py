@@ -13,7 +13,7 @@ from typing import Any
 from actors.carriers import Ticket
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.hub import model_folder
+from actors.hub import outline_folder
 from actors.hub_name import HubName, absolute
 from actors.record.checkpoint_reader import ResumePoint, newest_readable
 from actors.record.run_folder import Checkpoint, RunFolder
@@ -29,7 +29,7 @@ _OF_ENGINES = ("rollout.engine.",)
 _NOT_OF_SAMPLES = (
     *("rollout.workers", "rollout.min_workers", "rollout.max_workers"),
     *("rollout.gpus_per_worker", "rollout.slots"),
-    *("rollout.engine.max_running_requests", "rollout.engine.memory_fraction", "rollout.engine.deadlines"),
+    *("rollout.engine.max_running_requests", "rollout.engine.memory_fraction", "rollout.engine.gpu_share", "rollout.engine.deadlines"),
     "rollout.engine.tensor_parallel",
     *_MOVABLE_TASK_SETTINGS,
 )
@@ -141,14 +141,14 @@ def _check_reference(before: RunConfig, config: RunConfig, checkpoint: Checkpoin
         return
     from learner.model_check import check_trainable, expected_shapes
 
-    reference = model_folder(config.model)
+    reference, has_weights = outline_folder(config.model)
     if not reference.exists():
         raise DataError(
             f"model = {config.model}: is not there, but with correction.kl.coefficient = {config.correction.kl.coefficient:g} and "
             f"learner.report_kl_every = {config.learner.report_kl_every} it is the reference policy. Put it back, or say where it is: "
             f"model=FOLDER"
         )
-    if expected_shapes(check_trainable(reference)) != expected_shapes(check_trainable(checkpoint.hf)):
+    if expected_shapes(check_trainable(reference, has_weights=has_weights)) != expected_shapes(check_trainable(checkpoint.hf)):
         raise DataError(f"model = {config.model}: the reference policy has other shapes than the run's model, {checkpoint.hf}")
 
 

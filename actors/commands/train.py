@@ -24,7 +24,7 @@ from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import on_nodes, requests
 from actors.doctor.paper_rules import on_paper, stop_at_failures
 from actors.head_watch import ends_with_the_head
-from actors.hub import model_folder, pinned
+from actors.hub import config_folder, outline_folder, pinned
 from actors.plan.shape import ModelShape
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
@@ -87,17 +87,19 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     Returns: the resolved configuration, which is what runs; the task; and what to say about it.
     Raises: DataError, ConfigError.
     """
-    model = resumed_from or model_folder(config.model)
+    model, has_weights = (resumed_from, True) if resumed_from else outline_folder(config.model)
     config, of_devices = decide_devices(config)
     check_devices(config)
-    check_model_folder(model)
+    check_model_folder(model, has_weights=has_weights)
     check_task_names(config.rollout.task)
-    check_trainable(model)
+    check_trainable(model, has_weights=has_weights)
     shape = model_config(model)
     config.learner.check_model(shape)
-    config = with_deadlines(resolved(config, model), bytes_of(model))
+    config = resolved(config, model)
+    facts = paper_facts(config, model)
+    config = with_deadlines(config, bytes_of(model) if has_weights else facts.shape.weight_bytes("bfloat16"))
     check_types(config)
-    of_paper = on_paper(paper_facts(config, model), config)
+    of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)
     tokenizer = load_tokenizer(model)
     longest_prompt = config.rollout.max_prompt_tokens(shape.max_position_embeddings)
@@ -142,17 +144,19 @@ def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
     return build_task(record.task).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
 
 
-def check_model_folder(path: Path) -> None:
-    """Raises: DataError if this is no model folder, or one of its files is damaged."""
+def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
+    """Args: has_weights: they are meant to be there. Raises: DataError if this is no model folder, or one of its files is damaged."""
     if not (path / "config.json").is_file():
         reason = "is not there" if not path.exists() else "has no config.json"
         raise DataError(
             f"model = {path}: {reason}; a model is a Hugging Face folder with config.json, safetensors and a tokenizer. "
             f"`evenkeel init-model RECIPE` makes a small one; of the Hugging Face hub write hf:ORGANISATION/NAME"
         )
+    read_config(path)
+    if not has_weights:
+        return
     if not any(path.glob("*.safetensors")):
         raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
-    read_config(path)
     HFWeights(path).shapes()
 
 
@@ -215,7 +219,7 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, mod
     config = config.model_copy(update={"model": model})  # a name of the hub is one here, too: each node looks in its own cache
     nodes = own_machine(config) if config.ray.address is None else nodes_of_cluster(config, folder.path)
     observer.event("info", "; ".join(str(row) for row in requests(nodes, config)))
-    found = on_nodes(nodes, config, ModelShape.read(model_folder(model)))
+    found = on_nodes(nodes, config, ModelShape.read(config_folder(model)))
     for one in found:
         if one.severity != "fail":
             observer.event("warning" if one.severity == "warn" else "info", str(one))

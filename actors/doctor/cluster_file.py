@@ -18,7 +18,10 @@ import yaml
 from actors.config import RunConfig
 from actors.devices import room_for_engines, whole_gpus
 from actors.doctor.facts import Complaint
+from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import worst_first
+from actors.plan.gpus import MEMORY_MIB, bytes_of_instance
+from actors.plan.shape import ModelShape
 from correction.errors import ConfigError
 
 _START = re.compile(r"\bray start\b")
@@ -35,6 +38,8 @@ class NodeKind:
     """Of the rollout resource, on each."""
     gpus: float | None
     """On each; None: Ray counts them there."""
+    gpu_bytes: int | None = None
+    """Memory of one of them, by the instance type or the resource accelerator_type:NAME; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,17 @@ def _types(content: Mapping[str, Any], resource: str) -> tuple[NodeKind, ...]:
     for name, kind in content["available_node_types"].items():
         offered = kind.get("resources", {})
         most = 1 if name == head else kind.get("max_workers", content.get("max_workers", 0))
-        found.append(NodeKind(name, most, offered.get(resource, 0.0), offered.get("GPU", None if not offered else 0.0)))
+        gpus = offered.get("GPU", None if not offered else 0.0)
+        found.append(NodeKind(name, most, offered.get(resource, 0.0), gpus, None if gpus == 0 else _gpu_bytes(kind, offered)))
     return tuple(sorted(found, key=lambda kind: kind.name != head))
+
+
+def _gpu_bytes(kind: Mapping[str, Any], offered: Mapping[str, Any]) -> int | None:
+    named = (name.partition(":")[2].upper() for name in offered if name.startswith("accelerator_type:"))
+    if (size := next((MEMORY_MIB[name] for name in named if name in MEMORY_MIB), None)) is not None:
+        return size << 20
+    config = kind.get("node_config") or {}
+    return bytes_of_instance(str(config.get("InstanceType") or config.get("machineType") or ""))
 
 
 def _hosts(content: Mapping[str, Any], starts: Mapping[str, tuple[str, ...]], resource: str) -> tuple[NodeKind, ...]:
@@ -216,6 +230,16 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def agreement(cluster: ClusterFile, config: RunConfig) -> list[Complaint]:
-    """What a recipe asks for and the cluster doesn't have, the worst first; both names of resources and sizes."""
-    return worst_first([complaint for rule in RULES for complaint in rule(cluster, config)])
+def agreement(cluster: ClusterFile, config: RunConfig, shape: ModelShape | None = None) -> list[Complaint]:
+    """What a recipe asks for and the cluster doesn't have, the worst first; both names of resources and sizes.
+
+    Args: shape: of the recipe's model, to judge the memory of GPUs that are known.
+    """
+    found = [complaint for rule in RULES for complaint in rule(cluster, config)]
+    if shape is not None:
+        known = [(kind.gpu_bytes, kind) for kind in cluster.kinds if kind.gpu_bytes is not None]
+        ranks = [size for size, kind in known if kind.gpus is None or kind.gpus >= config.learner.tensor_parallel]
+        wanted = config.rollout.engine.tensor_parallel
+        engines = [size for size, kind in known if kind.units >= 1 and (kind.gpus is None or kind.gpus >= wanted)]
+        found += on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
+    return worst_first(found)

@@ -31,7 +31,7 @@ class PaperFacts:
 
     shape: ModelShape
     gpu_bytes: int | None = None
-    """Of one GPU; None: not known, or none is used."""
+    """Of one GPU; None: not known, or none is used. A cluster's nodes tell of their own (node_rules.py)."""
     disk_free: int | None = None
     """Bytes where the run folder will be."""
     host_bytes: int | None = None
@@ -63,6 +63,10 @@ class NodeFacts:
     """That torch sees."""
     driver_gpus: int = 0
     """That the kernel's driver knows, whatever torch sees."""
+    gpu_bytes: int = 0
+    """Of the smallest of those; 0: there are none, or it isn't known."""
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES there; None: it isn't set."""
     architectures: tuple[str, ...] = ()
     """That torch is compiled for, where it sees a GPU."""
     has_cuda: bool = True
@@ -76,13 +80,13 @@ class NodeFacts:
     """Bytes of /dev/shm that are free."""
     open_files: int = 1 << 20
     """Limit of a process."""
-    host_bytes: int = 1 << 40
-    has_model: bool = True
-    """The model folder is there, at the same path; or a name of the hub is in the cache, or can be asked for."""
+    object_store: int = 1 << 40
+    """Bytes of Ray's object store there."""
+    model_obstacle: str = ""
+    """Why a learner rank there could not read the model (hub.py); empty: it could."""
     reads_run_folder: bool = True
     """It finds what the driver has just written into the run folder, and the driver what it has."""
     clock_ahead_s: float = 0.0
     """Of the driver's, give or take the way of the answer."""
     compilers: tuple[str, ...] = ("gcc", "nvcc", "ninja")
     """Of those, what it finds."""
-    is_driver: bool = False

@@ -18,7 +18,7 @@ import psutil
 
 from actors.config import RunConfig
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
-from actors.hub import config_folder, is_obtainable
+from actors.hub import config_folder, obstacle_here
 from actors.plan.shape import ModelShape
 from correction.errors import EngineError
 
@@ -37,13 +37,13 @@ def paper_facts(config: RunConfig, model: Path | None = None, *, gpu_bytes: int 
 
     Args:
         model: folder, if it isn't config.model.
-        gpu_bytes: of each GPU that is meant, on machines of which nothing else is known; None: of the smallest one here.
+        gpu_bytes: of each GPU that is meant, on machines of which nothing else is known; None: of the smallest here, if the run is here.
     Raises: DataError if the folder has no config.json of a model that the learner trains.
     """
     shape = ModelShape.read(config_folder(model or config.model))
     if gpu_bytes is not None:
         return PaperFacts(shape, gpu_bytes)
-    if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
+    if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
         gpu_bytes = min((gpu.bytes for gpu in gpus_of_driver()), default=None)
     host = psutil.virtual_memory().total if config.ray.address is None else None
     return PaperFacts(shape, gpu_bytes, shutil.disk_usage(_existing(config.run_dir or Path("runs"))).free, host)
@@ -91,13 +91,14 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", 
         name="this machine",
         gpus=tuple(driver[:seen]),
         driver_gpus=len(driver),
+        gpu_bytes=min((gpu.bytes for gpu in driver), default=0),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         architectures=tuple(torch.cuda.get_arch_list()) if seen else (),
         has_cuda=torch.version.cuda is not None,
         versions={name: found for name in _PACKAGES if (found := _version(name))},
         shared_memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        host_bytes=psutil.virtual_memory().total,
-        has_model=is_obtainable(Path(model)),
+        model_obstacle=obstacle_here(Path(model)),
         reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
         clock_ahead_s=time.time() - asked_at if asked_at else 0.0,
         compilers=tuple(name for name in ("gcc", "nvcc", "ninja") if shutil.which(name)),
@@ -135,7 +136,7 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
     cpus = config.logical_cpus
     units = float(config.rollout.most_workers)
     return [
-        replace(here, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units, is_driver=True)
+        replace(here, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)
     ]
 
 
@@ -194,8 +195,6 @@ def _answer(call: Any, node: Mapping[str, Any]) -> NodeFacts:
 
 
 def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str, float], unit: str) -> NodeFacts:
-    import ray
-
     offered = node["Resources"]
     return replace(
         facts,
@@ -205,5 +204,5 @@ def _with_resources(facts: NodeFacts, node: Mapping[str, Any], free: Mapping[str
         cpus=offered.get("CPU", 0.0),
         free_cpus=free.get("CPU", 0.0),
         rollout_units=offered.get(unit, 0.0),
-        is_driver=node["NodeID"] == ray.get_runtime_context().get_node_id(),
+        object_store=int(offered.get("object_store_memory", 0)),
     )

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from actors.config import RunConfig
 from actors.devices import gpus_asked
 from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import gib, worst_first
 from actors.hub_name import HubName
 from actors.plan.shape import ModelShape
+from actors.plan.traffic import traffic
 
 Nodes = Sequence[NodeFacts]
 NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
@@ -118,6 +120,23 @@ def torch_sees_the_gpus(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
                 f"{node.name} offers Ray {node.offered_gpus:g} GPUs, but torch sees {len(node.gpus)} there",
                 "Start Ray there without --num-gpus",
             )
+        elif node.driver_gpus and not node.gpus:
+            yield from _unseen(node, config)
+
+
+def _unseen(node: NodeFacts, config: RunConfig) -> Iterator[Complaint]:
+    """A build of torch with CUDA sees none of the GPUs that the driver knows."""
+    there = f"{node.name} has {_counted(node.driver_gpus, 'GPU')}"
+    if node.visible_devices is not None and node.visible_devices.strip() in ("", "-1"):
+        if not node.offered_gpus:  # else Ray hides them from tasks that ask for none
+            text = f"{there}, but CUDA_VISIBLE_DEVICES = {node.visible_devices!r} hides them: the run is on the CPU"
+            yield Complaint("fail" if _uses_gpus(config) else "note", text, "Unset it to use them")
+        return
+    yield Complaint(
+        "fail" if _uses_gpus(config) else "warn",
+        f"{there}, but torch, a build with CUDA, sees none: most often the driver is too old for the CUDA that torch brings",
+        "Update the driver: the CUDA that nvidia-smi tells has to be as new as torch.version.cuda. Or install a torch for it",
+    )
 
 
 def engines_have_their_kernels(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -181,14 +200,14 @@ def folders_are_seen_everywhere(nodes: Nodes, config: RunConfig) -> Iterator[Com
             "Set run_dir to a folder on a file system that all nodes mount",
         )
     may_hold_ranks = [node for node in nodes if node.offered_gpus or config.learner.resolved_device == "cpu"]
-    if blind := [node.name for node in may_hold_ranks if not node.has_model]:
-        where = f"on {', '.join(blind)}, where a learner rank could be put"
-        if HubName.of(config.model):
-            text = f"model = {config.model}: not in the cache, nor can the hub be reached, {where}"
-            remedy = "Let these nodes reach it, or set HF_HOME to a folder on a file system that all nodes mount"
-        else:
-            text, remedy = f"model = {config.model}: the folder isn't there {where}", "Put it on a file system that all nodes mount"
-        yield Complaint("fail" if len(blind) == len(may_hold_ranks) else "warn", text, remedy)
+    obstacles = {node.name: node.model_obstacle for node in may_hold_ranks if node.model_obstacle}
+    remedy = "Put it on a file system that all nodes mount"
+    if HubName.of(config.model):
+        remedy = "Let these nodes reach the hub, make room, or set HF_HOME to a folder on a file system that all nodes mount"
+    for obstacle in sorted(set(obstacles.values())):
+        where = ", ".join(name for name, its in obstacles.items() if its == obstacle)
+        text = f"model = {config.model}: {obstacle} on {where}, where a learner rank could be put"
+        yield Complaint("fail" if len(obstacles) == len(may_hold_ranks) else "warn", text, remedy)
 
 
 def room_for_files_and_buckets(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -289,4 +308,39 @@ def _names(nodes: Nodes, package: str, version: str) -> str:
 def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complaint]:
     """All complaints of the second layer, the worst first."""
     found = [complaint for rule in NODE_RULES for complaint in rule(nodes, config)]
-    return worst_first([*found, *(experts_on_blackwell(nodes, config) if shape.experts else ())])
+    if shape.experts:
+        found += experts_on_blackwell(nodes, config)
+    if config.ray.address is not None:  # of this machine the first layer has judged them
+        found += gpus_hold_their_roles(nodes, config, shape)
+        found += stores_hold_the_weights(nodes, config, shape)
+    return worst_first(found)
+
+
+def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
+    """A node with fewer GPUs than a tensor-parallel group, or an engine, wants is given to none."""
+    known = [(_smallest(node), node) for node in nodes if node.offered_gpus and _smallest(node)]
+    ranks = [size for size, node in known if node.offered_gpus >= config.learner.tensor_parallel]
+    wanted = config.rollout.engine.tensor_parallel
+    engines = [size for size, node in known if node.rollout_units >= 1 and node.offered_gpus >= wanted]
+    yield from on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
+
+
+def _smallest(node: NodeFacts) -> int:
+    return min((gpu.bytes for gpu in node.gpus), default=node.gpu_bytes)
+
+
+def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
+    """Two versions and two batches where rank 0 may be; a version, fetched before the engines pause, wherever engines are."""
+    if config.weight_sync.transport != "object_store":
+        return
+    moved = traffic(shape, config)
+    for node in nodes:
+        may_hold_a_rank = node.offered_gpus > 0 or config.learner.resolved_device == "cpu"
+        needed = moved.store if may_hold_a_rank else moved.version if node.rollout_units >= 1 else 0
+        if needed > node.object_store:
+            what = "two versions of the weights and two batches" if may_hold_a_rank else "a version of the weights"
+            yield Complaint(
+                "warn",
+                f"{node.name}: {what} take {gib(needed)}, and Ray's object store there has {gib(node.object_store)}: it writes to disk",
+                "Start the node with a larger one (ray start --object-store-memory), or use machines with more memory",
+            )

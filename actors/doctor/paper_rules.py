@@ -117,8 +117,9 @@ def engine_fits_its_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Compla
     if memory.longest_requests < 1:
         yield Complaint(
             "fail",
-            f"an engine has {gib(max(0, memory.cache))} for its KV cache beside weights of {gib(memory.weights)}: that holds "
-            f"{memory.tokens:,} tokens, and one request may have {memory.request_tokens:,}",
+            f"an engine has {gib(max(0, memory.cache))} for its KV cache beside weights of {gib(memory.weights)} and {gib(memory.beside)} "
+            f"for context, activations, graphs and sampler: that holds {memory.tokens:,} tokens, and one request may have "
+            f"{memory.request_tokens:,}",
             "Lower rollout.engine.context_length and rollout.sampling.max_tokens, raise rollout.engine.memory_fraction or "
             "rollout.gpus_per_worker, use larger GPUs, or cut it over several of a node: rollout.engine.tensor_parallel",
         )
@@ -132,16 +133,37 @@ def engine_fits_its_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Compla
 
 
 def both_sides_fit_one_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    learner, rollout = config.learner, config.rollout
-    if learner.resolved_device != "cuda" or rollout.engine.resolved_device != "cuda":
+    """Where they share one: what each needs at least, two CUDA contexts and the sampler's memory included."""
+    learner, rollout, total = config.learner, config.rollout, facts.gpu_bytes
+    if learner.resolved_device != "cuda" or rollout.engine.resolved_device != "cuda" or rollout.gpus_per_worker == 1 or total is None:
         return
-    fraction = rollout.engine.memory_fraction
-    if rollout.gpus_per_worker < 1 and fraction is not None and fraction > rollout.gpus_per_worker:
+    fraction, memory = rollout.engine.memory_fraction, engine_memory(facts.shape, rollout, total)
+    share = rollout.gpus_per_worker * total
+    if fraction is not None and fraction * total + memory.beside > share:
         yield Complaint(
             "fail",
-            f"rollout.engine.memory_fraction = {fraction:g} with rollout.gpus_per_worker = {rollout.gpus_per_worker:g}: the engine would "
-            "take more of the GPU than its share, and whoever shares it with the engine runs out",
+            f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * total)}, and {gib(memory.beside)} "
+            f"beside them for context, activations, graphs and sampler, are more than the engine's share of the GPU, {gib(share)} "
+            f"(rollout.gpus_per_worker = {rollout.gpus_per_worker:g})",
             "Leave rollout.engine.memory_fraction out, or lower it",
+        )
+    if obstacles(facts.shape, learner) or learner.gpus_per_rank == 1:
+        return
+    rank = rank_memory(facts.shape, learner, longest=longest_sequence(facts, config), has_reference=config.needs_reference).total + RESERVE
+    engine = memory.weights + memory.beside + memory.request_tokens * memory.token_bytes
+    if rank + engine > total:
+        yield Complaint(
+            "fail",
+            f"a learner rank of {gib(rank)} and an engine of {gib(engine)} (with a KV cache for one request), their CUDA contexts and the "
+            f"sampler included, are {gib(rank + engine)}, more than the {gib(total)} of the GPU that they share",
+            "Use a larger GPU or two, a smaller model, or shorter answers",
+        )
+    elif rank > learner.gpus_per_rank * total or engine > share:
+        at_least = math.ceil(100 * rank / total) / 100
+        yield Complaint(
+            "note",
+            f"both sides fit the GPU with other shares: a rank needs {rank / total:.2f} of it, an engine {engine / total:.2f}",
+            f"Set learner.gpus_per_rank: {at_least:g}, rollout.gpus_per_worker: {1 - at_least:.2g}",
         )
 
 

@@ -2,7 +2,8 @@
 
 As SGLang 0.5.21 divides it: the static part is a fraction of what is free when it starts; without one given it leaves 512 MiB, 1.5 MiB for
 each token of a chunk of prefill, 2 MiB for each request of its largest graph and an eighth of a GiB for each rank, and 10 GiB at least on
-GPUs above 60 (arg_groups/memory_hook.py); the KV cache gets what the weights leave of it (mem_cache/kv_cache_configurator.py).
+GPUs above 60 (arg_groups/memory_hook.py); the KV cache gets what the weights leave of it (mem_cache/kv_cache_configurator.py). An engine
+with a share of a GPU keeps to the share (correction/engines/gpu_share.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.plan.shape import ModelShape
+from correction.engines.gpu_share import beside_the_cache, engine_budget
 from rollout.config import RolloutConfig
 
 _MIB = 1 << 20
@@ -30,6 +32,8 @@ class EngineMemory:
     """There; key heads that there are too few of are on several GPUs."""
     request_tokens: int
     """Of the longest request: the context, prompt and answer together."""
+    beside: int
+    """Bytes that are for neither: context, activations, graphs, sampler."""
 
     @property
     def tokens(self) -> int:
@@ -46,11 +50,15 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
     engine = rollout.engine
     dtype, context, ranks = engine.resolved_dtype, engine.context_length or shape.context, engine.tensor_parallel
     weights, token_bytes = shape.weight_bytes(dtype, ranks, float8=engine.has_float8), shape.key_value_bytes(dtype, ranks)
-    fraction = engine.memory_fraction or default_fraction(gpu_bytes, ranks)
-    cache = int(gpu_bytes * fraction) - weights
+    static = int(gpu_bytes * (engine.memory_fraction or default_fraction(gpu_bytes, ranks)))
+    beside = gpu_bytes - static
+    if (share := rollout.gpus_per_worker) < 1:
+        static = engine_budget(gpu_bytes, share, engine.memory_fraction, engine.max_running_requests, shape.vocabulary)
+        beside = beside_the_cache(engine.max_running_requests, shape.vocabulary)
+    cache = static - weights
     if engine.max_total_tokens is not None:
         cache = min(cache, engine.max_total_tokens * token_bytes)
-    return EngineMemory(weights, cache, token_bytes, context)
+    return EngineMemory(weights, cache, token_bytes, context, beside)
 
 
 def default_fraction(gpu_bytes: int, ranks: int = 1) -> float:

@@ -18,6 +18,18 @@ MEMORY_MIB = {
     "RTX4090": 24_564,
 }
 """As nvidia-smi tells it."""
+INSTANCES = {
+    "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10", "g6e": "L40S",
+    "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",
+}  # fmt: skip
+"""Families of two clouds' instances, and their GPUs."""
+
+
+def bytes_of_instance(kind: str) -> int | None:
+    """Memory of one GPU of an instance type, such as p5.48xlarge or a3-highgpu-8g; None: not known."""
+    family = kind.partition(".")[0] if "." in kind else kind.rpartition("-")[0]
+    name = INSTANCES.get(family)
+    return MEMORY_MIB[name] << 20 if name else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ class Traffic:
     """Bytes of the weights as they are sent."""
     export_s: float
     """The learner copies them out, and can't train."""
+    fetch_s: float
+    """On their way to another node, before the engine's pause; 0 on one machine."""
     pause_s: float
-    """An engine takes them in, and can't sample."""
+    """An engine takes them in, and can't sample: the first bucket is there by then, and of the others the slower of two ways counts."""
     recomputed_tokens: int
     """Tokens that an engine has to read again after an update with its cache full of requests; 0 if the cache is kept."""
     recompute_s: float
@@ -54,13 +56,19 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
     return Traffic(
         version=version,
         export_s=buses + version / HOST_COPY,
-        pause_s=version / HOST_COPY + (version / BUS if engine.resolved_device == "cuda" else 0.0),
+        fetch_s=version / NETWORK if config.ray.address is not None else 0.0,
+        pause_s=_pause_s(version, min(version, config.weight_sync.bucket_bytes), on_gpu=engine.resolved_device == "cuda"),
         recomputed_tokens=again,
         recompute_s=again / rate if engine.resolved_device == "cuda" else 0.0,
         checkpoint=checkpoint_bytes(shape, config),
         batch=one_batch,
         store=2 * version + 2 * one_batch,
     )
+
+
+def _pause_s(version: int, bucket: int, *, on_gpu: bool) -> float:
+    """A bucket is copied to shared memory while the engine loads the one before it, the first before the pause."""
+    return (bucket / BUS if on_gpu else bucket / HOST_COPY) + (version - bucket) / (min(BUS, HOST_COPY) if on_gpu else HOST_COPY)
 
 
 def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:

@@ -10,7 +10,7 @@ from actors.config import RunConfig
 from actors.deadlines import Deadline, table
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.paper_rules import gib, longest_sequence
-from actors.plan.engine_memory import EngineMemory, default_fraction, engine_memory
+from actors.plan.engine_memory import EngineMemory, engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import Layout, layouts, obstacles
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
@@ -95,18 +95,19 @@ def _of_rank(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
 def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
     engine, most = plan.engine, config.rollout.engine.max_running_requests
     ranks = config.rollout.engine.tensor_parallel
-    fraction = config.rollout.engine.memory_fraction or default_fraction(plan.gpus.memory, ranks)
     each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     return [
         ("weights", gib(engine.weights) + each),
-        ("KV cache", f"{gib(max(0, engine.cache))}{each} ({fraction:.3g} of the GPU, less the weights): {engine.tokens:,} tokens"),
+        ("KV cache", f"{gib(max(0, engine.cache))}{each}: {engine.tokens:,} tokens"),
+        ("beside them", f"{gib(engine.beside)} for context, activations, graphs and sampler"),
         ("requests", f"{engine.longest_requests} of {engine.request_tokens:,} tokens; {most} at most"),
     ]
 
 
 def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
     moved = plan.moved
-    rows = [("bytes", gib(moved.version)), ("estimates", f"learner {moved.export_s:.1f} s, an engine's pause {moved.pause_s:.1f} s")]
+    way = f"to another node {moved.fetch_s:.1f} s, " if moved.fetch_s else ""
+    rows = [("bytes", gib(moved.version)), ("estimates", f"learner {moved.export_s:.1f} s, {way}an engine's pause {moved.pause_s:.1f} s")]
     if moved.recomputed_tokens:
         rows.append(("read again", f"up to {moved.recomputed_tokens:,} tokens an engine, about {moved.recompute_s:.0f} s (retract)"))
     return rows

@@ -44,7 +44,7 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
     from correction.engines import matrix_products
-    from rollout.sglang_plugin import attention, batch_invariant, float8, hooks, seeded_sampler, weights
+    from rollout.sglang_plugin import attention, batch_invariant, float8, gpu_share, hooks, seeded_sampler, weights
     from rollout.stacks import tell_stacks
 
     if _is_child():
@@ -59,6 +59,8 @@ def register() -> None:
         matrix_products.use_fastest()
         if settings.float8:
             float8.register()
+    elif settings.gpu_share < 1:
+        gpu_share.register(settings)
     if settings.batch_invariant:
         batch_invariant.register(settings.projection_parts)
     seeded_sampler.register()

@@ -48,6 +48,12 @@ class PluginSettings(BaseModel):
     """If batch-invariant: products of which a projection back to the residual is the sum."""
     float8: bool = False
     """The engine's projections are in float8."""
+    gpu_share: float = 1.0
+    """Of a GPU, all that the engine takes of it included."""
+    memory_fraction: float | None = None
+    """With a share below 1: of the whole GPU, for weights and KV cache, at most."""
+    max_running_requests: int = 1
+    """Requests decoded together."""
     group_timeout_s: float = 60.0
     """A collective of the weight-update group fails after this; torch's own default would block the scheduler for 30 minutes."""
 

@@ -97,6 +97,11 @@ def test_minibatches_have_to_be_of_equal_size() -> None:
             "at most 18 prompts are under way, so no token is more than 2 versions old.",
         ),
         (
+            "steps=1 max_staleness=1 learner.epochs_per_batch=2",
+            "Each of 1 steps trains on 4 prompts x 4 samples = 16 trajectories of up to 48 tokens in 2 optimizer steps of 16 (2 passes "
+            "over the batch); at most 8 prompts are under way, so no token is more than 1 version old.",
+        ),
+        (
             "steps=1 max_staleness=1",
             "Each of 1 steps trains on 4 prompts x 4 samples = 16 trajectories of up to 48 tokens in one optimizer step; "
             "at most 8 prompts are under way, so no token is more than 1 version old.",

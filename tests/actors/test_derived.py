@@ -60,9 +60,11 @@ def test_once_decided_nothing_changes_any_more() -> None:
     assert derived(RunConfig.model_validate(once.model_dump()), has_gpu=False) == once
 
 
-def test_a_worker_with_a_part_of_a_gpu_takes_that_part_of_its_memory() -> None:
-    assert derived(config("rollout.gpus_per_worker=0.4"), has_gpu=True).rollout.engine.memory_fraction == 0.36
-    assert derived(config(), has_gpu=True).rollout.engine.memory_fraction is None
+def test_a_worker_with_a_part_of_a_gpu_has_an_engine_with_that_part_of_its_memory() -> None:
+    """Sized on its node (correction/engines/gpu_share.py); a fraction that is given stays."""
+    shared = derived(config("rollout.gpus_per_worker=0.4"), has_gpu=True).rollout.engine
+    assert (shared.gpu_share, shared.memory_fraction) == (0.4, None)
+    assert derived(config(), has_gpu=True).rollout.engine.gpu_share == 1
     given = config("rollout.gpus_per_worker=0.4 rollout.engine.memory_fraction=0.2")
     assert derived(given, has_gpu=True).rollout.engine.memory_fraction == 0.2
 

@@ -99,7 +99,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
         ("", {"gpu_bytes": 18 << 30}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
         ("", {"gpu_bytes": 24 << 30}, "warn", "fewer than a group's 8 answers", "context_length"),
-        ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "fail", "would take more of the GPU than its share", "out"),
+        ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "fail", "engine's share of the GPU, 39.8 GiB", "out"),
         (f"{FLOAT8} weight_sync.transport=broadcast", {}, "fail", "gloo has none, and NCCL's was not tried", "object_store"),
         (FLOAT8, {"shape": EXPERTS}, "fail", "float8_block: the model is a mixture of experts", "none"),
         (FLOAT8, {"shape": replace(DENSE, key_heads=1, head_width=64)}, "fail", "its keys have 64 channels, no multiple", "none"),
@@ -110,6 +110,20 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
 )
 def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
     complaints = on_paper(paper(**facts), eight(*overrides.split()))
+    assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "severity", "said", "setting"),
+    [
+        ("", 16, "fail", "a learner rank of 15.2 GiB and an engine of 3.41 GiB (with a KV cache for one", "larger GPU"),
+        ("learner.gpus_per_rank=0.4", 24, "note", "other shares: a rank needs 0.63 of it, an engine 0.14", "0.64, rollout.gpus"),
+        ("rollout.gpus_per_worker=0.12", 24, "fail", "for its KV cache beside weights of 1.11 GiB and 2.08 GiB for context", "raise"),
+    ],
+)
+def test_a_gpu_that_learner_and_engine_share(overrides: str, gpu: int, severity: str, said: str, setting: str) -> None:
+    """Both sides are added: each may fit its own share of a larger GPU."""
+    complaints = on_paper(PaperFacts(ModelShape.of(QWEN3_06B), gpu << 30), recipe("qwen3_0.6b_1gpu", *overrides.split()))
     assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
 
 
@@ -142,6 +156,9 @@ def test_a_healthy_node_has_nothing_said() -> None:
     assert on_nodes([node()], eight(), DENSE) == []
 
 
+HEAD = node(name="head", offered_gpus=0.0, free_gpus=0.0, gpus=(), driver_gpus=0, architectures=(), rollout_units=0.0)
+SMALL = GpuFact("RTX 4090", 24 << 30, 24 << 30, "sm_89")
+NO_FOLDER = "the folder isn't there"
 BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
 
 
@@ -168,13 +185,19 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(gpus=(), architectures=(), has_cuda=False)], "", "fail", "has 8 GPUs, but its torch is a build without CUDA"),
         ([node(offered_gpus=8.0, gpus=node().gpus[:1])], "", "fail", "offers Ray 8 GPUs, but torch sees 1 there"),
         ([node(versions={"torch": "2.13.0"})], "", "fail", "SGLang's GPU kernels (sglang-kernel) aren't installed on 10.0.0.1: that is an"),
+        ([node(gpus=(), architectures=())], "", "fail", "has 8 GPUs, but torch, a build with CUDA, sees none: most often the driver"),
+        ([node(gpus=(), architectures=(), visible_devices="", offered_gpus=0.0)], "", "fail", "CUDA_VISIBLE_DEVICES = '' hides them"),
+        ([node(), node(name="b", object_store=20 << 30)], "ray.address=auto", "warn", "b: two versions of the weights and two batches"),
+        ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 54.6 GiB of its 24 GiB"),
+        ([HEAD, node(gpus=(), gpu_bytes=18 << 30, visible_devices="")], "ray.address=auto", "fail", "an engine has 0 MiB for its KV cache"),
+        ([node(), node(name="b", gpus=(SMALL,) * 8)], "ray.address=auto", "warn", "smallest GPUs there are, of 24 GiB: a learner rank"),
         ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),
         ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
         ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10."),
         ([node(), node(name="b", reads_run_folder=False)], "", "fail", "the run folder isn't the same on b"),
-        ([node(), node(name="b", has_model=False)], "model=m/Qwen3-8B", "warn", "Qwen3-8B: the folder isn't there on b"),
-        ([node(), node(name="b", has_model=False)], "", "warn", "hf:Qwen/Qwen3-8B: not in the cache, nor can the hub be reached, on b"),
-        ([node(has_model=False), node(name="b", has_model=False)], "model=m/8B", "fail", "8B: the folder isn't there on 10.0.0.1, b"),
+        ([node(), node(name="b", model_obstacle=NO_FOLDER)], "model=m/Qwen3-8B", "warn", "Qwen3-8B: the folder isn't there on b"),
+        ([node(), node(name="b", model_obstacle="not in the cache")], "", "warn", "hf:Qwen/Qwen3-8B: not in the cache on b, where"),
+        ([node(model_obstacle="no"), node(name="b", model_obstacle="no")], "model=m/8B", "fail", "m/8B: no on 10.0.0.1, b, where"),
         ([node(shared_memory=64 << 20)], "", "fail", "/dev/shm has 64 MiB free, less than one bucket of weights, 0.25 GiB"),
         ([node(shared_memory=1 << 30)], "", "warn", "/dev/shm has 1 GiB free, and 4 engines may want 2 GiB"),
         (
@@ -212,6 +235,27 @@ def test_a_machine_with_gpus_that_its_torch_can_t_use_may_compute_on_the_cpu() -
     assert found.severity == "warn" and "constraints-gpu.txt" in found.setting
 
 
+def test_a_cluster_with_a_head_without_gpus_is_judged_by_its_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The driver's own GPU, if it has one, says nothing about those of the nodes."""
+    monkeypatch.setattr(gather, "gpus_of_driver", lambda: [SMALL])
+    model = f"model={save_config(tmp_path, QWEN3_8B)}"
+    assert gather.paper_facts(eight(model, "ray.address=auto")).gpu_bytes is None
+    assert gather.paper_facts(eight(model)).gpu_bytes == SMALL.bytes
+    joined = eight("ray.address=auto")
+    assert on_nodes([HEAD, node()], joined, DENSE) == []
+    small_ones_sample_nothing = [node(), node(name="b", gpus=(SMALL,) * 8, rollout_units=0.0)]
+    assert all("learner rank" in found.sentence for found in on_nodes(small_ones_sample_nothing, joined, DENSE))
+
+
+def test_gpus_that_are_hidden_from_torch_are_told_where_nobody_asked_for_them() -> None:
+    """`device: auto` would be the CPU without a word. Ray hides its nodes' from tasks that ask for none: nothing is said of them."""
+    on_cpu = recipe("nano_spell_backward", has_gpu=False)
+    alone = {"gpus": (), "architectures": (), "offered_gpus": 0.0, "free_gpus": 0.0}
+    severities = [[c.severity for c in on_nodes([node(**alone, visible_devices=seen)], on_cpu, DENSE)] for seen in (None, "", "-1")]
+    assert severities == [["warn"], ["note"], ["note"]]
+    assert on_nodes([node(gpus=(), gpu_bytes=H100.memory, visible_devices="")], eight("ray.address=auto"), DENSE) == []
+
+
 def test_shares_of_one_gpu_are_one_gpu() -> None:
     rows = {row.kind: row for row in requests([node()], recipe("qwen3_0.6b_1gpu"))}
     assert (rows["GPU"].asked, rows["GPU"].parts) == (1, "1 rank x 0.65, 1 worker x 0.35")
@@ -243,10 +287,10 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     sign.write_text("token")
     answer = tmp_path / "answer"
     here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
-    assert here.has_model and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
+    assert not here.model_obstacle and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
     assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
     other = this_node(str(tmp_path), sign=str(sign), token="another's", answer=str(tmp_path / "not-written"))
-    assert not other.has_model and not other.reads_run_folder and not (tmp_path / "not-written").exists()
+    assert other.model_obstacle == NO_FOLDER and not other.reads_run_folder and not (tmp_path / "not-written").exists()
     read_only = this_node(str(tmp_path), sign=str(sign), token="token", answer=str(tmp_path / "no-folder" / "answer"))
     assert not read_only.reads_run_folder, "it reads there, and can't write"
 

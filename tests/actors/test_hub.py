@@ -18,11 +18,13 @@ from actors import hub
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
+from actors.commands.train import prepare
 from actors.config import RunConfig
-from actors.hub import config_folder, is_obtainable, model_folder, pinned
+from actors.hub import config_folder, model_folder, obstacle_here, outline_folder, pinned
 from actors.hub_name import HubName
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError, DataError
+from learner.nano import NanoModelConfig, build_nano_model
 from rollout.config import HuggingFaceTask
 from rollout.rows import read_dataset
 from tests.e2e.launch import RECIPE
@@ -102,6 +104,33 @@ def test_config_json_alone_is_enough_for_a_plan_and_is_no_whole_copy(server: Sta
     assert {path.name for path in model_folder(NAME).iterdir()} == WANTED
 
 
+def test_who_starts_a_run_takes_no_weights(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Config and tokenizer, which are no whole copy either; once the weights are here, the whole folder."""
+    small = {name for name in WANTED if not name.endswith(".safetensors")}
+    folder, has_weights = outline_folder(NAME)
+    assert not has_weights and {path.name for path in folder.iterdir()} == small
+    with monkeypatch.context() as without_network:
+        offline(without_network)
+        assert outline_folder(NAME) == (folder, False) and obstacle_here(NAME)
+    assert outline_folder(model_folder(NAME)) == (folder, True)
+    assert outline_folder(NAME) == (folder, True)
+
+
+def test_a_run_is_judged_before_any_weights_are_downloaded(server: StandInHub, tmp_path: Path) -> None:
+    """All that is checked on the driver's side: the model is 61 GB for some, and the driver's machine may have no GPU."""
+    size = NanoModelConfig(layers=1, hidden_size=64, heads=2, key_value_heads=1, head_dim=32)
+    build_nano_model(tmp_path / "nano", ["spell this 0123456789"], size)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "nano").iterdir()}
+    server.repositories["models/acme/nano"] = Repository()
+    server.repositories["models/acme/nano"].commit(files)
+    config = pinned(recipe("model=hf:acme/nano", f"run_dir={tmp_path}", "rollout.reward={kind: reasoning_gym}"))[0]
+    with pytest.raises(ConfigError, match=r"num_attention_heads = 2 in the model's config\.json can't be shared"):
+        prepare(load_config(RunConfig, RECIPE, [f"model={config.model}", "learner.tensor_parallel=4"]))
+    resolved, _, _ = prepare(config)
+    assert resolved.model == config.model and server.sent("model.safetensors") == 0 and server.sent("tokenizer.json") == 1
+    assert resolved.deadlines.start_s > 0
+
+
 def test_a_run_keeps_its_commit_when_the_model_goes_on(server: StandInHub) -> None:
     repository = server.repositories["models/acme/tiny"]
     config, said = pinned(recipe())
@@ -143,7 +172,7 @@ def test_offline_the_cache_is_enough_and_the_hub_is_not_asked(server: StandInHub
     asked = len(server.requests)
     offline(monkeypatch)
     assert str(pinned(recipe())[0].model) == f"hf:acme/tiny@{commit}"
-    assert model_folder(NAME) == folder and is_obtainable(NAME)
+    assert model_folder(NAME) == folder and not obstacle_here(NAME)
     assert len(server.requests) == asked
 
 
@@ -156,7 +185,7 @@ def test_a_hub_that_is_away_is_no_obstacle_to_what_is_in_the_cache(server: Stand
     assert model_folder(config.model) == folder
     with pytest.raises(DataError, match=r"hf:acme/other: not whole in the cache, .*cache, and http://127.0.0.1:9"):
         model_folder(Path("hf:acme/other"))
-    assert is_obtainable(config.model) and not is_obtainable(Path("hf:acme/other"))
+    assert not obstacle_here(config.model) and "nor can the hub be reached" in obstacle_here(Path("hf:acme/other"))
 
 
 def test_a_download_that_breaks_goes_on_where_it_was(server: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +239,7 @@ def test_offline_without_a_copy_is_said(server: StandInHub, monkeypatch: pytest.
     for model in ("hf:acme/never-seen", str(NAME)):  # the second lacks a file
         with pytest.raises(DataError, match=r"not whole in the cache, .* and offline mode is on \(HF_HUB_OFFLINE\). hf download acme/"):
             model_folder(Path(model))
-    assert not is_obtainable(NAME)
+    assert obstacle_here(NAME)
     with pytest.raises(DataError, match="offline mode is on"):
         pinned(recipe("model=hf:acme/never-seen"))
 
@@ -220,6 +249,7 @@ def test_too_little_space_is_said_before_anything_is_downloaded(server: StandInH
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=needed, used=0, free=needed - 1))
     with pytest.raises(DataError, match=r"0.000128 GB have still to be downloaded, but .*cache has 0.000128 GB free. Make room"):
         model_folder(NAME)
+    assert obstacle_here(NAME).startswith("0.000128 GB have still to be downloaded, but "), "a node says so before a run starts"
     assert sum(server.sent(name) for name in WANTED) == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=needed, used=0, free=needed))
     model_folder(NAME)

@@ -106,8 +106,8 @@ def test_who_comes_later_leaves_the_ranks_gpus_alone_and_an_actor_sees_what_it_g
 def test_every_node_tells_what_it_has(cluster: Cluster, tmp_path: Path) -> None:
     found = nodes_of_cluster(config("ray.address=auto"), tmp_path)
     assert sorted((node.offered_gpus, node.free_gpus, node.cpus) for node in found) == [(0, 0, 1), (4, 4, 5), (4, 4, 5)]
-    assert all(node.reads_run_folder and not node.has_model and abs(node.clock_ahead_s) < 60 for node in found)
-    assert [node.offered_gpus for node in found if node.is_driver] == [0] and list(tmp_path.iterdir()) == []
+    assert all(node.reads_run_folder and node.model_obstacle and abs(node.clock_ahead_s) < 60 for node in found)
+    assert 0 in [node.offered_gpus for node in found] and all(node.object_store > 0 for node in found) and list(tmp_path.iterdir()) == []
 
 
 def test_too_large_a_group_is_said_with_what_is_there(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import layer_activations, rank_memory, state_bytes
 from actors.plan.shape import FLOAT8_BLOCK, ModelShape
-from actors.plan.traffic import active_parameters, checkpoint_bytes, token_bytes, traffic
+from actors.plan.traffic import BUS, HOST_COPY, NETWORK, active_parameters, checkpoint_bytes, token_bytes, traffic
 from correction.correct import correct
 from correction.engines.float8 import BLOCK, in_float8
 from correction.errors import ConfigError, DataError
@@ -215,6 +215,17 @@ def test_a_version_is_sent_in_the_learner_s_type_and_costs_what_is_read_again(tm
     assert traffic(shape, kept, cache_tokens=100_000).recomputed_tokens == 0
 
 
+def test_seconds_of_a_version_are_its_bytes_by_the_slowest_part_of_its_way(tmp_path: Path) -> None:
+    """Across nodes the network comes on top, before the pause; the first bucket's copy isn't in the pause; copies run beside loading."""
+    shape, model = ModelShape.of(QWEN3_8B), save_config(tmp_path, QWEN3_8B)
+    alone, joined = (traffic(shape, recipe("qwen3_8b_8gpu", model, *words)) for words in ((), ("ray.address=auto",)))
+    bucket = recipe("qwen3_8b_8gpu", model).weight_sync.bucket_bytes
+    assert alone.fetch_s == 0 and joined.fetch_s == joined.version / NETWORK
+    assert alone.pause_s == joined.pause_s == bucket / BUS + (alone.version - bucket) / HOST_COPY
+    one_bucket = traffic(shape, recipe("qwen3_8b_8gpu", model, "weight_sync.bucket_bytes=100000000000"))
+    assert one_bucket.pause_s == one_bucket.version / BUS, "copied as a whole before the pause"
+
+
 def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
     shape, gpu = ModelShape.of(QWEN3_8B), Gpus.parse("H100x8").memory
     found = layouts(shape, LearnerConfig(device="cuda", dtype="bfloat16"), 4, gpu, longest=8192, has_reference=False)
@@ -251,6 +262,24 @@ def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
         ModelShape.read(save_config(tmp_path, {"model_type": "gpt2"}))
     with pytest.raises(DataError, match="it doesn't say 'hidden_size'"):
         ModelShape.read(save_config(tmp_path, {key: value for key, value in QWEN3_8B.items() if key != "hidden_size"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "gpus", "shown"),
+    [
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "24GBx1", ["15.2 GiB of 15.6 GiB", "23 of 2,048 tokens", "2.08 GiB for context"]),
+        ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4", ["4 nodes of 8 x H200", "16 ranks", "to another node 6.1 s"]),
+    ],
+)
+def test_the_command_plans_the_other_recipes(name: str, model: dict[str, Any], gpus: str, shown: list[str], tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from actors.commands.cli import app
+
+    words = ["plan", str(RECIPES / f"{name}.yaml"), f"model={save_config(tmp_path, model)}", "--gpus", gpus]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and done.stdout.rstrip().endswith("ready"), done.output
+    assert all(text in done.stdout for text in shown), done.stdout
 
 
 def test_the_command_prints_the_numbers(tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ from actors.config import RayConfig, RunConfig
 from actors.derived import derived
 from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
 from actors.doctor.facts import Complaint
+from actors.plan.gpus import MEMORY_MIB
+from actors.plan.shape import ModelShape
 from correction.errors import ConfigError
+from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
 
 ROOT = Path(__file__).parents[2]
 CLOUD, LOCAL = (ROOT / "deploy" / name for name in ("ray-cluster.yaml", "ray-cluster-local.yaml"))
@@ -73,11 +76,25 @@ def test_it_has_what_the_recipe_asks_for(path: Path) -> None:
 def test_what_is_read() -> None:
     assert ClusterFile.read(CLOUD, "rollout").kinds == (
         NodeKind("head", 1, 0.0, 0.0),
-        NodeKind("learner", 1, 0.0, 8),
-        NodeKind("rollout", 16, 1, 1),
+        NodeKind("learner", 1, 0.0, 8, MEMORY_MIB["H100"] << 20),
+        NodeKind("rollout", 16, 1, 1, MEMORY_MIB["L40S"] << 20),
     )
     local = ClusterFile.read(LOCAL, "rollout")
     assert local.kinds == (NodeKind("head host", 1, 8.0, 8.0), NodeKind("worker host", 1, 8.0, 8.0)) and local.is_fixed
+
+
+def test_a_model_is_judged_by_the_memory_of_the_instances(tmp_path: Path) -> None:
+    """Pairs of ranks of 55 GiB have a place on the H100s alone, 61 GB of weights none on the L40S. A resource may name the GPU, too."""
+    cluster = ClusterFile.read(CLOUD, "rollout")
+    config = derived(load_config(RunConfig, RECIPE, ["ray.address=auto"]), has_gpu=True)
+    assert agreement(cluster, config, ModelShape.of(QWEN3_8B)) == []
+    too_large = agreement(cluster, config, ModelShape.of(QWEN3_30B_A3B))
+    assert any(one.severity == "fail" and "an engine has 0 MiB for its KV cache" in one.sentence for one in too_large)
+    named = content(CLOUD)
+    named["available_node_types"]["rollout"] |= {"resources": {"GPU": 1, "rollout": 1, "accelerator_type:H200": 1}, "node_config": {}}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(named))
+    assert ClusterFile.read(path, "rollout").kinds[2].gpu_bytes == MEMORY_MIB["H200"] << 20
 
 
 def test_the_autoscaled_type_grows() -> None:
@@ -143,9 +160,11 @@ def test_a_pool_that_grows_on_hosts_of_ones_own_is_noted() -> None:
 
 
 def test_the_doctor_judges_it(tmp_path: Path) -> None:
-    words = ["doctor", str(RECIPE), "--cluster"]
+    words = ["doctor", str(RECIPE), f"model={save_config(tmp_path, QWEN3_8B)}", "--cluster"]
     good = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL]])
     assert (good.exit_code, good.stdout) == (0, "ready\n")
+    unseen = CliRunner().invoke(app, [*words, str(LOCAL), *ASKED[LOCAL], f"model={tmp_path / 'none'}"])
+    assert unseen.exit_code == 0 and "the memory of GPUs wasn't judged" in unseen.stdout
     bad = CliRunner().invoke(app, [*words, str(LOCAL), "ray.rollout_resource=sampler"])
     assert bad.exit_code == 1 and "'sampler'" in bad.stdout
     with pytest.raises(ConfigError, match="no cluster file of `ray up`"):

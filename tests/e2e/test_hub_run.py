@@ -24,7 +24,7 @@ def test_a_run_takes_its_model_from_the_hub_once_and_is_resumed_without_it(small
             assert run.wait() == 0, run.output()[-4000:]
         finally:
             run.close()
-        assert hub.sent("model.safetensors") == 1, "by the driver; rank and reference found it in the cache"
+        assert hub.sent("model.safetensors") == 1, "on the rank's node; rank and reference found it in the cache"
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["model"] == f"hf:acme/small@{commit}"
     assert f"hf:acme/small is hf:acme/small@{commit}" in run.events()
     again = Run(run_dir, "--resume", str(run_dir), "steps=2", HF_HUB_OFFLINE="1", **cache)

@@ -186,7 +186,7 @@ def test_bad_rows_are_skipped_with_file_line_and_reason(tmp_path: Path, tiny_mod
     task = build_task(FileTask(path=path), ChatEncoder(load_tokenizer(tiny_model), max_prompt_tokens=64))
     skipped = {row.place: row.reason for row in task.check().skipped}
     assert list(skipped) == [f"{path}:{line}" for line in range(4, 12)]
-    expected = ['no field "prompt" (it has question, answer)', "no valid JSON", "is empty", "is list, not text",
+    expected = ['no field "prompt" (it has question, answer)', "no valid JSON", "is empty", "is list, neither text",
                 "holds list", 'no field "answer"', "more than the 64", 'no field "answer"']  # fmt: skip
     assert all(part in reason for part, reason in zip(expected, skipped.values(), strict=True)), skipped
 

@@ -1,0 +1,42 @@
+"""How learner and engine divide a GPU that they share: each takes its share of the whole memory, whoever comes first.
+
+Left alone, SGLang 0.5.21 takes a fraction of what is free when it starts, less what anybody else has taken by the time its weights are
+loaded (mem_cache/kv_cache_configurator.py, _profile_available_bytes): its cache would depend on how far a learner beside it has come. An
+engine with a share counts its own bytes instead (rollout/sglang_plugin/gpu_share.py), and torch's limit keeps a rank within its own
+(learner/parallel.py).
+"""
+
+from __future__ import annotations
+
+CONTEXT = 768 << 20
+"""Of each process that computes on the GPU: the CUDA context, kernels and their workspaces, which no allocator counts. An estimate."""
+PREFILL_TOKENS = 2048
+"""Chunk of a prefill of an engine with a share; SGLang's own sizes are for whole GPUs."""
+_PREFILL_TOKEN = 256 << 10
+"""Bytes of a token's activations: twice what the widest layer of a model of 8B has at the same time. An estimate."""
+_GRAPH = 2 << 20
+"""Bytes of the captured graphs for each request that runs: SGLang's own estimate (arg_groups/memory_hook.py)."""
+_SAMPLER = 32
+"""Bytes for each request and word of the vocabulary while tokens are drawn: logits, logprobs and probabilities in float32, the sums of the
+probabilities and their addends in float64, and a sorted copy (rollout/sglang_plugin/seeded_sampler.py)."""
+
+
+def beside_the_cache(requests: int, vocabulary: int) -> int:
+    """Bytes that an engine takes beside weights and KV cache. Args: requests: that run at the same time."""
+    return CONTEXT + PREFILL_TOKENS * _PREFILL_TOKEN + requests * (_GRAPH + _SAMPLER * vocabulary)
+
+
+def engine_budget(total: int, share: float, fraction: float | None, requests: int, vocabulary: int) -> int:
+    """Bytes of weights and KV cache of an engine with a share of a GPU; below 0 if the share doesn't even hold the rest.
+
+    Args:
+        total: bytes of the whole GPU.
+        fraction: of the whole, at most; None: all that the share leaves.
+    """
+    room = int(total * share) - beside_the_cache(requests, vocabulary)
+    return room if fraction is None else min(room, int(total * fraction))
+
+
+def allocator_fraction(total: int, share: float) -> float:
+    """Of the whole GPU, that torch's allocator may hold in a process with this share, so that its context has a place in the share, too."""
+    return share if share == 1 else max(0.0, share - CONTEXT / total)

@@ -1,0 +1,77 @@
+"""SGLang's arguments that would break what evenkeel rests on: that a token's logprob is of the distribution that it was drawn from, and
+that an engine computes with the weights that were sent.
+
+What makes an engine round otherwise than the learner (kv_cache_dtype, quantised sums over ranks) is handed on: that is mismatch, which the
+correction bears. A test has every field of SGLang's ServerArgs in one of three lists, so that a new one is looked at.
+"""
+
+from __future__ import annotations
+
+from rollout.engine_ranks import REFUSED_ARGUMENTS
+
+_REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("speculative_", "decoupled_spec_", "spec_trace_dir", "enable_multi_layer_eagle", "dllm_"),
+        "its tokens are not drawn by evenkeel's sampler, whose logprobs every ratio rests on",
+        "rollout.engine.max_running_requests for more tokens a second",
+    ),
+    (
+        ("preferred_sampling_params",),
+        "tokens would be drawn from another distribution than rollout.sampling says and the learner computes",
+        "rollout.sampling",
+    ),
+    (
+        ("enable_lora", "lora_", "max_lora", "max_loaded_loras", "experts_shared_outer_loras", "uno_lora_path"),
+        "the learner trains and sends whole weights, and knows no adapter beside them",
+        "model: a folder with the adapter merged",
+    ),
+    (
+        (
+            *("custom_weight_loader", "model_loader_extra_config", "model_impl", "startup_weight_load_mode", "weight_cache_"),
+            *("remote_instance_weight_loader_", "modelexpress_config", "checkpoint_engine_", "delete_ckpt_after_loading", "decrypted_"),
+            *("modelopt_", "quantize_and_serve", "rl_quant_profile", "download_dir", "model_checksum"),
+        ),
+        "an engine's weights come from the learner, through SGLang's own models and loaders",
+        "model, and rollout.engine.quantization",
+    ),
+    (
+        ("cpu_offload_gb", "offload_", "ple_offload_", "kt_", "enable_memory_saver", "enable_weights_cpu_backup", "enable_draft_weights"),
+        "weights that are elsewhere for a time would not be those that an update writes to",
+        "rollout.engine.tensor_parallel for models that one GPU doesn't hold",
+    ),
+    (
+        (
+            *("enable_hierarchical_cache", "hicache_", "enable_lmcache", "lmcache_", "enable_flexkv", "flexkv_", "radix_cache_backend"),
+            *("enable_unified_cache_external_linker", "unified_cache_external_linker_backend", "enable_hisparse", "hisparse_config"),
+        ),
+        "keys and values kept outside the GPU could outlive the weights that made them",
+        "rollout.engine.prefix_cache, which begins anew with each version",
+    ),
+    (
+        (
+            *("enable_attn_tp_input_scattered", "enable_dense_mlp_attn_tp", "enable_layernorm_sp", "disable_attn_tp_gather"),
+            *("enable_tp_lm_head_all_to_all", "enable_scattered_sconv", "enable_two_batch_overlap", "enable_single_batch_overlap"),
+            *("tbo_", "dcp_", "enable_dsa_cache_layer_split", "disable_shared_experts_fusion", "enforce_shared_experts_fusion"),
+        ),
+        "what an engine computes and holds so has not been compared with the learner",
+        "rollout.engine.tensor_parallel",
+    ),
+    (
+        ("forward_hooks", "debug_tensor_dump_input_file", "is_embedding", "prefill_only_disable_kv_cache"),
+        "an engine here computes the learner's model, and samples from it",
+        "rollout.engine's own settings",
+    ),
+    (
+        ("tokenizer_worker_num", "detokenizer_worker_num", "custom_sigquit_handler"),
+        "an engine's processes are started and watched by evenkeel, and work on token ids",
+        "rollout.workers",
+    ),
+)
+"""Beginnings of names, why not, what to set instead."""
+
+
+def refusal(name: str) -> tuple[str, str] | None:
+    """Why this argument of SGLang is not handed on, and what to set instead; None if it is."""
+    if name in REFUSED_ARGUMENTS:
+        return REFUSED_ARGUMENTS[name]
+    return next(((reason, remedy) for beginnings, reason, remedy in _REFUSED if name.startswith(beginnings)), None)

@@ -1,0 +1,51 @@
+"""An engine with a share of a GPU sizes its KV cache by that share, not by what happens to be free (correction/engines/gpu_share.py)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from correction.engines.gpu_share import CONTEXT, beside_the_cache, engine_budget
+from rollout.sglang_plugin.hooks import PluginSettings
+
+TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
+
+
+def register(settings: PluginSettings) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def of_the_share(_original: Callable[..., int], configurator: Any, *_: Any, **__: Any) -> int:
+        gc.collect()  # as the original does: what loading the weights has left would count as the engine's
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(configurator.gpu_id)
+        return cache_bytes(settings, free, total, torch.cuda.memory_reserved(configurator.gpu_id), configurator.model_config.vocab_size)
+
+    HookRegistry.register(TARGET, of_the_share, HookType.AROUND)
+
+
+def cache_bytes(settings: PluginSettings, free: int, total: int, own: int, vocabulary: int) -> int:
+    """Bytes for the KV cache.
+
+    Args:
+        free, total: of the GPU, now.
+        own: that this process has allocated: weights.
+    Raises: RuntimeError, in SGLang's log, if there are none, or others have taken them.
+    """
+    requests = settings.max_running_requests
+    cache = engine_budget(total, settings.gpu_share, settings.memory_fraction, requests, vocabulary) - own
+    beside = beside_the_cache(requests, vocabulary)
+    if cache <= 0:
+        raise RuntimeError(
+            f"no room for a KV cache: of a GPU of {total / 2**30:.3g} GiB the engine has {settings.gpu_share:g}, its weights take "
+            f"{own / 2**30:.3g} GiB, context, prefill, graphs and sampler {beside / 2**30:.3g}. Raise rollout.gpus_per_worker, or lower "
+            "rollout.engine.max_running_requests"
+        )
+    if free < (needed := cache + beside - CONTEXT):  # the context is there by now
+        raise RuntimeError(
+            f"the engine's share of the GPU still has {needed / 2**30:.3g} GiB to take, but {free / 2**30:.3g} are free: others on it have "
+            "taken more than theirs. End them, or lower rollout.gpus_per_worker"
+        )
+    return cache

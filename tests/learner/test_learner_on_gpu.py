@@ -1,0 +1,126 @@
+"""What a rank asks of CUDA where it has a GPU, with CUDA's own functions taken down: no GPU is needed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from correction.engines.gpu_share import CONTEXT
+from correction.errors import SyncError
+from learner import parallel
+from learner.broadcast import WeightBroadcaster
+from learner.config import LearnerConfig
+from learner.export import Staging
+
+
+def test_a_rank_with_a_share_of_a_gpu_holds_no_more_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CUDA context has a place in the share, too, so that the engine beside it gets all of its own."""
+    asked: list[tuple[float, torch.device]] = []
+    total = 24 << 30
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: asked.append((share, device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(parallel.parallel_state, "initialize_model_parallel", lambda **_: None)
+    device = torch.device("cuda", 0)
+    for share in (0.65, 1.0):
+        parallel._initialize(LearnerConfig(gpus_per_rank=share), device, 0, 1, "", 0)
+    assert asked == [(0.65 - CONTEXT / total, device), (1.0, device)]
+
+
+def test_weights_of_a_gpu_leave_through_page_locked_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pageable memory they would be copied twice. A CPU tensor that isn't contiguous stands for one of a GPU."""
+    made: list[dict[str, Any]] = []
+    empty = torch.empty
+
+    def recorded(*size: Any, pin_memory: bool = False, **how: Any) -> torch.Tensor:
+        made.append({"bytes": size[0], "pin_memory": pin_memory})
+        return empty(*size, **how)
+
+    weights = {"a": torch.arange(12.0).view(3, 4).t()}
+    staging = Staging()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", recorded)
+    first = staging.bucket(weights)
+    assert made == [{"bytes": 48, "pin_memory": True}]
+    second = staging.bucket(weights)
+    assert len(made) == 1 and torch.equal(second.tensors()["a"], weights["a"])
+    assert second.tensors()["a"].data_ptr() == first.tensors()["a"].data_ptr()
+
+
+class Sent:
+    """What NCCL's asynchronous broadcast returns. `takes` asks until it is done; None: never."""
+
+    def __init__(self, takes: int | None, error: str = "") -> None:
+        self.left, self.error = takes, error
+
+    def is_completed(self) -> bool:
+        if self.left:
+            self.left -= 1
+        return self.left == 0
+
+    def exception(self) -> RuntimeError | None:
+        return RuntimeError(self.error) if self.error else None
+
+
+class OnGpu(SimpleNamespace):
+    """As far as a broadcast looks at a tensor."""
+
+    def detach(self) -> OnGpu:
+        return self
+
+    contiguous = detach
+
+
+class Group:
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def broadcaster(monkeypatch: pytest.MonkeyPatch, works: list[Sent], timeout_s: float = 0.2) -> tuple[WeightBroadcaster, Group]:
+    """Of a group over NCCL, in which the broadcasts of one bucket become of what is told."""
+    group, waiting = Group(), iter(works)
+    monkeypatch.setattr(WeightBroadcaster, "_join", lambda self, *_: setattr(self, "_group", group))
+
+    def enqueue(tensor: Any, *, src: int, group: Any, async_op: bool) -> Sent:
+        assert async_op, "the call would return at once and tell nothing"
+        return next(waiting)
+
+    monkeypatch.setattr(dist, "broadcast", enqueue)
+    return WeightBroadcaster("", 0, 2, "weights-1", timeout_s, torch.device("cuda")), group
+
+
+def bucket(count: int) -> dict[str, Any]:
+    return {str(i): OnGpu(device=torch.device("cuda", 0)) for i in range(count)}
+
+
+def test_a_broadcast_over_nccl_is_done_when_the_gpu_has_sent_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = [Sent(3), Sent(0), Sent(20)]
+    sender, group = broadcaster(monkeypatch, works, timeout_s=20.0)
+    sender.send(bucket(3))
+    assert [work.left for work in works] == [0, 0, 0] and not group.aborted.is_set()
+
+
+def test_a_dead_engine_is_told_within_the_deadline_over_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's call has returned long before; the group is aborted, as its kernel waits on the GPU for the member that is gone."""
+    sender, group = broadcaster(monkeypatch, [Sent(0), Sent(None)])
+    began = time.monotonic()
+    with pytest.raises(SyncError, match="weight group weights-1: broadcast failed"):
+        sender.send(bucket(2))
+    assert time.monotonic() - began < 10 and group.aborted.wait(10)
+
+
+def test_a_broadcast_that_nccl_gives_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, group = broadcaster(monkeypatch, [Sent(1, "NCCL communicator was aborted on rank 0")], timeout_s=20.0)
+    with pytest.raises(SyncError, match="broadcast failed: NCCL communicator was aborted on rank 0"):
+        sender.send(bucket(1))
+    assert group.aborted.wait(10)

@@ -1,0 +1,45 @@
+"""Every argument of SGLang is set by evenkeel, refused by name, or handed on: a new version's can't slip by."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from rollout.engine_arguments import refusal
+from rollout.engine_config import RESERVED_ARGUMENTS, EngineConfig
+from tests.rollout.sglang_arguments import HANDED_ON
+
+
+def test_every_argument_of_sglang_is_set_refused_or_handed_on() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    there = set(ServerArgs.__struct_fields__)
+    refused = {name for name in there if refusal(name) is not None}
+    assert not refused & RESERVED_ARGUMENTS.keys() and not refused & HANDED_ON and not HANDED_ON & RESERVED_ARGUMENTS.keys()
+    assert there - refused - RESERVED_ARGUMENTS.keys() == HANDED_ON, "look at what is new, and put it where it belongs"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("speculative_algorithm", "EAGLE", "not drawn by evenkeel's sampler"),
+        ("speculative_moe_a2a_backend", "deepep", "not drawn by evenkeel's sampler"),
+        ("preferred_sampling_params", '{"top_p": 0.9}', r"use rollout\.sampling instead"),
+        ("enable_lora", True, "knows no adapter"),
+        ("custom_weight_loader", ["a.b"], "weights come from the learner"),
+        ("enable_attn_tp_input_scattered", True, r"use rollout\.engine\.tensor_parallel instead"),
+        ("enable_dense_mlp_attn_tp", True, "has not been compared"),
+        ("enable_two_batch_overlap", True, "has not been compared"),
+        ("hicache_storage_backend", "file", "outlive the weights"),
+        ("cpu_offload_gb", 8, "would not be those that an update writes to"),
+    ],
+)
+def test_what_would_break_the_contract_is_refused_with_what_to_set_instead(name: str, value: object, instead: str) -> None:
+    with pytest.raises(ValidationError, match=rf"engine_args\.{name} = .*{instead}"):
+        EngineConfig(engine_args={name: value})
+
+
+def test_a_cache_in_float8_is_mismatch_to_correct() -> None:
+    """Tokens are drawn from what is computed with it, and their logprobs are of the same."""
+    given = EngineConfig(device="cuda", engine_args={"kv_cache_dtype": "fp8_e4m3"}).sglang_arguments("folder", 64, 0)
+    assert given["kv_cache_dtype"] == "fp8_e4m3"
