@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
+from correction.engines.rendezvous import rendezvous_store
 from correction.errors import SyncError
-from learner.rendezvous import rendezvous_store
 
 
 class WeightBroadcaster:
