@@ -152,8 +152,7 @@ class WeightSync:
 
     def leave(self, name: str) -> None:
         """An engine is gone."""
-        target = self._targets.pop(name, None)
-        if target is not None:
+        if (target := self._targets.pop(name, None)) is not None:
             self._end_probe(target)
             if target.task is not None:
                 target.task.cancel()
@@ -166,8 +165,9 @@ class WeightSync:
     async def receipts(self, version: int, *, deadline_s: float, is_one_enough: bool = False) -> None:
         """Wait until the engines that are in the pool now hold `version`, or one does. Raises: DeadlineExceeded naming those that don't."""
         names, until = list(self._targets), asyncio.get_running_loop().time() + deadline_s  # with nodes that come, somebody always lacks it
-        has_one = lambda: is_one_enough and any(t.version >= version for t in self._targets.values())  # noqa: E731
-        while not has_one() and (missing := [n for n in names if n in self._targets and self._targets[n].version < version]):
+        while missing := [name for name in names if name in self._targets and self._targets[name].version < version]:
+            if is_one_enough and any(t.version >= version for t in self._targets.values()):
+                return
             if asyncio.get_running_loop().time() > until:
                 raise DeadlineExceeded(f"weight sync v{version} -> workers {', '.join(missing)}: no receipt in {deadline_s:.0f} s")
             tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
+from correction.engines.rendezvous import rendezvous_store
 from correction.errors import SyncError
-from learner.rendezvous import rendezvous_store
 
 _POLL_S = 0.0005
 """Between two looks at what the GPU has sent; a bucket takes some ten milliseconds."""

@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import HashStore
 
 from correction.engines import matrix_products
 from correction.engines.gpu_share import allocator_fraction
+from correction.engines.rendezvous import rendezvous_store
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.megatron import model_parallel_cuda_manual_seed, parallel_state
-from learner.rendezvous import rendezvous_store
 
 T = TypeVar("T")
 

@@ -63,7 +63,7 @@ class PluginSettings(BaseModel):
 
 
 def register(group_timeout_s: float) -> None:
-    """Register the hooks of every engine: prefix cache, pauses, deadlines of the weight-update group."""
+    """Register the hooks of every engine: prefix cache, pauses, deadlines of the weight-update group, the address of its ranks' store."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def with_timeout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,8 +76,16 @@ def register(group_timeout_s: float) -> None:
     HookRegistry.register("sglang.srt.mem_cache.common.maybe_cache_unfinished_req", _leave_out_what_was_found, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _sleep, HookType.AFTER)
     HookRegistry.register("sglang.srt.utils.common.init_custom_process_group", with_timeout, HookType.AROUND)
+    HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _store_on_its_address, HookType.REPLACE)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}._update_weights_from_flattened_bucket", keep_mapped, HookType.BEFORE)
+
+
+def _store_on_its_address(host: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: Any, **__: Any) -> Any:
+    """Where an engine's ranks find each other: SGLang asks for 127.0.0.1, and torch would listen on all interfaces all the same."""
+    from correction.engines.rendezvous import rendezvous_store
+
+    return rendezvous_store(host, port, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def use_plain_host_memory() -> None:

@@ -18,11 +18,11 @@ from actors.learner_group import LearnerRankActor
 from correction.correct import correct
 from correction.engines.checksum import tensor_checksum
 from correction.engines.float8 import in_float8
+from correction.engines.rendezvous import rendezvous_store
 from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
-from learner.rendezvous import rendezvous_store
 from tests.actors.test_weight_sync import Pieces, rank_with
 from tests.learner.learner_cases import TIS, learner_on, random_batch, save_model
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import ipaddress
 import math
 import random
 import socket
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -63,6 +65,20 @@ def made_anew(module: str) -> Any:
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     return fresh
+
+
+def test_an_engines_processes_listen_on_loopback_alone(engine: RolloutEngine) -> None:
+    """The store by which the ranks find each other has no authentication, and torch's own listens on all interfaces."""
+    schedulers = [child for child in psutil.Process().children(recursive=True) if _name(child).startswith("sglang::scheduler")]
+    assert schedulers
+    found = {one.laddr.ip for child in schedulers for one in child.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    assert found, "the store was seen"
+    assert all(ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback for address in found), found
+
+
+def _name(process: psutil.Process) -> str:
+    command = process.cmdline()
+    return command[0] if command else ""
 
 
 def test_a_scheduler_imports_our_models_alone_and_no_compiler(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
