@@ -17,12 +17,17 @@ _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"
 _WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
 _EXPERTS = "rollout.engine.expert_parallel"
 _ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
+_ATTENTION = (
+    "groups of ranks would have requests and a cache each, and there is no rule yet which of them reads a prompt and all of its answers, "
+    "what room it has, and when it may sleep"
+)
 _REPLICAS = "the parts of an engine with data parallelism would take weights and requests by themselves, as workers do"
 REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("pp_size", "pp_max_micro_batch_size", "pp_async_batch_depth"), (_WHOLE, "rollout.engine.tensor_parallel")),
+    **dict.fromkeys(("dp_size", "load_balance_method"), (_REPLICAS, "rollout.workers")),
     **dict.fromkeys(
-        ("dp_size", "enable_dp_attention", "enable_dp_lm_head", "enable_dp_attention_local_control_broadcast", "load_balance_method"),
-        (_REPLICAS, "rollout.workers"),
+        ("enable_dp_attention", "enable_dp_lm_head", "enable_dp_attention_local_control_broadcast"),
+        (_ATTENTION, "rollout.engine.tensor_parallel"),
     ),
     **dict.fromkeys(
         ("moe_dp_size", "moe_dense_tp_size", "dwdp_size", "shared_experts_tp_size", "enable_shared_experts_attn_tp"),

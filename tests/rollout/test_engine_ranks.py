@@ -36,7 +36,7 @@ def test_sglang_is_told_of_ranks_only_if_there_are_several() -> None:
     [
         ("pp_size", "rollout.engine.tensor_parallel"),
         ("dp_size", "rollout.workers"),
-        ("enable_dp_attention", "rollout.workers"),
+        ("enable_dp_attention", "rollout.engine.tensor_parallel"),
         ("ep_size", "rollout.engine.expert_parallel"),
         ("moe_a2a_backend", "rollout.engine.expert_parallel"),
         ("enable_eplb", "rollout.engine.expert_parallel"),
