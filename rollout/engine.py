@@ -260,10 +260,12 @@ def _require_divisible(folder: Path, config: Any, engine: EngineConfig) -> None:
     widths = {width for name in ("intermediate_size", "moe_intermediate_size") if (width := getattr(config, name, None)) is not None}
     for obstacle, remedy in obstacles(
         engine.tensor_parallel,
+        engine.expert_parallel,
         model_type=config.model_type,
         heads=config.num_attention_heads,
         key_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         widths=sorted(widths),
+        experts=getattr(config, "num_experts", None) or 0,
         on_cpu=engine.resolved_device == "cpu",
     ):
         raise ConfigError(f"{folder}: {obstacle}. {remedy}")

@@ -17,6 +17,7 @@ RESERVED_ARGUMENTS = {
     "device": "rollout.engine.device",
     "dtype": "rollout.engine.dtype",
     "tp_size": "rollout.engine.tensor_parallel",
+    "ep_size": "rollout.engine.expert_parallel",
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.memory_fraction",
     "max_running_requests": "rollout.engine.max_running_requests",
@@ -68,6 +69,9 @@ class EngineConfig(Settings):
     the bytes of a version and of the engine's weights, more mismatch to correct. Not for mixtures of experts and true_on_policy."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """GPUs of one node over which the engine is cut, for a model that one doesn't hold; on a CPU processes. It divides the heads."""
+    expert_parallel: int = Field(default=1, ge=1, le=64)
+    """Of a mixture of experts on several GPUs: groups of ranks among which the experts are divided. A group's ranks, tensor_parallel over
+    this many, have a part of each of its experts; with as many groups as ranks each has whole ones. 1: every rank has a part of all."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the engine's tensor operations on a CPU, in each of its ranks."""
     max_running_requests: int = Field(default=64, ge=1, le=10**5)
@@ -120,6 +124,11 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _refuse_what_ranks_cant_do(self) -> EngineConfig:
+        if self.tensor_parallel % self.expert_parallel:
+            raise ValueError(
+                f"rollout.engine.expert_parallel = {self.expert_parallel} doesn't divide tensor_parallel = {self.tensor_parallel}: the "
+                "engine's ranks share its experts. Set expert_parallel to a divisor of it, or tensor_parallel to a multiple"
+            )
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ValueError(
                 f"rollout.engine.tensor_parallel = {self.tensor_parallel} with batch_invariant: the sums over ranks are SGLang's, not the "
@@ -231,6 +240,8 @@ class EngineConfig(Settings):
                 arguments |= {"mem_fraction_static": self.memory_fraction or self.gpu_share, "chunked_prefill_size": PREFILL_TOKENS}
         if self.tensor_parallel > 1:
             arguments["tp_size"] = self.tensor_parallel
+        if self.expert_parallel > 1:
+            arguments["ep_size"] = self.expert_parallel
         if self.return_routed_experts:
             arguments["enable_return_routed_experts"] = True
         if not has_weights:

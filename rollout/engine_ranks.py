@@ -15,25 +15,32 @@ NORMS_OVER_RANKS = ("olmo2",)
 """The same, and SGLang's ranks gather all heads for it: a key head that two of them have would come twice."""
 _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"
 _WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
+_EXPERTS = "rollout.engine.expert_parallel"
 _ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
+_ATTENTION = (
+    "groups of ranks would have requests and a cache each, and there is no rule yet which of them reads a prompt and all of its answers, "
+    "what room it has, and when it may sleep"
+)
 _REPLICAS = "the parts of an engine with data parallelism would take weights and requests by themselves, as workers do"
 REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("pp_size", "pp_max_micro_batch_size", "pp_async_batch_depth"), (_WHOLE, "rollout.engine.tensor_parallel")),
+    **dict.fromkeys(("dp_size", "load_balance_method"), (_REPLICAS, "rollout.workers")),
     **dict.fromkeys(
-        ("dp_size", "enable_dp_attention", "enable_dp_lm_head", "enable_dp_attention_local_control_broadcast", "load_balance_method"),
-        (_REPLICAS, "rollout.workers"),
+        ("enable_dp_attention", "enable_dp_lm_head", "enable_dp_attention_local_control_broadcast"),
+        (_ATTENTION, "rollout.engine.tensor_parallel"),
     ),
     **dict.fromkeys(
-        ("ep_size", "moe_dp_size", "moe_dense_tp_size", "dwdp_size", "shared_experts_tp_size", "enable_shared_experts_attn_tp"),
-        (_WHOLE, "rollout.engine.tensor_parallel, which cuts each expert"),
+        ("moe_dp_size", "moe_dense_tp_size", "dwdp_size", "shared_experts_tp_size", "enable_shared_experts_attn_tp"),
+        (_WHOLE, _EXPERTS),
     ),
     **dict.fromkeys(
         (
-            *("enable_eplb", "ep_num_redundant_experts", "init_expert_location", "moe_a2a_backend", "elastic_ep_backend"),
+            *("enable_eplb", "ep_num_redundant_experts", "init_expert_location", "elastic_ep_backend"),
             *("ep_join_mode", "ep_join_rank_offset", "elastic_ep_initial_size", "max_ep_size", "enable_elastic_expert_backup"),
         ),
-        ("experts are not spread over ranks here, nor moved between them", "rollout.engine.tensor_parallel, which cuts each expert"),
+        ("an expert's weights, and its number in what is replayed, are known by the rank it was given at the start", _EXPERTS),
     ),
+    "moe_a2a_backend": ("ranks add what their experts make by an all-reduce; other ways were not compared with the learner", _EXPERTS),
     **dict.fromkeys(
         ("dcp_size", "attn_cp_size", "enable_prefill_cp", "cp_strategy", "enable_cp_decode_attn_tp"),
         ("parts of a sequence on several ranks have not been compared with the learner", "rollout.engine.tensor_parallel"),
@@ -48,17 +55,25 @@ REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
 """Of SGLang: argument -> (why not, what to set instead). What concerns only how ranks talk to each other is handed on."""
 
 
-def obstacles(ranks: int, *, model_type: str, heads: int, key_heads: int, widths: Sequence[int], on_cpu: bool) -> Iterator[tuple[str, str]]:
+def obstacles(
+    ranks: int, expert_groups: int, *, model_type: str, heads: int, key_heads: int, widths: Sequence[int], experts: int, on_cpu: bool
+) -> Iterator[tuple[str, str]]:
     """Why a model can't be divided over so many ranks, and what to do.
 
     Args:
+        ranks, expert_groups: rollout.engine.tensor_parallel and expert_parallel.
         model_type: of its config.json.
         heads, key_heads: of the attention.
-        widths: of feed-forward parts and experts.
+        widths: of feed-forward parts, or of experts.
+        experts: 0 of a dense model.
     """
     setting = f"rollout.engine.tensor_parallel = {ranks}"
     if ranks == 1:
         return
+    if expert_groups > 1 and not experts:
+        yield f"rollout.engine.expert_parallel = {expert_groups}: {model_type} has no experts", _ONE
+    elif experts % expert_groups:
+        yield f"rollout.engine.expert_parallel = {expert_groups} doesn't divide the model's {experts} experts", _DIVISOR
     if model_type in NORMS_OF_OWN_HEADS:
         yield f"{setting}: {model_type} normalises queries and keys over all heads, of which a rank of SGLang's knows its own alone", _ONE
         return
@@ -69,11 +84,13 @@ def obstacles(ranks: int, *, model_type: str, heads: int, key_heads: int, widths
     if key_heads % ranks and (on_cpu or ranks % key_heads):
         why = "on a CPU SGLang would add empty ones" if on_cpu else "neither divides the other"
         yield f"{setting} and the model's {key_heads} key-value heads: {why}", _DIVISOR
-    multiple = ranks * CPU_WIDTH if on_cpu else ranks
+    shares = ranks if on_cpu else ranks // expert_groups
+    multiple = shares * CPU_WIDTH if on_cpu else shares
     for width in widths:
         if width % multiple:
             on = f" in multiples of {CPU_WIDTH}, as SGLang wants it on a CPU" if on_cpu else ""
-            yield f"{setting} doesn't divide the feed-forward width of {width}{on}", _DIVISOR
+            over = f"{setting} over expert_parallel = {expert_groups}" if shares < ranks else setting
+            yield f"{over} doesn't divide the feed-forward width of {width}{on}", _DIVISOR
 
 
 def environment_of_ranks(ranks: int, processors: Sequence[int]) -> dict[str, str]:

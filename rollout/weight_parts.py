@@ -29,13 +29,13 @@ class WeightPart:
     size: int
     """Of that dimension of the whole tensor."""
     ranges: tuple[Range, ...]
-    """One, or several where a file's tensor is itself several one below the other."""
+    """One, or several where a file's tensor is itself several one below the other; none of an expert that other ranks hold."""
 
     @classmethod
     def parse(cls, text: str) -> WeightPart:
         """text: as `str` makes it, for example "0:128:64-128"."""
         dimension, size, ranges = text.split(":")
-        pairs = [one.split("-") for one in ranges.split(",")]
+        pairs = [one.split("-") for one in ranges.split(",") if one]
         return cls(int(dimension), int(size), tuple((int(first), int(end)) for first, end in pairs))
 
     def __str__(self) -> str:
@@ -47,12 +47,13 @@ class WeightPart:
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of a tensor; a view, if it is one range."""
-        pieces = [whole.narrow(self.dimension, first, end - first) for first, end in self.ranges]
+        pieces = [whole.narrow(self.dimension, first, end - first) for first, end in self.ranges or ((0, 0),)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dimension)
 
 
 def text_of(shape: Sequence[int], dtype: str, part: WeightPart | None) -> str:
-    """What a rank says of a tensor: "float32:128,64" if it holds all of it, "float32:128,64@0:128:64-128" if rows 64 to 127.
+    """What a rank says of a tensor: "float32:128,64" if it holds all of it, "float32:128,64@0:128:64-128" if rows 64 to 127,
+    and "float32:128,64@0:128:" if none of it.
 
     Args:
         shape: of what the rank holds.

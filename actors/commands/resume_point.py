@@ -30,7 +30,7 @@ _NOT_OF_SAMPLES = (
     *("rollout.workers", "rollout.min_workers", "rollout.max_workers"),
     *("rollout.gpus_per_worker", "rollout.slots"),
     *("rollout.engine.max_running_requests", "rollout.engine.memory_fraction", "rollout.engine.gpu_share", "rollout.engine.deadlines"),
-    "rollout.engine.tensor_parallel",
+    *("rollout.engine.tensor_parallel", "rollout.engine.expert_parallel"),
     *_MOVABLE_TASK_SETTINGS,
 )
 

@@ -58,10 +58,12 @@ def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Itera
     on_cpu = engine.resolved_device == "cpu"
     for obstacle, remedy in engine_ranks.obstacles(
         engine.tensor_parallel,
+        engine.expert_parallel,
         model_type=shape.model_type,
         heads=shape.heads,
         key_heads=shape.key_heads,
         widths=[shape.feed_forward],
+        experts=shape.experts,
         on_cpu=on_cpu,
     ):
         yield Complaint("fail", obstacle, remedy)

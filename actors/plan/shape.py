@@ -129,7 +129,7 @@ class ModelShape:
         return 2 * self.layers * max(self.key_heads // ranks, 1) * self.head_width * BYTES_OF[dtype]
 
     def weight_bytes(self, dtype: str, ranks: int = 1, *, float8: bool = False) -> int:
-        """Of the whole model, or of each rank of an engine, which has a part of every matrix and of every expert.
+        """Of the whole model, or of each rank of an engine, which has a part of every matrix; of experts as many bytes, whole or not.
 
         Args: float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py); one rank.
         """

@@ -2,8 +2,8 @@
 
 `platform` runs while SGLang looks for hardware: on a CPU it puts stand-ins for `sgl_kernel` and `torchvision` in place where the
 real packages are absent. `register` runs in the engine's owner and in its scheduler, before the engine is built: attention backend,
-sampler, weight inspection, cache namespaces, matrix products. Where CUDA serves the model, stand-ins, attention backend and products stay
-away and SGLang's own kernels run.
+sampler, weight inspection, cache namespaces, matrix products, experts. Where CUDA serves the model, stand-ins, attention backend, products
+and experts stay away and SGLang's own kernels run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
     from correction.engines import matrix_products
-    from rollout.sglang_plugin import attention, batch_invariant, float8, gpu_share, hooks, seeded_sampler, weights
+    from rollout.sglang_plugin import attention, batch_invariant, experts, float8, gpu_share, hooks, seeded_sampler, weights
     from rollout.stacks import tell_stacks
 
     if _is_child():
@@ -57,6 +57,7 @@ def register() -> None:
         attention.register(settings.attention)
         hooks.use_plain_host_memory()
         matrix_products.use_fastest()
+        experts.register()
         if settings.float8:
             float8.register()
     elif settings.gpu_share < 1:

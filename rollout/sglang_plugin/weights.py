@@ -139,17 +139,18 @@ def _query_key_value(module: Any, parent: str, leaf: str, tensor: Tensor, block:
 
 
 def _experts(module: Any, module_name: str, leaf: str, tensor: Tensor, names: tuple[str, str, str]) -> Iterator[Held]:
-    """
+    """Those of other ranks, too: as parts without rows.
+
     Args:
-        tensor: w13_weight [experts, 2 x intermediate, hidden] or w2_weight [experts, hidden, intermediate].
+        tensor: w13_weight [experts, 2 x intermediate, hidden] or w2_weight [experts, hidden, intermediate], of this rank's experts.
         names: of gate, up and down projection.
     """
-    rank, ranks = module.moe_tp_rank, module.moe_tp_size
-    for index, expert in enumerate(tensor):
-        prefix = f"{module_name}.{index}"
-        if leaf == "w13_weight":
-            for name, rows in zip(names[:2], expert.chunk(2), strict=True):
-                yield f"{prefix}.{name}.weight", rows, _part(0, rank * len(rows), len(rows), ranks * len(rows))
-        else:
-            columns = expert.shape[1]
-            yield f"{prefix}.{names[2]}.weight", expert, _part(1, rank * columns, columns, ranks * columns)
+    is_first = leaf == "w13_weight"
+    dimension, own = int(not is_first), range(module.moe_ep_rank * len(tensor), (module.moe_ep_rank + 1) * len(tensor))
+    for index in range(len(tensor) * module.moe_ep_size):
+        expert = tensor[index - own.start if index in own else 0]
+        for name, matrix in zip(names[:2], expert.chunk(2), strict=True) if is_first else [(names[2], expert)]:
+            size = matrix.shape[dimension]
+            whole = module.moe_tp_size * size
+            part = _part(dimension, module.moe_tp_rank * size, size, whole) if index in own else WeightPart(dimension, whole, ())
+            yield f"{module_name}.{index}.{name}.weight", matrix if index in own else matrix.narrow(dimension, 0, 0), part

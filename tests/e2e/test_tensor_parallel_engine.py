@@ -2,7 +2,8 @@
 
 Behaviours locked here: the learner's logprobs of what the two ranks sample are those that the engine reports, before and after an update
 that comes while requests run, by tensors and by broadcast; each rank's own parameters are the parts of what was sent; one rank that dies
-takes the engine with it, and nobody hangs.
+takes the engine with it, and nobody hangs. All of it also where each rank has half of the experts, whole, and they are told by their
+numbers in the files.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts, sample_in_random_batches
 from tests.e2e.test_families import copies, worst
 from tests.learner.learner_cases import TIS, learner_on
+from tests.rollout.test_engine_moe import differing_rows, updated_model
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -37,11 +39,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 TOLERANCE = 1e-5
 """Largest |log ratio| of float32 forwards by two implementations."""
 RANKS = 2
-CASES: dict[str, dict[str, Any]] = {
-    "qwen3": {"vocab_size": 515},  # a tied head, whose rows two ranks can't share evenly
-    "glm4": {"tie": False},  # gate and up projection are one tensor, of which a rank has two pieces
-    "qwen3_moe": {"tie": False, "moe_intermediate_size": 64},  # a part of every expert
+EXPERTS = {"tie": False, "moe_intermediate_size": 64}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "tied head": ("qwen3", {"vocab_size": 515}, {}),  # whose rows two ranks can't share evenly
+    "fused files": ("glm4", {"tie": False}, {}),  # gate and up projection are one tensor, of which a rank has two pieces
+    "parts of experts": ("qwen3_moe", EXPERTS, {"return_routed_experts": True}),
+    "whole experts": ("qwen3_moe", EXPERTS, {"return_routed_experts": True, "expert_parallel": RANKS}),
 }
+"""Family, its shape, settings of the engine."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Scene:
     engine: RolloutEngine
     learner: LearnerRank
     loop: BackgroundLoop
+    folder: Path
 
     def batch_of(self, version: int, seed: int) -> Any:
         prompts = random_prompts(12, seed=seed, longest=100)
@@ -82,12 +88,13 @@ class Scene:
 
 @pytest.fixture(scope="module", params=CASES)
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_loop: BackgroundLoop) -> Iterator[Scene]:
-    folder = save_tiny_model(save_tiny_tokenizer(tmp_path_factory.mktemp("ranks")), request.param, **CASES[request.param])
-    config = EngineConfig(device="cpu", max_total_tokens=16_384, max_running_requests=32, tensor_parallel=RANKS)
+    family, shape, settings = CASES[request.param]
+    folder = save_tiny_model(save_tiny_tokenizer(tmp_path_factory.mktemp("ranks")), family, **shape)
+    config = EngineConfig(device="cpu", max_total_tokens=16_384, max_running_requests=32, tensor_parallel=RANKS, **settings)
     with learner_on(folder, learning_rate=2e-3) as learner:
         engine = engine_loop.run(RolloutEngine.start(folder, config, name="engine of two ranks", has_weights=False))
         engine_loop.run(engine.update_weights(1, copies(learner)))
-        yield Scene(engine, learner, engine_loop)
+        yield Scene(engine, learner, engine_loop, folder)
         engine_loop.run(engine.shutdown())
 
 
@@ -105,6 +112,19 @@ def test_what_two_ranks_sample_is_the_learner_s(scene: Scene) -> None:
         scene.loop.run(engine.weight_checksums(stepped))
     scene.check_across(scene.across(lambda: engine.update_weights(first + 1, stepped)), first + 1)
     assert scene.loop.run(engine.weight_checksums(stepped)) == learner.weight_checksums()
+
+
+def test_experts_are_told_by_their_numbers_in_the_files(scene: Scene, tmp_path: Path) -> None:
+    """Whichever rank holds them: what is replayed is what Hugging Face's routers choose with these weights."""
+    if not scene.engine.config.return_routed_experts:
+        pytest.skip("a dense model")
+    weights = {name: tensor for bucket in copies(scene.learner) for name, tensor in bucket.tensors().items()}
+    model = updated_model(scene.folder, weights, tmp_path)
+    prompts = random_prompts(4, seed=7, longest=60)
+    sampled = [scene.loop.run(scene.engine.generate(prompt, max_tokens=30, ignore_stop=True))[0] for prompt in prompts]
+    assert [differing_rows(model, prompt, completion) for prompt, completion in zip(prompts, sampled, strict=True)] == [[]] * 4
+    numbers = {number for completion in sampled for number in completion.routed_experts.ids}
+    assert numbers == set(range(8)), "of both ranks"
 
 
 def test_both_ranks_are_members_of_a_broadcast(scene: Scene) -> None:

@@ -36,9 +36,10 @@ def test_sglang_is_told_of_ranks_only_if_there_are_several() -> None:
     [
         ("pp_size", "rollout.engine.tensor_parallel"),
         ("dp_size", "rollout.workers"),
-        ("enable_dp_attention", "rollout.workers"),
-        ("ep_size", "rollout.engine.tensor_parallel, which cuts each expert"),
-        ("enable_eplb", "rollout.engine.tensor_parallel, which cuts each expert"),
+        ("enable_dp_attention", "rollout.engine.tensor_parallel"),
+        ("ep_size", "rollout.engine.expert_parallel"),
+        ("moe_a2a_backend", "rollout.engine.expert_parallel"),
+        ("enable_eplb", "rollout.engine.expert_parallel"),
         ("attn_cp_size", "rollout.engine.tensor_parallel"),
         ("nnodes", "rollout.workers for more nodes"),
         ("base_gpu_id", "rollout.gpus_per_worker"),
@@ -48,6 +49,32 @@ def test_sglang_is_told_of_ranks_only_if_there_are_several() -> None:
 def test_other_ways_of_cutting_an_engine_are_refused_by_name(name: str, remedy: str) -> None:
     with pytest.raises(ValidationError, match=rf"engine_args\.{name} = 2: .*; use {remedy} instead"):
         EngineConfig(tensor_parallel=2, engine_args={name: 2})
+
+
+def test_experts_are_divided_among_ranks_there_are() -> None:
+    assert "ep_size" not in EngineConfig(device="cpu", tensor_parallel=4).sglang_arguments("folder", 64, 0)
+    given = EngineConfig(device="cpu", tensor_parallel=4, expert_parallel=2).sglang_arguments("folder", 64, 0)
+    assert (given["tp_size"], given["ep_size"]) == (4, 2)
+    for ranks, groups in ((1, 2), (4, 3), (2, 4)):
+        with pytest.raises(ValidationError, match=rf"expert_parallel = {groups} doesn't divide tensor_parallel = {ranks}"):
+            EngineConfig(tensor_parallel=ranks, expert_parallel=groups)
+
+
+@pytest.mark.parametrize(
+    ("groups", "experts", "width", "on_cpu", "said"),
+    [
+        (4, 8, 768, False, []),
+        (4, 8, 769, False, []),  # whole experts, of any width
+        (4, 8, 96, True, ["= 4 doesn't divide the feed-forward width of 96 in multiples of 32"]),  # SGLang pads for all its ranks there
+        (2, 8, 769, False, ["tensor_parallel = 4 over expert_parallel = 2 doesn't divide the feed-forward width of 769"]),
+        (4, 6, 768, False, ["rollout.engine.expert_parallel = 4 doesn't divide the model's 6 experts"]),
+        (4, 0, 768, False, ["rollout.engine.expert_parallel = 4: qwen3_moe has no experts"]),
+    ],
+)
+def test_what_divides_experts(groups: int, experts: int, width: int, on_cpu: bool, said: list[str]) -> None:
+    found = obstacles(4, groups, model_type="qwen3_moe", heads=8, key_heads=4, widths=[width], experts=experts, on_cpu=on_cpu)
+    texts = [text for text, _ in found]
+    assert len(texts) == len(said) and all(part in text for part, text in zip(said, texts, strict=True)), texts
 
 
 def test_how_ranks_talk_is_handed_on() -> None:
@@ -82,7 +109,7 @@ def test_batch_invariant_ranks_are_refused() -> None:
     ],
 )
 def test_what_divides_a_model(ranks: int, on_cpu: bool, said: list[str]) -> None:
-    found = [text for text, _ in obstacles(ranks, model_type="qwen3", heads=8, key_heads=4, widths=[192, 768], on_cpu=on_cpu)]
+    found = [text for text, _ in obstacles(ranks, 1, model_type="qwen3", heads=8, key_heads=4, widths=[192, 768], experts=0, on_cpu=on_cpu)]
     assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
 
 
@@ -104,6 +131,7 @@ WHOLE = torch.arange(8.0 * 6).reshape(8, 6)
         (WeightPart(0, 8, ((4, 8),)), "0:8:4-8", WHOLE[4:]),
         (WeightPart(1, 6, ((0, 3),)), "1:6:0-3", WHOLE[:, :3]),
         (WeightPart(0, 8, ((0, 2), (4, 6))), "0:8:0-2,4-6", WHOLE[[0, 1, 4, 5]]),  # gate and up projection in one tensor
+        (WeightPart(1, 6, ()), "1:6:", WHOLE[:, :0]),  # another rank's expert
     ],
 )
 def test_a_part_is_told_and_cut(part: WeightPart, text: str, held: Tensor) -> None:
@@ -122,6 +150,7 @@ def test_ranks_together_hold_the_model() -> None:
     assert found.specs == {"w": WeightSpec("w", "float32", (8, 6)), "norm": WeightSpec("norm", "float32", (6,))}
     assert found.by_rank == ({"w": WeightPart(0, 8, ((0, 4),))}, {"w": WeightPart(0, 8, ((4, 8),))})
     RankParts.parse(answers("0:8:0-4", "0:8:0-4", "0:8:4-8", "0:8:4-8"), "engine")  # two ranks have one key head
+    RankParts.parse(answers("0:8:", "0:8:0-8"), "engine")  # an expert of the second rank
 
 
 @pytest.mark.parametrize(
@@ -129,6 +158,7 @@ def test_ranks_together_hold_the_model() -> None:
     [
         (answers("0:8:0-4", "0:8:0-4"), "engine: w: its ranks hold 0:8:0-4, 0:8:0-4, which is not all of it"),
         (answers("0:8:0-4", "0:8:5-8"), "which is not all of it"),
+        (answers("0:8:", "0:8:"), "which is not all of it"),  # nobody's expert
         ([answers("0:8:0-4")[0], answers("0:8:4-8", norm="float32:12")[0]], r"norm is float32:6 to rank 0 and float32:12 to rank 1"),
         ([answers("0:8:0-4")[0], {"norm": "float32:6"}], r"w is float32:8,6 to rank 0 and unknown to rank 1"),
     ],

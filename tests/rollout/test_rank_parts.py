@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError
 from rollout.engine_config import EngineConfig
@@ -24,7 +25,7 @@ from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, RECEIPT, SPECS
 from rollout.weight_parts import RankParts
 from rollout.weight_update import UpdatableEngine
 
-HEADS, KEY_HEADS, WIDTH, HIDDEN, FEED_FORWARD, EXPERTS, VOCABULARY = 8, 2, 4, 32, 64, 3, 515
+HEADS, KEY_HEADS, WIDTH, HIDDEN, FEED_FORWARD, EXPERTS, VOCABULARY = 8, 2, 4, 32, 64, 4, 515
 PADDED = 576
 """Rows of the vocabulary in SGLang: a multiple of 64."""
 PLUGIN = Path(__file__).parents[2] / "rollout" / "sglang_plugin"
@@ -55,10 +56,17 @@ class VocabularyPart(HeldPart): ...
 
 
 class ExpertsPart(nn.Module):
-    def __init__(self, w13: Tensor, w2: Tensor, rank: int, ranks: int) -> None:
+    def __init__(self, gates: Tensor, ups: Tensor, downs: Tensor, rank: int, ranks: int, groups: int) -> None:
+        """Args: gates, ups, downs: of all experts, whole."""
         super().__init__()
-        self.w13_weight, self.w2_weight = nn.Parameter(w13), nn.Parameter(w2)
-        self.moe_tp_rank, self.moe_tp_size = rank, ranks
+        self.moe_tp_size, self.moe_ep_size = ranks // groups, groups
+        self.moe_ep_rank, self.moe_tp_rank = divmod(rank, self.moe_tp_size)
+
+        def part(experts: Tensor, dimension: int) -> Tensor:
+            return experts.chunk(groups)[self.moe_ep_rank].chunk(self.moe_tp_size, dimension)[self.moe_tp_rank]
+
+        self.w13_weight = nn.Parameter(torch.cat([part(gates, 1), part(ups, 1)], 1))
+        self.w2_weight = nn.Parameter(part(downs, 2))
 
 
 class Plugin:
@@ -136,8 +144,8 @@ def files(kind: str) -> dict[str, Tensor]:
     return {f"{name}.weight": torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
 
-def rank_of(kind: str, whole: dict[str, Tensor], rank: int, ranks: int) -> nn.Module:
-    """What a rank of SGLang's has after loading these files."""
+def rank_of(kind: str, whole: dict[str, Tensor], rank: int, ranks: int, groups: int = 1) -> nn.Module:
+    """What a rank of SGLang's has after loading these files. Args: groups: of ranks, among which the experts are divided."""
 
     def rows(tensor: Tensor) -> Tensor:
         return tensor.chunk(ranks)[rank]
@@ -167,18 +175,17 @@ def rank_of(kind: str, whole: dict[str, Tensor], rank: int, ranks: int) -> nn.Mo
         model.mlp.gate_up_proj = MergedPart(torch.cat([rows(one) for one in both]), output_sizes=[FEED_FORWARD] * 2, **known)
     else:
         gate, up, down = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        of = [[whole[f"mlp.experts.{index}.{name}.weight"] for name in (gate, up, down)] for index in range(EXPERTS)]
-        w13 = torch.stack([torch.cat([rows(one[0]), rows(one[1])]) for one in of])
-        model.mlp.experts = ExpertsPart(w13, torch.stack([one[2].chunk(ranks, 1)[rank] for one in of]), rank, ranks)
+        of = [torch.stack([whole[f"mlp.experts.{index}.{name}.weight"] for index in range(EXPERTS)]) for name in (gate, up, down)]
+        model.mlp.experts = ExpertsPart(*of, rank, ranks, groups)
     return model
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 1), (2, 1), (8, 1), (2, 2), (8, 2), (8, 4)])
 @pytest.mark.parametrize("kind", ["qwen3", "glm4", "qwen3_moe", "mixtral"])
-def test_ranks_tell_the_parts_of_the_files_that_they_hold(plugin: Plugin, kind: str, ranks: int) -> None:
+def test_ranks_tell_the_parts_of_the_files_that_they_hold(plugin: Plugin, kind: str, ranks: int, groups: int) -> None:
     """Fused projections, experts, a vocabulary of 515 rows, and, over 8 ranks, 2 key heads that four ranks have each."""
     whole = files(kind)
-    models = [rank_of(kind, whole, rank, ranks) for rank in range(ranks)]
+    models = [rank_of(kind, whole, rank, ranks, groups) for rank in range(ranks)]
     found = RankParts.parse([plugin.texts(SPECS, model) for model in models], "engine")
     assert found.specs == {name: WeightSpec.of(name, tensor) for name, tensor in whole.items()}
     for model, parts in zip(models, found.by_rank, strict=True):
@@ -186,12 +193,19 @@ def test_ranks_tell_the_parts_of_the_files_that_they_hold(plugin: Plugin, kind: 
         assert held.keys() == whole.keys()
         for name, tensor in held.items():
             assert torch.equal(tensor, parts[name].of(whole[name]) if name in parts else whole[name]), name
-        assert parts.keys() == (whole.keys() - {"norm.weight"} if ranks > 1 else set())
+        of_one_rank = {name for name in whole if name == "norm.weight" or (ranks == groups and ".experts." in name and held[name].numel())}
+        assert parts.keys() == (whole.keys() - of_one_rank if ranks > 1 else set())
     if ranks == 8:
         assert [str(parts["self_attn.k_proj.weight"]) for parts in found.by_rank] == ["0:8:0-4"] * 4 + ["0:8:4-8"] * 4
         assert str(found.by_rank[7]["embed_tokens.weight"]) == "0:515:504-515"
     if ranks == 2 and kind == "glm4":
         assert str(found.by_rank[1]["mlp.gate_up_proj.weight"]) == "0:128:32-64,96-128"
+    if (ranks, groups, kind) == (8, 4, "qwen3_moe"):
+        told = [str(parts["mlp.experts.1.down_proj.weight"]) for parts in found.by_rank]
+        assert told == ["1:64:", "1:64:", "1:64:0-32", "1:64:32-64", *["1:64:"] * 4]
+    for model, parts in zip(models, found.by_rank, strict=True):
+        answered = plugin.texts(CHECKSUMS, model)
+        assert answered == {name: tensor_checksum(parts[name].of(whole[name]) if name in parts else whole[name]) for name in whole}
 
 
 def test_ranks_whose_files_miss_rows_are_no_model(plugin: Plugin) -> None:
