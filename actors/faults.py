@@ -6,7 +6,8 @@
 * Data failed (the prompt can be sampled by nobody): discarded with the reason.
 * Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service).
 * Queue or reward late: waiting, said; nobody is killed.
-* Infrastructure (an actor can't be reached just now): asked again (supervision.persistently).
+* Infrastructure (an actor can't be reached just now): asked again (supervision.persistently), and a heartbeat says whether it is lost. A
+  group whose calls reached no worker so often is discarded: nothing else is known of what becomes of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ ATTEMPTS = 2
 """At a group whose request fails."""
 STRIKES = 3
 """Engines that a group may be lost with before it is taken for the reason."""
+_UNREACHED = 5
+"""Times that a group's worker could not be reached for half a minute, though it answered its heartbeat, before the group is discarded."""
 _OUTCOMES = 64
 _FEWEST_FAILED = 16
 SICK_AFTER = 4
@@ -83,6 +86,7 @@ class GroupBook:
     def __init__(self) -> None:
         self._failures: Counter[int] = Counter()
         self._strikes: Counter[int] = Counter()
+        self._unreached: Counter[int] = Counter()
         self._in_a_row: dict[str, set[int]] = {}
         self._outcomes: deque[bool] = deque(maxlen=_OUTCOMES)
 
@@ -95,6 +99,11 @@ class GroupBook:
         self._failures[group_id] += 1
         self._in_a_row.setdefault(worker, set()).add(group_id)
         return self._failures[group_id] < ATTEMPTS
+
+    def unreached(self, group_id: int) -> bool:
+        """Nobody knows what has become of it. Returns: it may be tried again."""
+        self._unreached[group_id] += 1
+        return self._unreached[group_id] < _UNREACHED
 
     def is_sick(self, worker: str) -> bool:
         """Its last requests have all failed, of so many groups that the groups are hardly the reason; counted anew then."""
@@ -127,4 +136,5 @@ class GroupBook:
     def _close(self, group_id: int, *, is_usable: bool) -> None:
         self._failures.pop(group_id, None)
         self._strikes.pop(group_id, None)
+        self._unreached.pop(group_id, None)
         self._outcomes.append(is_usable)

@@ -133,6 +133,7 @@ class World:
             exceptions=ray.exceptions,
         )
         monkeypatch.setattr(actors.workers, "ray", fake_ray)
+        monkeypatch.setattr("ray.kill", fake_ray.kill)
         config = RolloutConfig.model_validate(
             {
                 "workers": workers,
@@ -396,8 +397,13 @@ def test_an_engine_ten_times_as_slow_is_left_alone(monkeypatch: pytest.MonkeyPat
     play(scenario)
 
 
-@pytest.mark.parametrize("error", errors_of_ray(), ids=lambda error: type(error).__name__)
+FOR_GOOD = [error for error in errors_of_ray() if not isinstance(error, ray.exceptions.ActorUnavailableError)]
+
+
+@pytest.mark.parametrize("error", FOR_GOOD, ids=lambda error: type(error).__name__)
 def test_whatever_ray_says_of_a_worker_it_is_replaced(monkeypatch: pytest.MonkeyPatch, error: ray.exceptions.RayError) -> None:
+    """Unless it says that it can't be reached just now: test_hiccups.py."""
+
     async def scenario() -> None:
         world = World(monkeypatch, workers=2, places=8)
 
