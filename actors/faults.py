@@ -39,18 +39,23 @@ class LossBook:
 
     def __init__(self) -> None:
         self._losses: deque[tuple[float, str]] = deque()
-        self.in_vain = 0
-        """Losses since a group was last finished."""
+        self._in_vain: deque[float] = deque()
+        """Times of the losses since a group was last finished."""
 
     def lost(self, now: float, node: str = "") -> None:
         """Args: now: seconds. node: its id; empty: not known."""
         self._losses.append((now, node))
-        self.in_vain += 1
+        self._in_vain.append(now)
         self._forget(now)
 
     def worked(self) -> None:
         """A group was finished."""
-        self.in_vain = 0
+        self._in_vain.clear()
+
+    @property
+    def in_vain(self) -> int:
+        """Losses of the last WINDOW_S before the last one, since a group was last finished."""
+        return len(self._in_vain)
 
     def pause_s(self, size: int) -> float:
         """Seconds before the next replacement starts; none while no more were lost in a row than the pool has workers.
@@ -61,12 +66,13 @@ class LossBook:
         return 0.0 if repeated <= 0 else min(_LONGEST_PAUSE_S, 2.0 ** min(repeated, 16))
 
     def check(self, size: int, last: str) -> None:
-        """Raises: EngineError when replacing has gone on for too long without a single finished group."""
+        """Raises: EngineError when so many were replaced within WINDOW_S without a single finished group. Rare losses end no run: if nobody
+        can work meanwhile, that is for deadlines.no_workers_s."""
         budget = max(_LEAST_BUDGET, 3 * size)
         if self.in_vain > budget:
             raise EngineError(
-                f"{self.in_vain} rollout workers were lost one after the other, and not one group was finished in between: another would "
-                f"end like them. The last: {last}"
+                f"{self.in_vain} rollout workers were lost one after the other, all within {WINDOW_S / 60:.0f} minutes, and not one group "
+                f"was finished in between: another would end like them. The last: {last}"
             )
 
     def avoided(self, now: float) -> list[str]:
@@ -78,6 +84,8 @@ class LossBook:
     def _forget(self, now: float) -> None:
         while self._losses and now - self._losses[0][0] > WINDOW_S:
             self._losses.popleft()
+        while self._in_vain and now - self._in_vain[0] > WINDOW_S:
+            self._in_vain.popleft()
 
 
 class GroupBook:
