@@ -70,8 +70,7 @@ class Controller:
         """A learner that outlived what took the run back, and goes on."""
         self._began = time.monotonic() - self._point.elapsed_s
         self._is_training = False
-        self.ended_by: int | None = None
-        """The signal that has asked for the end."""
+        self.ended_by: int | None = None  # the signal that has asked for the end
         self._alarms = AlarmResponse(config, self._point.replacement)
         self._alarm = ""
         """Why an alarm ends the run; empty: none does."""
@@ -106,7 +105,8 @@ class Controller:
             try:
                 beginning = self._start_parts() if failure is None else self._go_back(lost, failure)
                 await unless_failed(beginning, self._pool.raise_on_failure())
-                training = unless_failed(self._until_trained(), raise_when_lost(self._parts))
+                loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
+                training = unless_failed(self._until_trained(), loss)
                 await unless_failed(training, self._pool.raise_on_failure())
                 return await self._finish(await unless_failed(self._evaluate_last(), self._pool.raise_on_failure()))
             except (EvenkeelError, ray.exceptions.RayError) as error:
@@ -115,7 +115,7 @@ class Controller:
             if self._is_trained and self._ends_early:
                 return await self._finish(None)
             try:
-                self._returns.allow(lost, failure)
+                self._returns.allow(lost, failure, step=self._step)
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 if not self._is_trained:
                     raise
