@@ -342,7 +342,7 @@ class CorrectionService(Beating):
                     kept.append(group)
             for reason, group_ids in given_up.items():
                 await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
-            groups, lost = await payloads.fetched(kept, deadline_s=self._config.deadlines.batch_s)
+            groups, lost = await payloads.fetched(kept, deadline_s=payloads.fetch_s(kept, self._config.deadlines.bytes_per_s))
             if lost:
                 await self._books.ask("lose", lost, what=f"loss of {len(lost)} groups -> trajectory queue", deadline_s=ANSWER_S)
             if groups:
