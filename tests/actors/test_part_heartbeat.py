@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from typing import Any
 
@@ -12,7 +13,6 @@ import psutil
 import pytest
 import ray
 import ray.exceptions
-from ray.cluster_utils import Cluster
 
 from actors.cluster import beside_the_driver
 from actors.numbered import NumberedCaller
@@ -130,19 +130,17 @@ def test_a_busy_part_beats_and_a_stopped_one_is_dead_for_ray_too() -> None:
             await watched(part, 2.0, asyncio.sleep(20.0))
         with pytest.raises(ray.exceptions.RayActorError):
             await asyncio.wait_for(as_coroutine(part.pid.remote()), 20.0)
-        for _ in range(100):
+        for _ in range(300):  # Ray gives it some seconds to end by itself
             if not psutil.pid_exists(pid):
                 break
             await asyncio.sleep(0.1)
         assert not psutil.pid_exists(pid), "nothing of it is left to come back"
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False, _temp_dir=tempfile.mkdtemp(prefix="ek-"))
     try:
         asyncio.run(scenario())
     finally:
         ray.shutdown()
-        cluster.shutdown()
 
 
 async def as_coroutine(reference: Any) -> Any:
