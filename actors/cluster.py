@@ -208,7 +208,7 @@ def beside_the_driver(actor: type, *, max_concurrency: int, environment: Mapping
     """A class of Beating actors, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     variables = {"env_vars": dict(environment or {})}
-    made = ray.remote(concurrency_groups=GROUPS)(actor)
+    made = ray.remote(concurrency_groups=GROUPS)(actor)  # type: ignore[call-overload]
     return made.options(num_cpus=0, max_concurrency=max_concurrency, scheduling_strategy=here, runtime_env=variables)
 
 

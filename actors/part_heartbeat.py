@@ -36,7 +36,7 @@ class Beating:
         if len(self._told) < _MOST_TOLD:
             self._told.append(text)
 
-    @ray.method(concurrency_group="heartbeat")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="heartbeat")
     async def heartbeat(self, heard: int) -> list[str]:
         """What it has told so far, without the first ones that were heard."""
         return self._told[heard:]
@@ -48,7 +48,7 @@ async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, tell: Call
 
     Args: tell: told what they tell, with a level.
     """
-    following = [asyncio.ensure_future(_follow(name, actor, limit_s, tell)) for name, actor in parts.items()]
+    following: list[asyncio.Future[None]] = [asyncio.ensure_future(_follow(name, actor, limit_s, tell)) for name, actor in parts.items()]
     following = following or [asyncio.get_running_loop().create_future()]
     try:
         done, _ = await asyncio.wait(following, return_when=asyncio.FIRST_COMPLETED)
