@@ -24,6 +24,7 @@ from actors import interrupts
 from actors.config import RayConfig, RunConfig
 from actors.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.devices import check_rollout_resource, visible_gpus
+from actors.part_heartbeat import GROUPS
 from actors.security import loopback_only, protect_token, require_authentication
 from actors.supervision import counted
 from correction.errors import ConfigError, EngineError
@@ -209,10 +210,11 @@ def check_ray(settings: RayConfig) -> None:
 
 
 def beside_the_driver(actor: type, *, max_concurrency: int, environment: Mapping[str, str] | None = None) -> Any:
-    """An actor class, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
+    """A class of Beating actors, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     variables = {"env_vars": dict(environment or {})}
-    return ray.remote(actor).options(num_cpus=0, max_concurrency=max_concurrency, scheduling_strategy=here, runtime_env=variables)
+    made = ray.remote(concurrency_groups=GROUPS)(actor)  # type: ignore[call-overload]
+    return made.options(num_cpus=0, max_concurrency=max_concurrency, scheduling_strategy=here, runtime_env=variables)
 
 
 def lower_priority(actor: Any) -> None:

@@ -104,6 +104,8 @@ class DeadlinesConfig(DerivedSettings):
     """The run ends when no rollout worker could work for so long, seconds; empty: it waits for one, and says for what."""
     start_s: PositiveFloat = 600.0
     """Longest start of engines and learner ranks, seconds; past a deadline the run ends with an error that names what it waited for."""
+    part_heartbeat_s: PositiveFloat = 120.0
+    """Trajectory queue and correction service are taken for dead when their processes give no sign for so long, seconds."""
     batch_s: PositiveFloat = 600.0
     """Longest wait for a training batch in which workers are there and not one group is finished, seconds."""
     step_s: PositiveFloat = 1800.0

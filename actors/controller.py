@@ -102,7 +102,8 @@ class Controller:
             try:
                 beginning = self._start_parts() if failure is None else self._go_back(lost, failure)
                 await unless_failed(beginning, self._pool.raise_on_failure())
-                training = unless_failed(self._until_trained(), raise_when_lost(self._parts))
+                loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
+                training = unless_failed(self._until_trained(), loss)
                 await unless_failed(training, self._pool.raise_on_failure())
                 return await self._finish(await unless_failed(self._evaluate_last(), self._pool.raise_on_failure()))
             except (EvenkeelError, ray.exceptions.RayError) as error:
@@ -114,7 +115,7 @@ class Controller:
                 self._observer.event("warning", f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
                 raise asyncio.CancelledError
             try:
-                self._returns.allow(lost, failure)
+                self._returns.allow(lost, failure, step=self._step)
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 if not self._is_trained:
                     raise

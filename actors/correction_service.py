@@ -29,6 +29,7 @@ from actors.forwards import ForwardRequests
 from actors.gap_split import GapSplit
 from actors.loop_clock import LoopClock
 from actors.numbered import NumberedCaller
+from actors.part_heartbeat import Beating
 from actors.scatter import ScatterReservoir
 from actors.supervision import lost_if_late, wait_for
 from actors.trajectory_queue import ANSWER_S
@@ -101,19 +102,19 @@ class _Undiagnosed:
     correction: CorrectionConfig
 
 
-class CorrectionService:
+class CorrectionService(Beating):
     """Draws, packs and corrects; used as a Ray actor (async)."""
 
     def __init__(self, config: ServiceConfig, queue: Any, monitor_state: Mapping[str, Any] | None = None) -> None:
         """Args: monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run."""
+        super().__init__()
         tell_stacks()
-        self._config, self._queue, self._books = config, queue, NumberedCaller(queue)
+        self._config, self._queue, self._books = config, queue, NumberedCaller(queue, late=self.tell)
         self._correction = self._next_correction = config.correction
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
             self._monitor.load_state_dict(monitor_state)
-        self._clock = LoopClock()
-        self._observing = asyncio.Lock()
+        self._clock, self._observing = LoopClock(), asyncio.Lock()
         self._waiting_to_observe = 0
         self._forwards = ForwardRequests()
         self._ahead: tuple[int, asyncio.Task[PreparedBatch]] | None = None
@@ -340,9 +341,8 @@ class CorrectionService:
                 else:
                     kept.append(group)
             for reason, group_ids in given_up.items():
-                what = f"discard of {len(group_ids)} groups <- trajectory queue"
-                await self._books.ask("discard", group_ids, reason, what=what, deadline_s=ANSWER_S)
-            groups, lost = await payloads.fetched(kept, deadline_s=self._config.deadlines.batch_s)
+                await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
+            groups, lost = await payloads.fetched(kept, deadline_s=payloads.fetch_s(kept, self._config.deadlines.bytes_per_s))
             if lost:
                 await self._books.ask("lose", lost, what=f"loss of {len(lost)} groups -> trajectory queue", deadline_s=ANSWER_S)
             if groups:

@@ -6,7 +6,8 @@
 * Data failed (the prompt can be sampled by nobody): discarded with the reason.
 * Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service).
 * Queue or reward late: waiting, said; nobody is killed.
-* Infrastructure (an actor can't be reached just now): asked again (supervision.persistently).
+* Infrastructure (an actor can't be reached just now): asked again (supervision.persistently), and a heartbeat says whether it is lost. A
+  group whose calls reached no worker so often is discarded: nothing else is known of what becomes of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ ATTEMPTS = 2
 """At a group whose request fails."""
 STRIKES = 3
 """Engines that a group may be lost with before it is taken for the reason."""
+_UNREACHED = 5
+"""Times that a group's worker could not be reached for half a minute, though it answered its heartbeat, before the group is discarded."""
 _OUTCOMES = 64
 _FEWEST_FAILED = 16
 SICK_AFTER = 4
@@ -36,18 +39,23 @@ class LossBook:
 
     def __init__(self) -> None:
         self._losses: deque[tuple[float, str]] = deque()
-        self.in_vain = 0
-        """Losses since a group was last finished."""
+        self._in_vain: deque[float] = deque()
+        """Times of the losses since a group was last finished."""
 
     def lost(self, now: float, node: str = "") -> None:
         """Args: now: seconds. node: its id; empty: not known."""
         self._losses.append((now, node))
-        self.in_vain += 1
+        self._in_vain.append(now)
         self._forget(now)
 
     def worked(self) -> None:
         """A group was finished."""
-        self.in_vain = 0
+        self._in_vain.clear()
+
+    @property
+    def in_vain(self) -> int:
+        """Losses of the last WINDOW_S before the last one, since a group was last finished."""
+        return len(self._in_vain)
 
     def pause_s(self, size: int) -> float:
         """Seconds before the next replacement starts; none while no more were lost in a row than the pool has workers.
@@ -58,12 +66,13 @@ class LossBook:
         return 0.0 if repeated <= 0 else min(_LONGEST_PAUSE_S, 2.0 ** min(repeated, 16))
 
     def check(self, size: int, last: str) -> None:
-        """Raises: EngineError when replacing has gone on for too long without a single finished group."""
+        """Raises: EngineError when so many were replaced within WINDOW_S without a single finished group. Rare losses end no run: if nobody
+        can work meanwhile, that is for deadlines.no_workers_s."""
         budget = max(_LEAST_BUDGET, 3 * size)
         if self.in_vain > budget:
             raise EngineError(
-                f"{self.in_vain} rollout workers were lost one after the other, and not one group was finished in between: another would "
-                f"end like them. The last: {last}"
+                f"{self.in_vain} rollout workers were lost one after the other, all within {WINDOW_S / 60:.0f} minutes, and not one group "
+                f"was finished in between: another would end like them. The last: {last}"
             )
 
     def avoided(self, now: float) -> list[str]:
@@ -75,6 +84,8 @@ class LossBook:
     def _forget(self, now: float) -> None:
         while self._losses and now - self._losses[0][0] > WINDOW_S:
             self._losses.popleft()
+        while self._in_vain and now - self._in_vain[0] > WINDOW_S:
+            self._in_vain.popleft()
 
 
 class GroupBook:
@@ -83,6 +94,7 @@ class GroupBook:
     def __init__(self) -> None:
         self._failures: Counter[int] = Counter()
         self._strikes: Counter[int] = Counter()
+        self._unreached: Counter[int] = Counter()
         self._in_a_row: dict[str, set[int]] = {}
         self._outcomes: deque[bool] = deque(maxlen=_OUTCOMES)
 
@@ -95,6 +107,11 @@ class GroupBook:
         self._failures[group_id] += 1
         self._in_a_row.setdefault(worker, set()).add(group_id)
         return self._failures[group_id] < ATTEMPTS
+
+    def unreached(self, group_id: int) -> bool:
+        """Nobody knows what has become of it. Returns: it may be tried again."""
+        self._unreached[group_id] += 1
+        return self._unreached[group_id] < _UNREACHED
 
     def is_sick(self, worker: str) -> bool:
         """Its last requests have all failed, of so many groups that the groups are hardly the reason; counted anew then."""
@@ -127,4 +144,5 @@ class GroupBook:
     def _close(self, group_id: int, *, is_usable: bool) -> None:
         self._failures.pop(group_id, None)
         self._strikes.pop(group_id, None)
+        self._unreached.pop(group_id, None)
         self._outcomes.append(is_usable)

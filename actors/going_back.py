@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,19 +32,21 @@ from ray.exceptions import (
 )
 
 from actors.learner_group import LearnerGroup
+from actors.part_heartbeat import raise_when_silent
 from actors.parts import StartingPoint
 from actors.payloads import no_room
 from actors.record.checkpoint_reader import newest_readable, take_back
 from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
-from actors.supervision import kill, persistently
+from actors.supervision import kill, persistently, unless_failed
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded
 from rollout.tasks import Task
 
 T = TypeVar("T")
 Found = tuple[StartingPoint, list[tuple[str, str]]]
 MOST_RETURNS = 3
-"""To one checkpoint: what has died four times on the way to the next one would die again."""
+"""To one checkpoint, within the time of RETURNS_S or from the same step: what has died four times so would die again."""
+RETURNS_S = 3600.0
 _LOOK_S = 1.0
 """Between two looks at a part."""
 _ANSWER_S = 10.0
@@ -59,8 +62,17 @@ _ANSWER = "an answer"
 """What is lost when no part is."""
 
 
-async def raise_when_lost(parts: Mapping[str, Any]) -> None:
-    """Never returns. Raises: ActorLost naming the first of these actors, by name, whose process ends."""
+async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, tell: Callable[[str, str], None]) -> None:
+    """Never returns. Raises: ActorLost naming the first of these actors, by name, whose process ends, or gives no sign for so long.
+
+    A learner's rank has no heartbeat: one that stands still is late with its step.
+    Args: tell: told, with a level, what a part tells with its heartbeat.
+    """
+    beating = {name: actor for name, actor in parts.items() if "learner" not in name}
+    await unless_failed(_raise_when_gone(parts), raise_when_silent(beating, heartbeat_s, tell))
+
+
+async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
 
     async def look(name: str, actor: Any) -> None:
         while True:
@@ -157,18 +169,27 @@ class Returns:
 
     def __init__(self, folder: RunFolder, task: Task) -> None:
         self._folder, self._task = folder, task
-        self._goal, self._times = -1, 0
+        self._goal = -1
+        self._before: list[tuple[float, int]] = []
+        """Returns to the goal: when, and from which step."""
 
-    def allow(self, lost: list[str], error: BaseException) -> None:
-        """Count one more. Raises: the error, if nothing is lost by it; ActorLost if it has been often enough for one checkpoint."""
+    def allow(self, lost: list[str], error: BaseException, *, step: int) -> None:
+        """Count one more. Deaths that are hours apart, and come at another step each time, are chance.
+
+        Args: step: that the run had come to.
+        Raises: the error, if nothing is lost by it; ActorLost if it has been often enough for one checkpoint.
+        """
         if not lost:
             raise error
         saved = self._folder.checkpoints()
         goal = saved[-1].step if saved else 0
-        self._goal, self._times = goal, (self._times + 1 if goal == self._goal else 1)
-        if self._times > MOST_RETURNS:
+        now = time.monotonic()
+        before = self._before if goal == self._goal else []
+        self._goal, self._before = goal, [*before, (now, step)]
+        times = sum(now - at < RETURNS_S or reached == step for at, reached in self._before)
+        if times > MOST_RETURNS:
             raise ActorLost(
-                f"{', '.join(lost)}: the {self._times}th death after step {goal}, before there was another checkpoint: "
+                f"{', '.join(lost)}: the {times}th death after step {goal}, before there was another checkpoint: "
                 f"{lost_answer(error) or error}"
             ) from error
 

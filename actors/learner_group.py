@@ -244,7 +244,7 @@ class LearnerGroup:
     """All ranks of the learner, driven together: the one caller of their collective calls. It stays in the process that made it."""
 
     def __init__(self, ranks: list[Any], *, version: int, step_s: float) -> None:
-        self._ranks, self._step_s = ranks, step_s
+        self._ranks, self.step_s = ranks, step_s
         self._calls = 0
         self._version = version
         self.start_took_s = 0.0
@@ -350,7 +350,7 @@ class LearnerGroup:
         while True:
             is_late = time.monotonic() > ends
             # A rank answers between two steps, so that the answer may take as long as one.
-            if all(await self._all([r.is_saved.remote() for r in self._ranks], "end of a checkpoint", deadline_s + self._step_s)):
+            if all(await self._all([r.is_saved.remote() for r in self._ranks], "end of a checkpoint", deadline_s + self.step_s)):
                 return
             if is_late:
                 raise DeadlineExceeded(f"checkpoint <- learner: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)")
@@ -383,7 +383,7 @@ class LearnerGroup:
 
     async def _all(self, references: list[Any], what: str, deadline_s: float | None = None, *, usual_s: float = 0.0) -> list[Any]:
         """The answers of all ranks; the first error of any of them at once, not after the others' deadline."""
-        limit_s = deadline_s or self._step_s
+        limit_s = deadline_s or self.step_s
         waits = [
             asyncio.ensure_future(wait_for(r, f"{what} <- rank {i}", deadline_s=limit_s, usual_s=usual_s))
             for i, r in enumerate(references)

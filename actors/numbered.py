@@ -17,15 +17,16 @@ from correction.errors import LateError
 class NumberedCaller:
     """The side that asks."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, actor: Any, late: Callable[[str], None]) -> None:
+        """Args: late: told when the actor hasn't answered in time; it is asked again."""
+        self._actor, self._late = actor, late
         self._calls = 0
 
     async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, **named: Any) -> Any:
         """Args: as patiently. Raises: likewise."""
         self._calls += 1
         call = partial(getattr(self._actor, method).remote, *arguments, number=self._calls)
-        return await patiently(call, what, deadline_s=deadline_s, **named)
+        return await patiently(call, what, deadline_s=deadline_s, late=self._late, **named)
 
 
 class NumberedCalls:

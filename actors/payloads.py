@@ -22,12 +22,15 @@ import ray
 
 from actors.carriers import QueueSnapshot, StoredGroup
 from actors.supervision import persistently, wait_for
+from actors.trajectory_queue import ANSWER_S
 from correction.errors import ActorLost, EvenkeelError
 from rollout.trajectory import Group, GroupFacts
 
 _INLINE_BYTES = 100 * 1024
 """Ray's max_direct_call_object_size."""
 _AT_HAND_S = 10.0
+_TOKEN_BYTES = 4096
+"""Of a token with all that may go with it, generously: a hundred likely ones, or its experts in a hundred layers."""
 _NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 
@@ -74,17 +77,24 @@ def no_room(error: BaseException) -> str:
     return ""
 
 
+def fetch_s(groups: Sequence[StoredGroup], bytes_per_s: float) -> float:
+    """Longest time for their tokens to come."""
+    tokens = sum(one.response_tokens for group in groups for one in group.facts.trajectories)
+    return ANSWER_S + tokens * _TOKEN_BYTES / bytes_per_s
+
+
 async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], list[int]]:
     """The groups themselves, in their order; and the ids of those that went with their node, or with a worker that still held them.
 
-    Raises: DeadlineExceeded; ActorLost for one that found no room: sampled again it would find none either.
+    Args: deadline_s: one that is not here by then counts as lost, too: a pull from another node may hang.
+    Raises: ActorLost for one that found no room: sampled again it would find none either.
     """
-    found = await wait_for(_values(groups, deadline_s), f"tokens of {len(groups)} groups <- object store", deadline_s=deadline_s)
+    found = await wait_for(_values(groups, deadline_s), f"tokens of {len(groups)} groups <- object store", deadline_s=2 * deadline_s)
     lost = []
     for one, value in zip(groups, found, strict=True):
         if isinstance(value, BaseException) and (needs := no_room(value)):
             raise ActorLost(f"group {one.group_id}: {needs}")
-        if isinstance(value, ray.exceptions.RayError):
+        if isinstance(value, ray.exceptions.RayError | TimeoutError):
             lost.append(one.group_id)
         elif isinstance(value, BaseException):
             raise value
@@ -92,12 +102,18 @@ async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[
 
 
 async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:
-    """What the payloads refer to, or the error of each that can't be read. Args: limit_s: for the thread that reads them."""
+    """What the payloads refer to, or the error of each that can't be read. Args: limit_s: for all of them."""
+    ends = asyncio.get_running_loop().time() + limit_s
+
+    async def in_time(reference: Any) -> Any:
+        async with asyncio.timeout_at(ends):
+            return await value_of(reference)
+
     references = [one.payload for one in groups]
     if references and all(isinstance(one, ray.ObjectRef) for one in references):
         with suppress(ray.exceptions.RayError):  # of one of them, which isn't said
-            return list(await asyncio.to_thread(ray.get, references, timeout=limit_s))  # one by one takes several times as long
-    return await asyncio.gather(*(value_of(one) for one in references), return_exceptions=True)
+            return list(await asyncio.to_thread(ray.get, references, timeout=limit_s / 2))  # one by one takes several times as long
+    return await asyncio.gather(*(in_time(one) for one in references), return_exceptions=True)
 
 
 async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from actors import workers
@@ -24,11 +25,11 @@ from actors.faults import STRIKES, GroupBook
 from actors.membership import Membership
 from actors.payloads import disregard, to_hand_on
 from actors.rollout_worker import GroupOutcome, WorkerSettings
-from actors.supervision import counted, unless_failed, wait_for
+from actors.supervision import AGAIN_S, counted, patiently, persistently, unless_failed, wait_for
 from actors.trajectory_queue import ANSWER_S
 from actors.weight_sync import SyncTarget
-from actors.workers import PoolObserver, WorkerHandle
-from correction.errors import ActorLost, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
+from actors.workers import PoolObserver, WorkerHandle, WorkerState
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
 from rollout.config import AnswerSampling
 from rollout.continuation import UnfinishedGroup
 from rollout.trajectory import GroupFacts, Prompt, Trajectory
@@ -89,6 +90,8 @@ class RolloutPool(Membership):
 
     def _engine_failed(self, worker: WorkerHandle, error: EvenkeelError) -> None:
         """A call to a worker failed: a dirty engine is synced again, anything else means that the worker is lost."""
+        if isinstance(error, ActorUnavailable):  # whether it is lost, its heartbeat says
+            return
         if not isinstance(error, EngineDirty):
             self._lost(worker, str(error))
         elif self._sync is not None and self._is_current(worker):  # if not, the sync knows of its failure already, and is at it
@@ -135,14 +138,27 @@ class RolloutPool(Membership):
         outcome = found = payload = None
         try:
             if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
-                await wait_for(worker.actor.load.remote(), f"sign of life <- rollout worker {worker.name}", deadline_s=ANSWER_S)
+                sign = f"sign of life <- rollout worker {worker.name}"
+                await persistently(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
                 if not self._is_current(worker):  # a version was published meanwhile
                     raise EngineDirty(f"rollout worker {worker.name} doesn't hold the published weights any more")
             lived = True
-            found, payload = worker.actor.generate_group.options(num_returns=2).remote(ticket)
-            outcome = await self._worked(found, f"group {group_id} <- rollout worker {worker.name}")
+
+            def call() -> Any:
+                nonlocal payload
+                if payload is not None:
+                    disregard(payload)
+                found, payload = worker.actor.generate_group.options(num_returns=2).remote(ticket)
+                return found
+
+            outcome = await self._worked(worker, call, f"group {group_id} <- rollout worker {worker.name}")
             if isinstance(outcome, GroupFacts):
                 payload = await to_hand_on(outcome, payload, self._token_bytes)
+        except (DeadlineExceeded, ActorUnavailable) as error:  # the worker answers its heartbeat, or will be lost by it
+            await self._call_off(worker, group_id)
+            is_late = lived and isinstance(error, DeadlineExceeded)
+            may_go_on = self._groups.failed(group_id, worker.name) if is_late else self._groups.unreached(group_id)
+            self._again_or_discard(worker, ticket, str(error), may_go_on=may_go_on)
         except EngineError as error:
             self._engine_failed(worker, error)
             is_loss = lived and not worker.leaves and not isinstance(error, EngineDirty)
@@ -152,7 +168,7 @@ class RolloutPool(Membership):
                 if self._groups.is_suspect(group_id):
                     self._work.suspect(group_id)
                 self._work.add_groups([ticket])
-        except (DeadlineExceeded, LateError) as error:  # the worker answers its heartbeat: it waits for others
+        except LateError as error:  # the worker waits for others
             self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
             self._work.add_groups([ticket])
         else:
@@ -178,13 +194,28 @@ class RolloutPool(Membership):
             self._work.forget(ticket.group_id)
             self._observer.group_finished(GroupSummary.of(outcome, worker.name))
             self._delivery.add(ticket, StoredGroup(outcome, payload))
-        elif not outcome.is_final and self._groups.failed(ticket.group_id, worker.name):
-            self._observer.event("warning", f"group {ticket.group_id} is sampled again: {outcome.reason}")
+        else:
+            may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)
+            self._again_or_discard(worker, ticket, outcome.reason, may_go_on=may_go_on)
+
+    def _again_or_discard(self, worker: WorkerHandle, ticket: Ticket, why: str, *, may_go_on: bool) -> None:
+        """A worker could not sample a group: another one does."""
+        if may_go_on:
+            self._observer.event("warning", f"group {ticket.group_id} is sampled again: {why}")
             self._work.add_failed(ticket, worker)
         else:
-            self._discard(ticket, FAILED, outcome.reason)
+            self._discard(ticket, FAILED, why)
         if self._groups.is_sick(worker.name):
             self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
+
+    async def _call_off(self, worker: WorkerHandle, group_id: int) -> None:
+        """Have a worker abort what nobody waits for any more. Its slot is taken until then, or until the worker is lost."""
+        what = f"abort of group {group_id} -> rollout worker {worker.name}"
+        try:
+            await patiently(lambda: worker.actor.abort.remote(group_id), what, deadline_s=ANSWER_S, late=log.info)
+        except EngineError as error:
+            if not isinstance(error, ActorUnavailable):
+                self._engine_failed(worker, error)
 
     def _begin_delivery(self) -> None:
         self._delivery = Delivery(self._queue, self._undelivered, spawn=lambda work: self.spawn(work, name=_CALL))
@@ -223,11 +254,13 @@ class RolloutPool(Membership):
     async def _ask(self, worker: WorkerHandle, part: Questions) -> None:
         """Have a worker answer questions that it took; if it fails they wait again."""
         try:
-            call = worker.actor.answer.remote(list(part.prompts), part.how)
-            answers = await self._worked(call, f"evaluation answers <- rollout worker {worker.name}")
+            call = partial(worker.actor.answer.remote, list(part.prompts), part.how)
+            answers = await self._worked(worker, call, f"evaluation answers <- rollout worker {worker.name}")
             self._progressed = self._now()
             if not part.answers.done():
                 part.answers.set_result(answers)
+        except ActorUnavailable:  # the evaluation's deadline is the end of this
+            self._work.add_questions([part])
         except EngineError as error:
             self._engine_failed(worker, error)
             if not worker.leaves and self._is_too_dangerous(part, error) and not part.answers.done():
@@ -246,10 +279,23 @@ class RolloutPool(Membership):
             self._lost_with[part] = self._lost_with.get(part, 0) + 1
         return self._lost_with.get(part, 0) >= STRIKES
 
-    async def _worked(self, call: Any, what: str) -> Any:
-        """The result of a call to a worker. Requests and rewards have deadlines of their own, which come first."""
+    async def _worked(self, worker: WorkerHandle, call: Callable[[], Any], what: str) -> Any:
+        """The result of a call to a worker, which may run twice. Requests and rewards have deadlines of their own, which come first.
+
+        Who can't be reached just now is asked again once it may work. Whether it is lost, its heartbeat says.
+        Raises: ActorUnavailable when it could not be reached for half a minute.
+        """
         limit_s = group_s(self._config)
-        return await wait_for(call, what, deadline_s=limit_s, notice_s=limit_s)
+        for pause_s in AGAIN_S:
+            try:
+                return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
+            except ActorUnavailable as error:
+                log.info("%s; asked again in %g s", error, pause_s)
+            await asyncio.sleep(pause_s)
+            await self.until(lambda: self._is_current(worker) or worker.state is not WorkerState.JOINED)
+            if worker.state is not WorkerState.JOINED:
+                raise ActorLost(f"{what}: it could not be reached, and is gone")
+        return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
 
     async def _watch(self) -> None:
         """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""

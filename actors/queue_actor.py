@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.carriers import QueueSnapshot, StoredGroup, Ticket
 from actors.numbered import NumberedCalls
+from actors.part_heartbeat import Beating
 from actors.trajectory_queue import TrajectoryQueue
 from rollout.stacks import tell_stacks
 from rollout.trajectory import Prompt
@@ -17,13 +18,14 @@ _JOIN_S = 0.05
 """Seconds that a drawn group waits for others to come along."""
 
 
-class TrajectoryQueueActor:
+class TrajectoryQueueActor(Beating):
     """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline.
 
     Args of its methods: number: of the call, see NumberedCalls; the pool numbers its calls of each method, the correction service all.
     """
 
     def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
+        super().__init__()
         tell_stacks()
         self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from actors.exporter import MetricsEndpoint, listen_address
 from actors.preemption import EndNotice
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
-from correction.errors import DataError, DeadlineExceeded, LateError, RequestError, SyncError
+from correction.errors import DataError, DeadlineExceeded, EngineError, LateError, RequestError, SyncError
 from correction.schedule import needs_topk
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup
@@ -34,6 +34,7 @@ T = TypeVar("T")
 GroupOutcome = GroupFacts | GroupFailure | UnfinishedGroup
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """What one request may fail with while its engine goes on."""
+_ABORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +83,28 @@ class RolloutWorker:
         self._newest = (0, -1)
         """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
         self._generation = 0
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._under_way: set[asyncio.Future[Any]] = set()
+        self._groups: dict[int, asyncio.Task[tuple[GroupOutcome, Group | None]]] = {}
+        """What samples each group, by its id: who asks again, as the answer was lost, gets the same."""
+        self._starting: asyncio.Task[ActorInfo] | None = None
 
     async def follow(self, generation: int) -> None:
         """Give up all that is under way, whose requests are aborted: the next calls are of this generation."""
         self._generation = generation
+        self._groups.clear()
         for task in self._under_way:
             task.cancel()
 
     async def start(self, version: int) -> ActorInfo:
-        """Start the engine and the reward processes; `version` is what the engine calls its weights before the first sync."""
+        """Start the engine and the reward processes, once; asked again, the answer is the same.
+
+        Args: version: what the engine calls its weights before the first sync.
+        """
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start(version))
+        return await asyncio.shield(self._starting)
+
+    async def _start(self, version: int) -> ActorInfo:
         settings = self._settings
         if settings.rollout.engine.resolved_device == "cuda":
             check_received(f"rollout worker {self._name}", settings.rollout.gpus_of_a_worker, ray.get_gpu_ids())
@@ -113,11 +126,27 @@ class RolloutWorker:
     async def generate_group(self, ticket: Ticket) -> tuple[GroupOutcome, Group | None]:
         """Sample the G trajectories of a prompt, or go on with them, and score them. After `hand_back`: what there is of them.
 
+        Asked again while it samples them, it goes on, and both calls have the same answer.
         Returns: what became of the group, and a finished one itself, which stays in the object store (payloads.py).
-        Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow`.
+        Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow` and `abort`.
         """
-        (found,) = await self._until_withdrawn([self._generate_group(ticket)])
+        task = self._groups.get(ticket.group_id)
+        if task is None or task.done() or task.cancelling():
+            task = self._groups[ticket.group_id] = asyncio.ensure_future(self._generate_group(ticket))
+        try:
+            (found,) = await self._until_withdrawn([task])
+        finally:
+            if self._groups.get(ticket.group_id) is task and task.done():
+                del self._groups[ticket.group_id]
         return found
+
+    async def abort(self, group_id: int) -> None:
+        """Give a group up, and its requests. Returns when nothing of it is under way. Raises: EngineError if it doesn't end."""
+        if (task := self._groups.get(group_id)) is None:
+            return
+        task.cancel()
+        if not (await asyncio.wait({task}, timeout=_ABORT_S))[0]:
+            raise EngineError(f"rollout worker {self._name}: group {group_id} was given up, and doesn't end in {_ABORT_S:g} s")
 
     async def _generate_group(self, ticket: Ticket) -> tuple[GroupOutcome, Group | None]:
         generation = self._generation
@@ -145,8 +174,8 @@ class RolloutWorker:
         self._count([one for of_one in answers for one in of_one])
         return answers
 
-    async def _until_withdrawn(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results. Raises: LateError after `follow`."""
+    async def _until_withdrawn(self, work: Sequence[Awaitable[T]]) -> list[T]:
+        """The results. Raises: LateError after `follow`, and for what was aborted."""
         tasks = [asyncio.ensure_future(part) for part in work]
         self._under_way.update(tasks)
         try:

@@ -29,7 +29,7 @@ USUAL_START = 1 / 3
 HALF_OVER: ContextVar[Callable[[str], None] | None] = ContextVar("half_over", default=None)
 """Is told, in tasks of this context, of each long wait that has used half of its deadline: its name."""
 _LONG_S = 60.0
-_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between attempts to reach an actor that is unavailable: a network that comes back within half a minute costs nothing."""
 
 
@@ -100,7 +100,7 @@ async def persistently(call: Callable[[], Awaitable[T]], what: str, *, deadline_
         named: as wait_for.
     Raises: as wait_for; ActorUnavailable when it could not be reached for half a minute.
     """
-    for pause_s in _AGAIN_S:
+    for pause_s in AGAIN_S:
         try:
             return await wait_for(call(), what, deadline_s=deadline_s, **named)
         except ActorUnavailable as error:

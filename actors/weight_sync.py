@@ -22,6 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -29,7 +30,7 @@ import ray
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup
-from actors.supervision import abandon, counted, wait_for
+from actors.supervision import abandon, counted, persistently, wait_for
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 
@@ -207,8 +208,8 @@ class WeightSync:
                     continue
                 version, is_asked = published.version, True
                 self._end_probe(target)
-                receipt = await wait_for(
-                    target.actor.update_weights.remote(version, published.snapshot.buckets, checksums, self._generation),
+                receipt = await persistently(
+                    partial(target.actor.update_weights.remote, version, published.snapshot.buckets, checksums, self._generation),
                     f"weight sync v{version} -> rollout worker {target.name}",
                     deadline_s=self._sync_s,
                 )
@@ -229,10 +230,10 @@ class WeightSync:
                 if published.copying is None or published.copying.done():
                     published.copying = asyncio.create_task(self._copy(published))
                 await asyncio.shield(published.copying)
-            else:  # the learner's deadline for a step is the end of this wait: the run ends with it
-                await published.replaced.wait()
-                assert self._published is not None
-                published = self._published
+            else:  # the learner's own deadlines, for a step and for what it publishes then, come first
+                newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
+                await wait_for(published.replaced.wait(), newer, deadline_s=2 * self._learner.step_s + 4 * self._sync_s)
+                published = self._published or published
         return published
 
     async def _copy(self, published: _Publication) -> None:
@@ -292,8 +293,7 @@ class WeightSync:
                 log.warning(
                     "rollout worker %s: %d weight versions in a row came before their probe was answered: whether the engine agrees with "
                     "the learner was not compared (it has more requests than places; rollout.engine.max_running_requests)",
-                    target.name,
-                    target.unprobed,
+                    target.name, target.unprobed,
                 )
         target.probe = None
 

@@ -27,7 +27,7 @@ from actors.cluster import lower_priority
 from actors.config import DeadlinesConfig
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.scaling import ScalingDecision
-from actors.supervision import USUAL_START, kill, unwrapped, wait_for
+from actors.supervision import USUAL_START, kill, persistently, unwrapped, wait_for
 from actors.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.continuation import UnfinishedGroup
@@ -40,6 +40,8 @@ STOP_S = 20.0
 _NODE_ID = "ray.io/node-id"
 _PROBES = 6
 """In the time after which a worker without an answer is lost."""
+_UNREACHED_S = 1.0
+"""Until one that can't be reached is asked again."""
 
 
 class WorkerState(StrEnum):
@@ -154,16 +156,16 @@ def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> 
 
 async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: DeadlinesConfig) -> ActorInfo:
     """Wait for its node, as long as that takes, and until its engine is up. Raises: the error of its start."""
-    await wait_for(
-        worker.actor.__ray_ready__.remote(),
+    await persistently(
+        lambda: worker.actor.__ray_ready__.remote(),
         f"a node with the resource {settings.resource!r} for rollout worker {worker.name}",
         deadline_s=math.inf,  # who waits for work has deadlines.no_workers_s
         notice_s=deadlines.notice_s,
         usual_s=USUAL_START * deadlines.start_s,
     )
     worker.placed_at = time.monotonic()
-    info: ActorInfo = await wait_for(
-        worker.actor.start.remote(0),
+    info: ActorInfo = await persistently(
+        lambda: worker.actor.start.remote(0),
         f"start of rollout worker {worker.name}",
         deadline_s=deadlines.start_s,
         notice_s=deadlines.notice_s,
@@ -188,13 +190,23 @@ async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
     Args: limit_s: seconds without an answer.
     """
     what, missed = f"heartbeat <- rollout worker {worker.name}", 0
+
+    async def probe() -> None:
+        while True:
+            try:
+                await worker.actor.load.remote()
+            except ray.exceptions.ActorUnavailableError:  # which Ray says at once; a moment later there may be a network again
+                await asyncio.sleep(_UNREACHED_S)
+            else:
+                return
+
     while missed < MISSES:
         if not missed:
             await asyncio.sleep(limit_s / _PROBES)
             if asyncio.get_running_loop().time() - max(worker.worked_at, worker.sync.received_at) < limit_s / _PROBES:
                 continue
         try:
-            await wait_for(worker.actor.load.remote(), what, deadline_s=limit_s / MISSES, notice=log.debug)
+            await wait_for(probe(), what, deadline_s=limit_s / MISSES, notice=log.debug)
         except DeadlineExceeded:  # a probe, not the time: that this process stood still is none of the worker's faults
             missed += 1
         except (EvenkeelError, ray.exceptions.RayError) as error:

@@ -75,8 +75,9 @@ class FakeActor:
 _USUAL = {
     "__ray_ready__": SimpleNamespace(remote=lambda: asyncio.sleep(0, True)),
     "end_notice": SimpleNamespace(remote=lambda: asyncio.get_running_loop().create_future()),
+    "abort": SimpleNamespace(remote=lambda group_id: asyncio.sleep(0)),
 }
-"""Of an actor that doesn't have it: its process is there at once, and is never told to end."""
+"""Of an actor that doesn't have it: its process is there at once, is never told to end, and aborts at once."""
 
 
 class _FakeMethod:

@@ -38,7 +38,7 @@ def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
         return point, []
 
     run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
-    run._returns = SimpleNamespace(found=finds, allow=lambda *_: None)  # type: ignore[assignment]
+    run._returns = SimpleNamespace(found=finds, allow=lambda *_, **__: None)  # type: ignore[assignment]
     run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
     run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
     monkeypatch.setattr(run, "_withdraw", nothing)
@@ -97,7 +97,7 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
         async def who(*_: Any) -> list[str]:
             return ["correction service"]
 
-        def allow(lost: list[str], error: BaseException) -> None:
+        def allow(lost: list[str], error: BaseException, *, step: int) -> None:
             if str(error) == "once more":
                 raise ActorLost("the 4th death") from error
 

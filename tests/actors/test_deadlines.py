@@ -39,6 +39,7 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     config = with_deadlines(run_config(sampling={"max_tokens": tokens}), size)
     run, engine = config.deadlines, config.rollout.engine.deadlines
     assert engine.heartbeat_s < engine.generate_s, "a dead engine is known before its answers are late"
+    assert 2 * engine.heartbeat_s < run.part_heartbeat_s < run.batch_s, "a frozen part is known long before its batch is late"
     assert engine.generate_s < group_s(config.rollout) < 2 * group_s(config.rollout) < run.batch_s
     assert group_s(config.rollout) <= run.evaluation_s
     assert engine.control_s + engine.update_s < run.sync_s < 3 * run.sync_s < run.receipts_s < run.batch_s

@@ -185,9 +185,9 @@ def test_a_rank_that_goes_back_counts_its_calls_from_there() -> None:
 
 
 def test_the_watch_names_who_dies_and_outlives_a_bad_network() -> None:
-    parts = {"queue": Part(ALIVE), "service": Part(ALIVE, UNREACHABLE, ALIVE, GONE)}
-    with pytest.raises(ActorLost, match=r"^service: its process is gone$"):
-        asyncio.run(asyncio.wait_for(raise_when_lost(parts), 20.0))
+    parts = {"learner rank 0": Part(ALIVE), "learner rank 1": Part(ALIVE, UNREACHABLE, ALIVE, GONE)}
+    with pytest.raises(ActorLost, match=r"^learner rank 1: its process is gone$"):
+        asyncio.run(asyncio.wait_for(raise_when_lost(parts, 60.0, lambda *_: None), 20.0))
 
 
 def test_a_run_goes_back_to_one_checkpoint_so_many_times_only() -> None:
@@ -195,14 +195,34 @@ def test_a_run_goes_back_to_one_checkpoint_so_many_times_only() -> None:
     folder: Any = SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=step) for step in saved])
     returns = Returns(folder, None)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="a bit differs"):
-        returns.allow([], EngineError("a bit differs"))
+        returns.allow([], EngineError("a bit differs"), step=5)
     for _ in range(MOST_RETURNS):
-        returns.allow(["rank"], EngineError("step 5"))
+        returns.allow(["rank"], EngineError("step 5"), step=4)
     saved.append(6)
     for _ in range(MOST_RETURNS):  # a new checkpoint is progress
-        returns.allow(["rank"], EngineError("step 8"))
+        returns.allow(["rank"], EngineError("step 8"), step=7)
     with pytest.raises(ActorLost, match=r"^rank: the 4th death after step 6, before there was another checkpoint: step 9$"):
-        returns.allow(["rank"], EngineError("step 9"))
+        returns.allow(["rank"], EngineError("step 9"), step=8)
+
+
+@pytest.mark.parametrize(("steps", "ends"), [([5, 6, 7, 8, 9, 10], False), ([5, 5, 5, 5], True)], ids=["chance", "the same step"])
+def test_deaths_that_are_hours_apart_end_no_run_unless_they_come_at_the_same_step(
+    monkeypatch: pytest.MonkeyPatch, steps: list[int], ends: bool
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("actors.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
+    folder: Any = SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=3)])
+    returns = Returns(folder, None)  # type: ignore[arg-type]
+    for step in steps[:3]:
+        returns.allow(["rank"], EngineError("killed"), step=step)
+        now[0] += 4000.0
+    if ends:
+        with pytest.raises(ActorLost, match="the 4th death after step 3"):
+            returns.allow(["rank"], EngineError("killed"), step=steps[3])
+    else:
+        for step in steps[3:]:
+            returns.allow(["rank"], EngineError("killed"), step=step)
+            now[0] += 4000.0
 
 
 def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:

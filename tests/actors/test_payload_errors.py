@@ -9,9 +9,11 @@ import pytest
 from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayTaskError
 
 from actors.carriers import StoredGroup, Ticket
-from actors.payloads import fetched, to_hand_on
+from actors.payloads import fetch_s, fetched, to_hand_on
 from correction.errors import ActorLost
+from rollout.trajectory import Group
 from tests.actors.cases import group, prompts
+from tests.actors.simulated_time import simulate
 
 
 def stored(error: Exception | None) -> tuple[Any, list[int]]:
@@ -31,6 +33,23 @@ def test_what_went_with_its_node_is_told_by_its_id() -> None:
     assert stored(None)[1] == []
     groups, lost = stored(ObjectLostError("id", "owner", ""))
     assert len(groups) == 1 and lost == [1]
+
+
+def test_tokens_that_do_not_come_in_time_are_lost_and_hold_up_no_batch() -> None:
+    """A pull from another node may hang. Before, the batch waited for it as long as for its groups: hours, with long answers."""
+    groups: list[Group] = []
+
+    async def scenario() -> None:
+        groups.extend(group(Ticket(number, one, 0)) for number, one in enumerate(prompts(0, 2)))
+        values = [asyncio.get_running_loop().create_future() for _ in groups]
+        values[0].set_result(groups[0])
+        stored = [StoredGroup(one.facts, value) for one, value in zip(groups, values, strict=True)]
+        limit_s = fetch_s(stored, bytes_per_s=1e3)
+        assert limit_s == pytest.approx(60.0 + 8 * 4096 / 1e3), "two groups of two answers of two tokens"
+        assert await fetched(stored, deadline_s=limit_s) == ([groups[0]], [1])
+        assert asyncio.get_running_loop().time() == pytest.approx(limit_s)
+
+    simulate(scenario)
 
 
 @pytest.mark.parametrize("kind", [ObjectStoreFullError, OutOfDiskError])

@@ -11,7 +11,7 @@ import pytest
 
 from actors.carriers import GroupFailure, Ticket
 from actors.rollout_worker import RolloutWorker, WorkerSettings
-from correction.errors import DataError, DeadlineExceeded, EngineError, EvenkeelError, RequestError
+from correction.errors import DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, Prompt
 from tests.actors.cases import group, prompt
@@ -79,5 +79,99 @@ def test_a_lost_engine_is_no_failed_request() -> None:
         worker._sampler = Failing(EngineError("the scheduler is gone"))  # type: ignore[assignment]
         with pytest.raises(EngineError, match="the scheduler is gone"):
             await worker.generate_group(Ticket(7, prompt(0), 0))
+
+    asyncio.run(scenario())
+
+
+class Slow:
+    """Samples a group until `finish` is set."""
+
+    engine = SimpleNamespace(requests_in_flight=0)
+
+    def __init__(self, *, is_stubborn: bool = False) -> None:
+        self.finish, self.begun, self.aborted, self._is_stubborn = asyncio.Event(), 0, 0, is_stubborn
+
+    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, **_: Any) -> Group:
+        self.begun += 1
+        while not self.finish.is_set():
+            try:
+                await self.finish.wait()
+            except asyncio.CancelledError:
+                self.aborted += 1
+                if not self._is_stubborn:
+                    raise
+        return group(Ticket(group_id, prompt, admitted_version))
+
+
+def slow_worker(**named: bool) -> tuple[RolloutWorker, Slow]:
+    worker, sampler = idle_worker(), Slow(**named)
+    worker._sampler = sampler  # type: ignore[assignment]
+    worker._endpoint = SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
+    return worker, sampler
+
+
+def test_who_asks_again_for_a_group_gets_the_one_that_is_being_sampled() -> None:
+    """The answer of the first call may be lost with a connection: to sample the group twice at once would only be slower."""
+
+    async def scenario() -> None:
+        worker, sampler = slow_worker()
+        calls = [asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        sampler.finish.set()
+        first, second = await asyncio.gather(*calls)
+        assert first == second and sampler.begun == 1 and worker._groups == {}
+        await worker.generate_group(Ticket(7, prompt(0), 3))
+        assert sampler.begun == 2, "nothing of a finished group is kept"
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_is_aborted_ends_and_may_begin_anew() -> None:
+    async def scenario() -> None:
+        worker, sampler = slow_worker()
+        given_up = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
+        await asyncio.sleep(0.01)
+        await worker.abort(7)
+        await worker.abort(8)
+        with pytest.raises(LateError):
+            await given_up
+        again = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
+        await asyncio.sleep(0.01)
+        sampler.finish.set()
+        assert (await again)[0].group_id == 7 and (sampler.begun, sampler.aborted) == (2, 1)
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_that_does_not_end_is_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.rollout_worker._ABORT_S", 0.05)
+
+    async def scenario() -> None:
+        worker, sampler = slow_worker(is_stubborn=True)
+        stubborn = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
+        await asyncio.sleep(0.01)
+        for _ in range(2):  # asked again the answer is the same
+            with pytest.raises(EngineError, match="group 7 was given up"):
+                await worker.abort(7)
+        sampler.finish.set()
+        await stubborn
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_is_asked_to_start_again_starts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    async def start(worker: RolloutWorker, version: int) -> str:
+        started.append(version)
+        await asyncio.sleep(0.01)
+        return "here"
+
+    monkeypatch.setattr(RolloutWorker, "_start", start)
+
+    async def scenario() -> None:
+        worker = idle_worker()
+        assert await asyncio.gather(worker.start(0), worker.start(0)) == ["here", "here"]
+        assert await worker.start(0) == "here" and started == [0]  # type: ignore[comparison-overlap]
 
     asyncio.run(scenario())

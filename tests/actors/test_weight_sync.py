@@ -42,6 +42,7 @@ class Learner:
         self.hashed: list[list[Any]] = []
         self.gate: asyncio.Event | None = None
         self.fails = ""
+        self.step_s = 100.0
         self.group: list[tuple[int, int]] = []
         """(rank, members) that each was told, the learner first."""
         self.rank_zero = FakeActor(self)
@@ -224,18 +225,19 @@ def test_an_engine_that_fails_twice_is_tried_again_with_checksums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "attempts"),
+    ("error", "attempts", "calls"),
     [
-        (ray.exceptions.RayTaskError("f", "traceback", EngineError("its scheduler ended")), 1),
-        (ray.exceptions.ActorDiedError(), 1),
-        (ray.exceptions.ActorUnavailableError("for now", None), 3),
-        (ray.exceptions.RayTaskError("f", "traceback", EngineDirty("half an update")), 3),
+        (ray.exceptions.RayTaskError("f", "traceback", EngineError("its scheduler ended")), 1, 1),
+        (ray.exceptions.ActorDiedError(), 1, 1),
+        (ray.exceptions.ActorUnavailableError("for now", None), 3, 18),
+        (ray.exceptions.RayTaskError("f", "traceback", EngineDirty("half an update")), 3, 3),
     ],
     ids=["engine gone", "worker gone", "not reached just now", "dirty"],
 )
-def test_an_engine_that_is_gone_is_given_up_at_once(error: Exception, attempts: int) -> None:
-    """Each attempt more would be seconds in which nobody starts the next one."""
-    engine = Engine(*[error] * 3)
+def test_an_engine_that_is_gone_is_given_up_at_once(error: Exception, attempts: int, calls: int) -> None:
+    """Each attempt more would be seconds in which nobody starts the next one. Of one that can't be reached each lasts half a minute: by
+    then its heartbeat has said whether it is lost."""
+    engine = Engine(*[error] * calls)
 
     async def scenario() -> None:
         scene = Scene(w=engine)
@@ -246,7 +248,21 @@ def test_an_engine_that_is_gone_is_given_up_at_once(error: Exception, attempts: 
         assert f"took no weights in {counted(attempts, 'attempt')}: " in scene.failures[0][1]
 
     simulate(scenario)
-    assert len(engine.taken) == attempts
+    assert len(engine.taken) == calls
+
+
+def test_an_engine_that_can_not_be_reached_for_a_moment_takes_its_weights_then() -> None:
+    """Three calls in vain would have been its end, after three seconds."""
+    engine = Engine(*[ray.exceptions.ActorUnavailableError("for now", None)] * 4)
+
+    async def scenario() -> None:
+        scene = Scene(w=engine)
+        await scene.sync.publish()
+        scene.sync.join(scene.targets["w"])
+        await scene.sync.receipts(0, deadline_s=60.0)
+        assert scene.failures == scene.dirty == [] and len(scene.receipts) == 1 and len(engine.taken) == 5
+
+    simulate(scenario)
 
 
 def test_a_learner_that_fails_is_no_engines_fault() -> None:
@@ -670,6 +686,26 @@ def test_when_the_learner_has_trained_on_the_next_version_is_stored_beside_its_b
 
     play(scenario)
     assert late.taken == [(2, True)]
+
+
+def test_a_wait_for_weights_that_are_never_published_has_a_name_and_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Who joins while the learner trains on waits for what comes after that; the learner's own deadlines come long before this one."""
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", w=Engine())
+        await scene.join()
+        await scene.publish(1)
+        scene.learner.version = 2
+        scene.sync.join(SyncTarget("late", FakeActor(Engine())))
+        began = asyncio.get_running_loop().time()
+        while not scene.dirty:
+            await asyncio.sleep(1.0)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(2 * 100.0 + 4 * 5.0, abs=2.0), "two passes and four syncs"
+        assert "weights newer than v1, which were broadcast only <- learner: not done in 220 s" in scene.dirty[0][1]
+
+    with caplog.at_level("INFO", logger="evenkeel"):
+        simulate(scenario)
+    assert "waiting 30 s for weights newer than v1" in caplog.text
 
 
 class Pieces:

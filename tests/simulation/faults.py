@@ -32,6 +32,8 @@ class Fate:
     is_lost: bool = False
     """It runs, and who called is told that the connection was lost."""
     is_repeated: bool = False
+    is_swallowed: bool = False
+    """It never comes, and who called is told the same as of a lost answer."""
 
 
 _USUAL = Fate()
@@ -142,7 +144,7 @@ class Faults:
         elif verb in ("kill", "freeze"):
             if process := self._target(_KINDS[noun], fault):
                 process.kill() if verb == "kill" else self._freeze(process, fault.lasts)
-        elif fault.kind in ("late_call", "late_reply", "lost_reply", "repeated_call", "damage_update"):
+        elif fault.kind in ("late_call", "late_reply", "lost_reply", "lost_call", "repeated_call", "damage_update"):
             self._calls.append(fault)
         else:
             getattr(self, f"_{fault.kind}")(fault)
@@ -241,7 +243,8 @@ class Faults:
                 self._calls.remove(fault)
                 self._tell(f"{fault.kind}: {process.name}.{method}")
                 sent_late_s, late_s = (fault.lasts * (fault.kind == kind) for kind in ("late_call", "late_reply"))
-                return Fate(sent_late_s, late_s, is_lost=fault.kind == "lost_reply", is_repeated=fault.kind == "repeated_call")
+                is_lost, is_repeated, is_swallowed = (fault.kind == kind for kind in ("lost_reply", "repeated_call", "lost_call"))
+                return Fate(sent_late_s, late_s, is_lost, is_repeated, is_swallowed)
         return _USUAL
 
 

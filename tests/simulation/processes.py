@@ -259,6 +259,10 @@ class SimulatedRay:
             for ref in refs:
                 self.loop.call_later(0.01, ref.fail, ray.exceptions.ActorDiedError())
             return refs[0] if results == 1 else refs
+        if fate.is_swallowed:
+            for ref in refs:
+                self.loop.call_later(0.01, ref.fail, ray.exceptions.ActorUnavailableError("the connection was lost", b"\0" * 16))
+            return refs[0] if results == 1 else refs
         for ref in refs:
             process.pending[ref] = None
         what = f"{process.name}.{method}"

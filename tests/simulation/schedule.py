@@ -127,6 +127,7 @@ _FAULTS = {  # by kind: how often, how long
     "late_call": (3, (1.0, 40.0)),
     "late_reply": (3, (1.0, 40.0)),
     "lost_reply": (3, None),
+    "lost_call": (3, None),
     "repeated_call": (3, None),
     "no_node": (1, (5.0, 100.0)),
     "slow_learner": (1, (5.0, 60.0)),
@@ -157,6 +158,7 @@ _LATE = (
 _LOST = (
     *("generate_group", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
     *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost"),
+    *("load", "answer", "start", "abort", "heartbeat"),
 )
 _REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
 _BROKEN = ("", "", "everybody")
@@ -193,7 +195,7 @@ def _fault(chance: random.Random, until_s: float) -> Fault:
         is_count = isinstance(limits[0], int)
         lasts = chance.randint(*limits) if is_count else round(limits[0] * (limits[1] / limits[0]) ** chance.random(), 1)
     # A sync that is given up may still arrive; of the others, what comes later than this ends a run by its deadline.
-    methods: dict[str, Any] = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "repeated_call": _REPEATED}
+    methods: dict[str, Any] = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "lost_call": _LOST, "repeated_call": _REPEATED}
     methods |= {"break_update": _BROKEN, "crash_driver": _AFTER_A_CRASH}
     what = chance.choice(methods[kind]) if kind in methods else ""
     if kind == "late_call" and what == "update_weights":

@@ -37,7 +37,7 @@ def test_seeds_differ_in_what_befalls_a_run() -> None:
     """Every kind of fault comes, and among those of the fast suite runs are resumed, and go through without a fault."""
     schedules = [schedule_of(seed) for seed in range(SEEDS)]
     kinds = {fault.kind for schedule in schedules for fault in schedule.faults}
-    assert len(kinds) == 24, kinds
+    assert len(kinds) == 25, kinds
     assert sum(not schedule.faults for schedule in schedules) > 10
     assert sum(any(fault.kind == "crash_driver" for fault in schedule.faults) for schedule in schedules) > 10
 
@@ -102,6 +102,20 @@ def test_a_part_that_is_late_ends_no_run(kind: str, lasts: float) -> None:
         assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 4), f"stopped after {at} s"
         if lasts < 70.0:
             assert not any("The run goes back to" in line for line in outcome.trace)
+
+
+@pytest.mark.parametrize("kind", ["lost_call", "lost_reply"])
+@pytest.mark.parametrize("method", ["generate_group", "update_weights", "load", "answer"])
+def test_a_call_that_a_bad_network_swallows_costs_no_worker(kind: str, method: str) -> None:
+    """Neither does the run go back for it, nor is a prompt discarded."""
+    played = 0
+    for at in range(0, 24, 4):
+        faults = tuple(Fault(float(at), kind, what=method) for _ in range(3))  # one after the other
+        outcome = play(run_of_one_worker(steps=3, groups_per_step=2, faults=faults))
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 3), f"lost after {at} s"
+        assert not any(text in line for line in outcome.trace for text in ("The run goes back to", " is gone: ", "is discarded"))
+        played += any(f"{kind}: " in line for line in outcome.trace)
+    assert played > (3 if method in ("generate_group", "update_weights") else 0)
 
 
 def test_a_crash_goes_on_at_the_checkpoint_and_a_damaged_one_is_passed_over() -> None:
