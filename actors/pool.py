@@ -145,9 +145,9 @@ class RolloutPool(Membership):
             lived = True
 
             def call() -> Any:
-                nonlocal payload
-                if payload is not None:
-                    disregard(payload)
+                nonlocal found, payload
+                if found is not None:
+                    disregard(found, payload)
                 found, payload = worker.actor.generate_group.options(num_returns=2).remote(ticket)
                 return found
 

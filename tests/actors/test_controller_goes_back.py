@@ -176,7 +176,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
 
         starts = iter([nothing, start_again])
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
-        monkeypatch.setattr("actors.controller.raise_when_lost", lambda _: asyncio.sleep(60.0))
+        monkeypatch.setattr("actors.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
         monkeypatch.setattr(run, "_until_trained", trains)
         monkeypatch.setattr("actors.controller.lost_among", who)
         with run._ending.handled():
