@@ -66,23 +66,27 @@ def test_weights_without_room_take_the_run_back_and_the_reason_is_said(cluster: 
 
 
 FILLS = """
-import sys, time, numpy, ray
+import select, sys, numpy, ray
 ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
-kept = []
-for size in (1 << 20, 1 << 14):
-    for _ in range(200):
-        try:
+kept, is_told = [], False
+def fill(size):
+    try:
+        while True:
             kept.append(ray.put(numpy.ones(size, dtype=numpy.uint8)))
-        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
-            break
-print("full", flush=True)
-sys.stdin.read()
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
+        pass
+fill(1 << 20)
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    fill(1 << 14)
+    if not is_told:
+        is_told = True
+        print("full", flush=True)
 """
 
 
 @contextmanager
 def filled(cluster: RunningCluster) -> Iterator[None]:
-    """By another job, to the last 16 KiB; it takes its objects along at the end."""
+    """By another job, to the last 16 KiB, which takes what becomes free, too; it takes its objects along at the end."""
     variables = environment() | cluster.variables
     words = [sys.executable, "-c", FILLS, cluster.address]
     with subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
