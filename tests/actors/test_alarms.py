@@ -116,6 +116,8 @@ class Observer:
     def event(self, level: str, text: str) -> None:
         self.told.append(f"{level}: {text}")
 
+    def hurry(self) -> None: ...
+
 
 def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, Observer]:
     """One that stands between two steps, without its actors."""
