@@ -25,6 +25,8 @@ from actors import interrupts
 with interrupts.guarded(grace_s=0.5):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 """
+PATIENT = BEGIN.replace("grace_s=0.5", "grace_s=60")
+"""For programs that unwind: on a busy machine that may take more than half a second."""
 ORDERLY = """
     try:
         print(child.pid, flush=True)
@@ -87,10 +89,12 @@ TAKEN_OVER = """
 """ + IN_C
 
 
-def ended(program: str, *numbers: int, hangup: signal.Handlers = signal.SIG_DFL) -> tuple[subprocess.CompletedProcess[str], int]:
+def ended(
+    program: str, *numbers: int, begin: str = BEGIN, hangup: signal.Handlers = signal.SIG_DFL
+) -> tuple[subprocess.CompletedProcess[str], int]:
     """The program after it has got these signals, and the process id of its child. Args: hangup: what SIGHUP does to it as it starts."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + program],
+        [sys.executable, "-c", begin + program],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -112,14 +116,14 @@ def ended(program: str, *numbers: int, hangup: signal.Handlers = signal.SIG_DFL)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_main_thread_unwinds(number: int) -> None:
-    process, child = ended(ORDERLY, number)
+    process, child = ended(ORDERLY, number, begin=PATIENT)
     assert process.returncode == 128 + number
     assert process.stdout == "unwound\n" and process.stderr == ""
     assert not psutil.pid_exists(child)
 
 
 def test_who_is_started_with_nohup_outlives_its_terminal() -> None:
-    process, child = ended(ORDERLY, signal.SIGHUP, signal.SIGTERM, hangup=signal.SIG_IGN)
+    process, child = ended(ORDERLY, signal.SIGHUP, signal.SIGTERM, begin=PATIENT, hangup=signal.SIG_IGN)
     assert process.returncode == 128 + signal.SIGTERM, "not 129: the first signal is ignored, and stays so"
     assert process.stdout == "unwound\n" and not psutil.pid_exists(child)
 
@@ -133,7 +137,7 @@ def test_the_loss_of_the_terminal_is_a_signal_and_no_error_of_each_line_after_it
         os.setsid()
         fcntl.ioctl(its, termios.TIOCSCTTY, 0)
 
-    script, written = BEGIN + LOST, tmp_path / "written"
+    script, written = PATIENT + LOST, tmp_path / "written"
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(written)], cwd=ROOT, stdin=its, stdout=its, stderr=its, preexec_fn=lead_a_session_there
     )
