@@ -90,13 +90,13 @@ class ChatEncoder:
         )
         return tuple(ids)
 
-    def encode_demonstration(self, user_text: str, answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def encode_demonstration(self, asked: str | Sequence[Mapping[str, str]], answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(prompt ids, answer ids with the end-of-sequence token): what supervised training needs.
 
         The two are encoded apart, as they are when the policy answers, so that no token straddles the border.
         """
         answer_ids = self.tokenizer.encode(answer, add_special_tokens=False)
-        return self.encode(user_text), (*answer_ids, self.tokenizer.eos_token_id)
+        return self.encode(asked), (*answer_ids, self.tokenizer.eos_token_id)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids without special tokens: what a reward is given."""

@@ -197,12 +197,17 @@ def _field(row: dict[str, Any], name: str) -> Any:
 
 
 def with_field(row: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The row with this field, which may lie within a column, as `_field` finds it."""
-    column, dot, within = name.partition(".")
-    if not dot or name in row:
+    """The row with this field where `_field` read it: within a column that is still there, or else in a column of that name."""
+    *outer, last = name.split(".")
+    holders = [row]
+    for part in outer:
+        inner = holders[-1].get(part)
+        holders.append(inner if isinstance(inner, dict) else {})
+    if name in row or last not in holders[-1]:
         return {**row, name: value}
-    inner = row.get(column)
-    return {**row, column: with_field(inner if isinstance(inner, dict) else {}, within, value)}
+    for part, holder in zip([last, *reversed(outer)], reversed(holders), strict=True):
+        value = {**holder, part: value}
+    return dict(value)
 
 
 def _as_text(row: dict[str, Any], name: str) -> str:

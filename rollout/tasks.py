@@ -32,10 +32,15 @@ class Demonstration:
 
     question: str
     """The question's own text."""
-    prompt: str
-    """What the user turn says: the question in its template."""
+    prompt: str | Sequence[Mapping[str, str]]
+    """What the chat template is given: what a prompt of the run is made of."""
     answer: str
     """What the model shall say."""
+
+    @property
+    def prompt_text(self) -> str:
+        """All that the prompt says, for a tokenizer to learn from."""
+        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(turn["content"] for turn in self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,7 @@ class Task:
                 break
             answer = question.answer if question.demonstration is None else question.demonstration
             if answer:
-                found.append(Demonstration(question.text, user_text(self._config, question.text), answer))
+                found.append(Demonstration(question.text, asked(self._config, question), answer))
             elif tried > 100 and not found:
                 raise DataError(f"{self.name}: none of {tried} questions has an answer that could be demonstrated; skip the warm-up")
         return tuple(found)

@@ -79,7 +79,7 @@ def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str
     blank = folder.with_suffix(".blank")
     shutil.rmtree(blank, ignore_errors=True)
     unencoded = build_task(config.rollout.task).demonstrations(init.tokenizer_texts)
-    parameters = build_nano_model(blank, [d.prompt for d in unencoded], init.architecture)
+    parameters = build_nano_model(blank, [d.prompt_text for d in unencoded], init.architecture)
     encoder = ChatEncoder.for_task(load_tokenizer(blank), config.rollout.task)
     say(f"nano model: {parameters / 1e6:.2f}M parameters, vocabulary of {len(encoder.tokenizer)}")
     task = build_task(config.rollout.task, encoder)

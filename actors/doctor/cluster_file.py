@@ -86,11 +86,12 @@ def _types(content: Mapping[str, Any], resource: str) -> tuple[NodeKind, ...]:
 
 
 def _gpu_bytes(kind: Mapping[str, Any], offered: Mapping[str, Any]) -> int | None:
-    named = (name.partition(":")[2].upper() for name in offered if name.startswith("accelerator_type:"))
-    if (size := next((MEMORY_MIB[name] for name in named if name in MEMORY_MIB), None)) is not None:
-        return size << 20
     config = kind.get("node_config") or {}
-    return bytes_of_instance(str(config.get("InstanceType") or config.get("machineType") or ""))
+    if size := bytes_of_instance(str(config.get("InstanceType") or config.get("machineType") or "")):
+        return size
+    named = (name.partition(":")[2].upper() for name in offered if name.startswith("accelerator_type:"))
+    known = (MEMORY_MIB[name] for name in named if name in MEMORY_MIB and name != "A100")  # Ray's A100 has 40 GB or 80
+    return next((mib << 20 for mib in known), None)
 
 
 def _hosts(content: Mapping[str, Any], starts: Mapping[str, tuple[str, ...]], resource: str) -> tuple[NodeKind, ...]:

@@ -30,8 +30,8 @@ class PaperFacts:
     """What is known without a cluster."""
 
     shape: ModelShape
-    gpu_bytes: int | None = None
-    """Of one GPU; None: not known, or none is used. A cluster's nodes tell of their own (node_rules.py)."""
+    gpus: tuple[int, ...] = ()
+    """Bytes of each GPU that could be given; empty: not known, or none is used. A cluster's nodes tell of their own (node_rules.py)."""
     disk_free: int | None = None
     """Bytes where the run folder will be."""
     host_bytes: int | None = None
@@ -63,8 +63,8 @@ class NodeFacts:
     """That torch sees."""
     driver_gpus: int = 0
     """That the kernel's driver knows, whatever torch sees."""
-    gpu_bytes: int = 0
-    """Of the smallest of those; 0: there are none, or it isn't known."""
+    gpu_bytes: tuple[int, ...] = ()
+    """Of each of those that tells its memory, whether Ray offers it or not."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES there; None: it isn't set."""
     architectures: tuple[str, ...] = ()

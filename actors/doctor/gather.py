@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Any
 import psutil
 
 from actors.config import RunConfig
+from actors.devices import visible_gpus
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
+from actors.doctor.memory_rules import could_be_given
 from actors.hub import config_folder, obstacle_here
 from actors.plan.shape import ModelShape
 from correction.errors import EngineError
@@ -37,16 +39,17 @@ def paper_facts(config: RunConfig, model: Path | None = None, *, gpu_bytes: int 
 
     Args:
         model: folder, if it isn't config.model.
-        gpu_bytes: of each GPU that is meant, on machines of which nothing else is known; None: of the smallest here, if the run is here.
+        gpu_bytes: of each GPU that is meant, on machines of which nothing else is known; None: of those here, if the run is here.
     Raises: DataError if the folder has no config.json of a model that the learner trains.
     """
     shape = ModelShape.read(config_folder(model or config.model))
     if gpu_bytes is not None:
-        return PaperFacts(shape, gpu_bytes)
+        return PaperFacts(shape, (gpu_bytes,))
+    gpus: tuple[int, ...] = ()
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
-        gpu_bytes = min((gpu.bytes for gpu in gpus_of_driver()), default=None)
+        gpus = could_be_given(_sizes(gpus_of_driver()), visible_gpus())
     host = psutil.virtual_memory().total if config.ray.address is None else None
-    return PaperFacts(shape, gpu_bytes, shutil.disk_usage(_existing(config.run_dir or Path("runs"))).free, host)
+    return PaperFacts(shape, gpus, shutil.disk_usage(_existing(config.run_dir or Path("runs"))).free, host)
 
 
 def _existing(folder: Path) -> Path:
@@ -70,6 +73,11 @@ def _gpu(line: str) -> GpuFact:
     return GpuFact(name, _mib(total), _mib(free), "sm_" + capability.replace(".", ""))
 
 
+def _sizes(gpus: Sequence[GpuFact]) -> tuple[int, ...]:
+    """Bytes of each; without those that don't tell."""
+    return tuple(gpu.bytes for gpu in gpus if gpu.bytes)
+
+
 def _mib(text: str) -> int:
     return int(text) << 20 if text.isdigit() else 0
 
@@ -91,7 +99,7 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", 
         name="this machine",
         gpus=tuple(driver[:seen]),
         driver_gpus=len(driver),
-        gpu_bytes=min((gpu.bytes for gpu in driver), default=0),
+        gpu_bytes=_sizes(driver),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         architectures=tuple(torch.cuda.get_arch_list()) if seen else (),
         has_cuda=torch.version.cuda is not None,
@@ -129,10 +137,8 @@ def _writes(answer: Path, token: str) -> bool:
 
 def own_machine(config: RunConfig) -> list[NodeFacts]:
     """The one node of a private cluster, before or after its start."""
-    import torch
-
     here = this_node(str(config.model))
-    seen = float(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    seen = float(visible_gpus())
     cpus = config.logical_cpus
     units = float(config.rollout.most_workers)
     return [

@@ -1,14 +1,105 @@
-"""The rules about a GPU's memory, for the GPUs that nodes have: of several sizes, maybe, while the driver's machine has none."""
+"""The rules about a GPU's memory, for the GPUs that could be given: of several sizes, maybe, while the driver's machine has none.
+
+Each rule is a function of (shape, config, bytes of a GPU) that yields complaints.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from actors.config import RunConfig
-from actors.doctor.facts import Complaint, PaperFacts
-from actors.doctor.paper_rules import both_sides_fit_one_gpu, engine_fits_its_gpu, gib, rank_fits_its_gpu
+from actors.devices import workers_asked
+from actors.doctor.facts import Complaint
+from actors.plan.engine_memory import engine_memory
+from actors.plan.layouts import layouts, obstacles
+from actors.plan.learner_memory import RESERVE, rank_memory
 from actors.plan.shape import ModelShape
+
+
+def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+    learner = config.learner
+    if learner.resolved_device != "cuda" or obstacles(shape, learner):
+        return
+    longest = longest_sequence(shape, config)
+    share = int(gpu_bytes * learner.gpus_per_rank)
+    needed = rank_memory(shape, learner, longest=longest, has_reference=config.needs_reference)
+    if needed.total + RESERVE <= share:
+        return
+    others = layouts(
+        shape, learner, learner.world_size, share, longest=longest, has_reference=config.needs_reference
+    )
+    remedy = f"Set, under learner: {others[0]}" if others and others[0].fits else "Use more ranks, larger GPUs, or shorter answers"
+    yield Complaint(
+        "fail",
+        f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
+        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {longest:,} tokens {gib(needed.activations)}, head "
+        f"{gib(needed.head)}, reserve {gib(RESERVE)})",
+        remedy,
+    )
+
+
+def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+    rollout = config.rollout
+    if rollout.engine.resolved_device != "cuda":
+        return
+    memory = engine_memory(shape, rollout, gpu_bytes)
+    if memory.longest_requests < 1:
+        yield Complaint(
+            "fail",
+            f"an engine has {gib(max(0, memory.cache))} for its KV cache beside weights of {gib(memory.weights)} and {gib(memory.beside)} "
+            f"for context, activations, graphs and sampler: that holds {memory.tokens:,} tokens, and one request may have "
+            f"{memory.request_tokens:,}",
+            "Lower rollout.engine.context_length and rollout.sampling.max_tokens, raise rollout.engine.memory_fraction or "
+            "rollout.gpus_per_worker, use larger GPUs, or cut it over several of a node: rollout.engine.tensor_parallel",
+        )
+    elif memory.longest_requests < min(rollout.sampling.samples_per_group, rollout.engine.max_running_requests):
+        yield Complaint(
+            "warn",
+            f"an engine's KV cache holds {memory.tokens:,} tokens: {memory.longest_requests} requests of {memory.request_tokens:,}, fewer "
+            f"than a group's {rollout.sampling.samples_per_group} answers, so that long ones are put back and read again",
+            "Lower rollout.engine.context_length, use larger GPUs, or several for an engine (rollout.engine.tensor_parallel)",
+        )
+
+
+def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
+    """Where they share one: what each needs at least, two CUDA contexts and the sampler's memory included."""
+    learner, rollout = config.learner, config.rollout
+    if learner.resolved_device != "cuda" or rollout.engine.resolved_device != "cuda" or rollout.gpus_per_worker == 1:
+        return
+    fraction, memory = rollout.engine.memory_fraction, engine_memory(shape, rollout, gpu_bytes)
+    share = rollout.gpus_per_worker * gpu_bytes
+    if fraction is not None and fraction * gpu_bytes + memory.beside > share:
+        yield Complaint(
+            "note",
+            f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * gpu_bytes)}, and {gib(memory.beside)} "
+            f"beside them for context, activations, graphs and sampler, are more than the engine's share of the GPU, {gib(share)} "
+            f"(rollout.gpus_per_worker = {rollout.gpus_per_worker:g}): the engine keeps to its share",
+            "Leave rollout.engine.memory_fraction out, or lower it",
+        )
+    room = 1 - learner.gpus_per_rank + 1e-9  # as whole_gpus counts
+    if room < rollout.gpus_per_worker or obstacles(shape, learner):
+        return
+    rank = rank_memory(shape, learner, longest=longest_sequence(shape, config), has_reference=config.needs_reference).total + RESERVE
+    engine = memory.weights + memory.beside + memory.request_tokens * memory.token_bytes
+    if rank + engine > gpu_bytes:
+        yield Complaint(
+            "fail",
+            f"a learner rank of {gib(rank)} and an engine of {gib(engine)} (with a KV cache for one request), their CUDA contexts and the "
+            f"sampler included, are {gib(rank + engine)}, more than the {gib(gpu_bytes)} of the GPU that they share",
+            "Use a larger GPU or two, a smaller model, or shorter answers",
+        )
+    elif rank > learner.gpus_per_rank * gpu_bytes or engine > share:
+        beside = min(workers_asked(config), int(room / rollout.gpus_per_worker))
+        of_rank = math.ceil(100 * rank / gpu_bytes)
+        of_engine = (100 - of_rank) // beside  # hundredths, both
+        if 100 * engine <= of_engine * gpu_bytes:
+            yield Complaint(
+                "note",
+                f"both sides fit the GPU with other shares: a rank needs {rank / gpu_bytes:.2f} of it, an engine {engine / gpu_bytes:.2f}",
+                f"Set learner.gpus_per_rank: {of_rank / 100:g}, rollout.gpus_per_worker: {of_engine / 100:g}",
+            )
 
 
 def on_gpus(shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], of_engines: Collection[int]) -> Iterator[Complaint]:
@@ -19,8 +110,26 @@ def on_gpus(shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], 
     for rule, sizes in ((rank_fits_its_gpu, of_ranks), (engine_fits_its_gpu, of_engines), (both_sides_fit_one_gpu, of_engines)):
         if not sizes:
             continue
-        always = any(one.severity == "fail" for one in rule(PaperFacts(shape, max(sizes)), config))
-        for found in rule(PaperFacts(shape, min(sizes)), config):
+        always = any(one.severity == "fail" for one in rule(shape, config, max(sizes)))
+        for found in rule(shape, config, min(sizes)):
             if found.severity == "fail" and not always:
                 found = replace(found, severity="warn", sentence=f"on the smallest GPUs there are, of {gib(min(sizes))}: {found.sentence}")
             yield found
+
+
+def could_be_given(sizes: Collection[int], offered: float) -> tuple[int, ...]:
+    """Of a machine's GPUs: all, or as many of the largest as it offers, for which of them it offers isn't told, and a display's is small.
+
+    Args: sizes: bytes of each GPU that the driver lists. offered: by Ray, or seen by torch; 0: not known.
+    """
+    return tuple(sorted(sizes, reverse=True)[: int(offered) or None])
+
+
+def longest_sequence(shape: ModelShape, config: RunConfig) -> int:
+    """Tokens of the longest prompt and answer."""
+    return min(config.rollout.engine.context_length or shape.context, shape.context)
+
+
+def gib(count: float) -> str:
+    """Bytes for a person."""
+    return f"{count / 2**30:.3g} GiB" if count >= 0.1 * 2**30 else f"{count / 2**20:.3g} MiB"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from actors.config import RunConfig
 from actors.devices import gpus_asked
 from actors.doctor.facts import Complaint, NodeFacts
-from actors.doctor.memory_rules import on_gpus
-from actors.doctor.paper_rules import gib, worst_first
+from actors.doctor.memory_rules import could_be_given, gib, on_gpus
+from actors.doctor.paper_rules import worst_first
 from actors.hub_name import HubName
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import traffic
@@ -318,15 +318,11 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
 
 def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
     """A node with fewer GPUs than a tensor-parallel group, or an engine, wants is given to none."""
-    known = [(_smallest(node), node) for node in nodes if node.offered_gpus and _smallest(node)]
+    known = [(size, node) for node in nodes if node.offered_gpus for size in could_be_given(node.gpu_bytes, node.offered_gpus)]
     ranks = [size for size, node in known if node.offered_gpus >= config.learner.tensor_parallel]
     wanted = config.rollout.engine.tensor_parallel
     engines = [size for size, node in known if node.rollout_units >= 1 and node.offered_gpus >= wanted]
     yield from on_gpus(shape, config, of_ranks=ranks, of_engines=engines)
-
-
-def _smallest(node: NodeFacts) -> int:
-    return min((gpu.bytes for gpu in node.gpus), default=node.gpu_bytes)
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:

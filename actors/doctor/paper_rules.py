@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from actors.config import RunConfig
 from actors.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
 from actors.doctor.facts import Complaint, PaperFacts
-from actors.plan.engine_memory import engine_memory
+from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
-from actors.plan.layouts import layouts, obstacles
-from actors.plan.learner_memory import RESERVE, rank_memory
+from actors.plan.layouts import obstacles
+from actors.plan.learner_memory import rank_memory
 from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, traffic
 from correction.errors import ConfigError
@@ -76,28 +76,6 @@ def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Comp
         yield Complaint("fail", str(error))
 
 
-def rank_fits_its_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    learner = config.learner
-    if facts.gpu_bytes is None or learner.resolved_device != "cuda" or obstacles(facts.shape, learner):
-        return
-    longest = longest_sequence(facts, config)
-    share = int(facts.gpu_bytes * learner.gpus_per_rank)
-    needed = rank_memory(facts.shape, learner, longest=longest, has_reference=config.needs_reference)
-    if needed.total + RESERVE <= share:
-        return
-    others = layouts(
-        facts.shape, learner, learner.world_size, share, longest=longest, has_reference=config.needs_reference
-    )
-    remedy = f"Set, under learner: {others[0]}" if others and others[0].fits else "Use more ranks, larger GPUs, or shorter answers"
-    yield Complaint(
-        "fail",
-        f"a learner rank needs {gib(needed.total + RESERVE)} of its {gib(share)} (weights {gib(needed.weights)}, gradients "
-        f"{gib(needed.gradients)}, optimizer {gib(needed.optimizer)}, activations of {longest:,} tokens {gib(needed.activations)}, head "
-        f"{gib(needed.head)}, reserve {gib(RESERVE)})",
-        remedy,
-    )
-
-
 def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     learner = config.learner
     if learner.resolved_device != "cuda" or learner.data_parallel == 1 or learner.distributed_optimizer:
@@ -109,64 +87,6 @@ def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Compla
         f"every one of {learner.data_parallel} data-parallel ranks keeps the whole optimizer, {gib(before)} instead of {gib(after)}",
         "Set learner.distributed_optimizer: true",
     )
-
-
-def engine_fits_its_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    rollout = config.rollout
-    if facts.gpu_bytes is None or rollout.engine.resolved_device != "cuda":
-        return
-    memory = engine_memory(facts.shape, rollout, facts.gpu_bytes)
-    if memory.longest_requests < 1:
-        yield Complaint(
-            "fail",
-            f"an engine has {gib(max(0, memory.cache))} for its KV cache beside weights of {gib(memory.weights)} and {gib(memory.beside)} "
-            f"for context, activations, graphs and sampler: that holds {memory.tokens:,} tokens, and one request may have "
-            f"{memory.request_tokens:,}",
-            "Lower rollout.engine.context_length and rollout.sampling.max_tokens, raise rollout.engine.memory_fraction or "
-            "rollout.gpus_per_worker, use larger GPUs, or cut it over several of a node: rollout.engine.tensor_parallel",
-        )
-    elif memory.longest_requests < min(rollout.sampling.samples_per_group, rollout.engine.max_running_requests):
-        yield Complaint(
-            "warn",
-            f"an engine's KV cache holds {memory.tokens:,} tokens: {memory.longest_requests} requests of {memory.request_tokens:,}, fewer "
-            f"than a group's {rollout.sampling.samples_per_group} answers, so that long ones are put back and read again",
-            "Lower rollout.engine.context_length, use larger GPUs, or several for an engine (rollout.engine.tensor_parallel)",
-        )
-
-
-def both_sides_fit_one_gpu(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """Where they share one: what each needs at least, two CUDA contexts and the sampler's memory included."""
-    learner, rollout, total = config.learner, config.rollout, facts.gpu_bytes
-    if learner.resolved_device != "cuda" or rollout.engine.resolved_device != "cuda" or rollout.gpus_per_worker == 1 or total is None:
-        return
-    fraction, memory = rollout.engine.memory_fraction, engine_memory(facts.shape, rollout, total)
-    share = rollout.gpus_per_worker * total
-    if fraction is not None and fraction * total + memory.beside > share:
-        yield Complaint(
-            "fail",
-            f"rollout.engine.memory_fraction = {fraction:g}: weights and KV cache of {gib(fraction * total)}, and {gib(memory.beside)} "
-            f"beside them for context, activations, graphs and sampler, are more than the engine's share of the GPU, {gib(share)} "
-            f"(rollout.gpus_per_worker = {rollout.gpus_per_worker:g})",
-            "Leave rollout.engine.memory_fraction out, or lower it",
-        )
-    if obstacles(facts.shape, learner) or learner.gpus_per_rank == 1:
-        return
-    rank = rank_memory(facts.shape, learner, longest=longest_sequence(facts, config), has_reference=config.needs_reference).total + RESERVE
-    engine = memory.weights + memory.beside + memory.request_tokens * memory.token_bytes
-    if rank + engine > total:
-        yield Complaint(
-            "fail",
-            f"a learner rank of {gib(rank)} and an engine of {gib(engine)} (with a KV cache for one request), their CUDA contexts and the "
-            f"sampler included, are {gib(rank + engine)}, more than the {gib(total)} of the GPU that they share",
-            "Use a larger GPU or two, a smaller model, or shorter answers",
-        )
-    elif rank > learner.gpus_per_rank * total or engine > share:
-        at_least = math.ceil(100 * rank / total) / 100
-        yield Complaint(
-            "note",
-            f"both sides fit the GPU with other shares: a rank needs {rank / total:.2f} of it, an engine {engine / total:.2f}",
-            f"Set learner.gpus_per_rank: {at_least:g}, rollout.gpus_per_worker: {1 - at_least:.2g}",
-        )
 
 
 def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -200,10 +120,7 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     float8_can_be_had,
     engine_ranks_divide_the_model,
     context_is_the_models,
-    rank_fits_its_gpu,
     optimizer_is_shared,
-    engine_fits_its_gpu,
-    both_sides_fit_one_gpu,
     disk_holds_the_checkpoints,
     object_store_holds_the_weights,
 )
@@ -211,7 +128,8 @@ PAPER_RULES: tuple[PaperRule, ...] = (
 
 def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
     """All complaints of the first layer, the worst first."""
-    return worst_first([found for rule in PAPER_RULES for found in rule(facts, config)])
+    found = [complaint for rule in PAPER_RULES for complaint in rule(facts, config)]
+    return worst_first([*found, *on_gpus(facts.shape, config, of_ranks=facts.gpus, of_engines=facts.gpus)])
 
 
 def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
@@ -242,13 +160,3 @@ def stop_at_failures(complaints: list[Complaint]) -> None:
 
 def worst_first(complaints: list[Complaint]) -> list[Complaint]:
     return sorted(complaints, key=lambda one: ("fail", "warn", "note").index(one.severity))
-
-
-def longest_sequence(facts: PaperFacts, config: RunConfig) -> int:
-    """Tokens of the longest prompt and answer."""
-    return min(config.rollout.engine.context_length or facts.shape.context, facts.shape.context)
-
-
-def gib(count: float) -> str:
-    """Bytes for a person."""
-    return f"{count / 2**30:.3g} GiB" if count >= 0.1 * 2**30 else f"{count / 2**20:.3g} MiB"

@@ -10,7 +10,10 @@ from correction.errors import ConfigError
 MEMORY_MIB = {
     "A100": 81_920,
     "A100-40": 40_960,
+    "A100-40G": 40_960,
+    "A100-80G": 81_920,
     "A10": 23_028,
+    "A10G": 23_028,
     "B200": 183_359,
     "H100": 81_559,
     "H200": 143_771,
@@ -19,7 +22,7 @@ MEMORY_MIB = {
 }
 """As nvidia-smi tells it."""
 INSTANCES = {
-    "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10", "g6e": "L40S",
+    "p4d": "A100-40", "p4de": "A100", "p5": "H100", "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "g5": "A10G", "g6e": "L40S",
     "a2-highgpu": "A100-40", "a2-ultragpu": "A100", "a3-highgpu": "H100", "a3-megagpu": "H100", "a3-ultragpu": "H200",
 }  # fmt: skip
 """Families of two clouds' instances, and their GPUs."""

@@ -9,7 +9,7 @@ from typing import Any
 from actors.config import RunConfig
 from actors.deadlines import Deadline, table
 from actors.doctor.facts import Complaint, PaperFacts
-from actors.doctor.paper_rules import gib, longest_sequence
+from actors.doctor.memory_rules import gib, longest_sequence
 from actors.plan.engine_memory import EngineMemory, engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import Layout, layouts, obstacles
@@ -38,7 +38,7 @@ class RunPlan:
 def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequence[Complaint]) -> RunPlan:
     """Args: config: with devices and types, for GPUs; complaints: of the doctor's rules."""
     learner, shape = config.learner, facts.shape
-    longest, has_reference = longest_sequence(facts, config), config.needs_reference
+    longest, has_reference = longest_sequence(facts.shape, config), config.needs_reference
     rank = None if obstacles(shape, learner) else rank_memory(shape, learner, longest=longest, has_reference=has_reference)
     engine = engine_memory(shape, config.rollout, gpus.memory)
     share = int(gpus.memory * learner.gpus_per_rank)

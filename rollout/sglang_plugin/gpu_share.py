@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,12 @@ from correction.engines.gpu_share import CONTEXT, beside_the_cache, engine_budge
 from rollout.sglang_plugin.hooks import PluginSettings
 
 TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
+
+
+_LEAST = 0.1
+"""Of the cache that the share would hold. Estimates of what stands beside caches may be so far off; with less, others have taken it."""
+
+logger = logging.getLogger(__name__)
 
 
 def register(settings: PluginSettings) -> None:
@@ -27,7 +34,7 @@ def register(settings: PluginSettings) -> None:
 
 
 def cache_bytes(settings: PluginSettings, free: int, total: int, own: int, vocabulary: int) -> int:
-    """Bytes for the KV cache.
+    """Bytes for the KV cache: what the share leaves, or less by what is missing of it.
 
     Args:
         free, total: of the GPU, now.
@@ -44,8 +51,13 @@ def cache_bytes(settings: PluginSettings, free: int, total: int, own: int, vocab
             "rollout.engine.max_running_requests"
         )
     if free < (needed := cache + beside - CONTEXT):  # the context is there by now
-        raise RuntimeError(
+        left = cache - (needed - free)
+        sentence = (
             f"the engine's share of the GPU still has {needed / 2**30:.3g} GiB to take, but {free / 2**30:.3g} are free: others on it have "
-            "taken more than theirs. End them, or lower rollout.gpus_per_worker"
+            "taken more than theirs"
         )
+        if left < _LEAST * cache:
+            raise RuntimeError(f"{sentence}. End them, or lower rollout.gpus_per_worker")
+        logger.warning("%s. The KV cache has %.3g GiB instead of %.3g", sentence, left / 2**30, cache / 2**30)
+        return left
     return cache

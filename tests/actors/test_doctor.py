@@ -40,7 +40,7 @@ def eight(*overrides: str) -> RunConfig:
 
 
 def paper(**facts: Any) -> PaperFacts:
-    return replace(PaperFacts(DENSE, H100.memory), **facts)
+    return replace(PaperFacts(DENSE, (H100.memory,)), **facts)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def paper(**facts: Any) -> PaperFacts:
 def test_the_recipes_for_gpus_fit_the_gpus_that_they_name(name: str, model: dict[str, Any], gpus: str) -> None:
     kind = Gpus.parse(gpus)
     config = recipe(name)
-    assert on_paper(PaperFacts(ModelShape.of(model), kind.memory), config) + enough(kind, config) == []
+    assert on_paper(PaperFacts(ModelShape.of(model), (kind.memory,)), config) + enough(kind, config) == []
 
 
 def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
     """And those of sixteen find no node of eight."""
     gpus, shape = Gpus.parse("H100x8x4"), ModelShape.of(QWEN3_30B_A3B)
-    facts = PaperFacts(shape, gpus.memory)
+    facts = PaperFacts(shape, (gpus.memory,))
     assert [c.severity for c in on_paper(facts, recipe("qwen3_30b_a3b_4nodes"))] == ["warn"]
     two = recipe("qwen3_30b_a3b_4nodes", "rollout.engine.tensor_parallel=2", "rollout.workers=8")
     assert on_paper(facts, two) + enough(gpus, two) == []
@@ -97,12 +97,13 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
         ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),
         ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 108 GiB of its 79.6 GiB", "tensor_parallel=4"),
         ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
-        ("", {"gpu_bytes": 18 << 30}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
-        ("", {"gpu_bytes": 24 << 30}, "warn", "fewer than a group's 8 answers", "context_length"),
-        ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "fail", "engine's share of the GPU, 39.8 GiB", "out"),
+        ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
+        ("", {"gpus": (24 << 30,)}, "warn", "fewer than a group's 8 answers", "context_length"),
+        ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "note", "engine's share of the GPU, 39.8 GiB", "out"),
         (f"{FLOAT8} weight_sync.transport=broadcast", {}, "fail", "gloo has none, and NCCL's was not tried", "object_store"),
         (FLOAT8, {"shape": EXPERTS}, "fail", "float8_block: the model is a mixture of experts", "none"),
         (FLOAT8, {"shape": replace(DENSE, key_heads=1, head_width=64)}, "fail", "its keys have 64 channels, no multiple", "none"),
+        ("", {"gpus": (24 << 30, H100.memory)}, "warn", "smallest GPUs there are, of 24 GiB: a learner rank", "larger GPUs"),
         ("", {"disk_free": 100 << 30}, "fail", "a checkpoint has 122 GiB, but the run folder's disk has 100 GiB free", "run_dir"),
         ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
         ("", {"host_bytes": 64 << 30}, "warn", "Ray's object store has about 19.2 GiB", "object-store-memory"),
@@ -117,19 +118,33 @@ def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, s
     ("overrides", "gpu", "severity", "said", "setting"),
     [
         ("", 16, "fail", "a learner rank of 15.2 GiB and an engine of 3.41 GiB (with a KV cache for one", "larger GPU"),
-        ("learner.gpus_per_rank=0.4", 24, "note", "other shares: a rank needs 0.63 of it, an engine 0.14", "0.64, rollout.gpus"),
+        ("learner.gpus_per_rank=0.4", 24, "note", "shares: a rank needs 0.63 of it, an engine 0.14", "0.64, rollout.gpus_per_worker: 0.36"),
+        ("learner.gpus_per_rank=0.4 rollout.gpus_per_worker=0.3 rollout.workers=2", 24, "note", "other shares", "gpus_per_worker: 0.18"),
         ("rollout.gpus_per_worker=0.12", 24, "fail", "for its KV cache beside weights of 1.11 GiB and 2.08 GiB for context", "raise"),
     ],
 )
 def test_a_gpu_that_learner_and_engine_share(overrides: str, gpu: int, severity: str, said: str, setting: str) -> None:
     """Both sides are added: each may fit its own share of a larger GPU."""
-    complaints = on_paper(PaperFacts(ModelShape.of(QWEN3_06B), gpu << 30), recipe("qwen3_0.6b_1gpu", *overrides.split()))
+    complaints = on_paper(PaperFacts(ModelShape.of(QWEN3_06B), (gpu << 30,)), recipe("qwen3_0.6b_1gpu", *overrides.split()))
     assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+def test_a_fraction_above_the_share_stops_no_run() -> None:
+    """Earlier versions wrote 0.9 of the share, 0.315, into a run's config.yaml. The engine takes the smaller of the two anyway."""
+    facts = PaperFacts(ModelShape.of(QWEN3_06B), (24 << 30,))
+    (found,) = on_paper(facts, recipe("qwen3_0.6b_1gpu", "rollout.engine.memory_fraction=0.315"))
+    assert found.severity == "note" and "the engine keeps to its share" in found.sentence
+
+
+def test_shares_that_no_gpu_holds_together_are_not_added() -> None:
+    """0.96 + 0.5: a rank of 15.2 GiB and an engine of 3.4 are on two GPUs of 16, each of which has room for its own."""
+    config = recipe("qwen3_0.6b_1gpu", "learner.gpus_per_rank=0.96", "rollout.gpus_per_worker=0.5")
+    assert on_paper(PaperFacts(ModelShape.of(QWEN3_06B), (16 << 30,)), config) == []
 
 
 def test_nothing_is_said_about_gpus_that_nobody_uses() -> None:
     on_cpu = recipe("nano_spell_backward", has_gpu=False)
-    assert on_paper(PaperFacts(replace(DENSE, context=128), None), on_cpu) == []
+    assert on_paper(PaperFacts(replace(DENSE, context=128)), on_cpu) == []
     assert on_paper(paper(disk_free=1 << 50, host_bytes=1 << 40), eight()) == []
     assert on_paper(paper(), eight(FLOAT8)) == []
 
@@ -149,7 +164,8 @@ def node(**facts: Any) -> NodeFacts:
         "architectures": ("sm_80", "sm_90"), "rollout_units": 8.0, "cpus": 64.0, "free_cpus": 64.0,
         "versions": {"torch": "2.13.0", "ray": "2.60.0", "sglang-kernel": "0.4.7"},
     }  # fmt: skip
-    return NodeFacts(**(whole | facts))
+    whole |= facts
+    return NodeFacts(**({"gpu_bytes": tuple(one.bytes for one in whole["gpus"])} | whole))
 
 
 def test_a_healthy_node_has_nothing_said() -> None:
@@ -189,7 +205,7 @@ BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
         ([node(gpus=(), architectures=(), visible_devices="", offered_gpus=0.0)], "", "fail", "CUDA_VISIBLE_DEVICES = '' hides them"),
         ([node(), node(name="b", object_store=20 << 30)], "ray.address=auto", "warn", "b: two versions of the weights and two batches"),
         ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 54.6 GiB of its 24 GiB"),
-        ([HEAD, node(gpus=(), gpu_bytes=18 << 30, visible_devices="")], "ray.address=auto", "fail", "an engine has 0 MiB for its KV cache"),
+        ([HEAD, node(gpus=(), gpu_bytes=(18 << 30,) * 8)], "ray.address=auto", "fail", "an engine has 0 MiB for its KV cache"),
         ([node(), node(name="b", gpus=(SMALL,) * 8)], "ray.address=auto", "warn", "smallest GPUs there are, of 24 GiB: a learner rank"),
         ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),
         ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
@@ -239,12 +255,26 @@ def test_a_cluster_with_a_head_without_gpus_is_judged_by_its_nodes(monkeypatch: 
     """The driver's own GPU, if it has one, says nothing about those of the nodes."""
     monkeypatch.setattr(gather, "gpus_of_driver", lambda: [SMALL])
     model = f"model={save_config(tmp_path, QWEN3_8B)}"
-    assert gather.paper_facts(eight(model, "ray.address=auto")).gpu_bytes is None
-    assert gather.paper_facts(eight(model)).gpu_bytes == SMALL.bytes
+    assert gather.paper_facts(eight(model, "ray.address=auto")).gpus == ()
+    assert gather.paper_facts(eight(model)).gpus == (SMALL.bytes,)
     joined = eight("ray.address=auto")
     assert on_nodes([HEAD, node()], joined, DENSE) == []
     small_ones_sample_nothing = [node(), node(name="b", gpus=(SMALL,) * 8, rollout_units=0.0)]
     assert all("learner rank" in found.sentence for found in on_nodes(small_ones_sample_nothing, joined, DENSE))
+
+
+def test_a_node_s_gpus_of_several_sizes_are_judged_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What fits one of them warns. A display's card that Ray doesn't offer counts for nothing, on a cluster and on this machine."""
+    joined, display = eight("ray.address=auto"), GpuFact("T400", 2 << 30, 2 << 30, "sm_75")
+    mixed = node(gpus=(), gpu_bytes=(H100.memory,) * 7 + (SMALL.bytes,), visible_devices="")
+    assert {found.severity for found in on_nodes([mixed], joined, DENSE)} == {"warn"}
+    assert on_nodes([node(gpus=(), gpu_bytes=(display.bytes, *(H100.memory,) * 8), visible_devices="")], joined, DENSE) == []
+    large = GpuFact("H100", H100.memory, H100.memory, "sm_90")
+    monkeypatch.setattr(gather, "gpus_of_driver", lambda: [display, large, replace(large, bytes=0)])
+    monkeypatch.setattr(gather, "visible_gpus", lambda: 1)
+    model = f"model={save_config(tmp_path, QWEN3_8B)}"
+    assert gather.paper_facts(eight(model)).gpus == (H100.memory,)
+    assert this_node(str(tmp_path)).gpu_bytes == (display.bytes, H100.memory), "one doesn't tell its size"
 
 
 def test_gpus_that_are_hidden_from_torch_are_told_where_nobody_asked_for_them() -> None:
@@ -253,7 +283,7 @@ def test_gpus_that_are_hidden_from_torch_are_told_where_nobody_asked_for_them() 
     alone = {"gpus": (), "architectures": (), "offered_gpus": 0.0, "free_gpus": 0.0}
     severities = [[c.severity for c in on_nodes([node(**alone, visible_devices=seen)], on_cpu, DENSE)] for seen in (None, "", "-1")]
     assert severities == [["warn"], ["note"], ["note"]]
-    assert on_nodes([node(gpus=(), gpu_bytes=H100.memory, visible_devices="")], eight("ray.address=auto"), DENSE) == []
+    assert on_nodes([node(gpus=(), gpu_bytes=(H100.memory,) * 8, visible_devices="")], eight("ray.address=auto"), DENSE) == []
 
 
 def test_shares_of_one_gpu_are_one_gpu() -> None:

@@ -16,7 +16,7 @@ from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RayConfig, RunConfig
 from actors.derived import derived
-from actors.doctor.cluster_file import ClusterFile, NodeKind, agreement
+from actors.doctor.cluster_file import ClusterFile, NodeKind, _gpu_bytes, agreement
 from actors.doctor.facts import Complaint
 from actors.plan.gpus import MEMORY_MIB
 from actors.plan.shape import ModelShape
@@ -95,6 +95,26 @@ def test_a_model_is_judged_by_the_memory_of_the_instances(tmp_path: Path) -> Non
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(named))
     assert ClusterFile.read(path, "rollout").kinds[2].gpu_bytes == MEMORY_MIB["H200"] << 20
+
+
+@pytest.mark.parametrize(
+    ("instance", "resource", "gib"),
+    [
+        ("p4d.24xlarge", "A100", 40),
+        ("p4de.24xlarge", "A100", 80),
+        ("p4d.24xlarge", "A100-80G", 40),
+        ("", "A100-80G", 80),
+        ("", "A100-40G", 40),
+        ("", "A100", None),
+        ("x9.large", "A100", None),
+        ("", "A10G", 22),
+    ],
+)
+def test_an_a100_is_of_40_gb_or_of_80(instance: str, resource: str, gib: int | None) -> None:
+    """Ray's accelerator_type:A100 is either, so that the instance type is asked first."""
+    kind = {"node_config": {"InstanceType": instance}}
+    found = _gpu_bytes(kind, {"GPU": 8, f"accelerator_type:{resource}": 1})
+    assert (found and round(found / 2**30)) == gib
 
 
 def test_the_autoscaled_type_grows() -> None:

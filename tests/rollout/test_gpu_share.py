@@ -50,8 +50,17 @@ def test_a_fraction_is_of_the_whole_gpu_and_never_more_than_the_share() -> None:
 def test_what_has_no_room_is_said_with_numbers() -> None:
     with pytest.raises(RuntimeError, match=r"of 24 GiB the engine has 0\.35, its weights take 8 GiB, .* sampler 2\.08\. Raise roll"):
         cache_bytes(SETTINGS, TOTAL, TOTAL, 8 * GIB, WORDS)
-    with pytest.raises(RuntimeError, match=r"still has 6\.4\d GiB to take, but 3 are free: others on it have taken more than theirs"):
-        cache_bytes(SETTINGS, 3 * GIB, TOTAL, WEIGHTS, WORDS)
+    with pytest.raises(RuntimeError, match=r"still has 6\.4\d GiB to take, but 1\.5 are free: others on it have taken more than theirs"):
+        cache_bytes(SETTINGS, 3 * GIB // 2, TOTAL, WEIGHTS, WORDS)
+
+
+def test_a_small_shortfall_makes_the_cache_smaller(caplog: pytest.LogCaptureFixture) -> None:
+    """Contexts may be larger than was estimated: what is missing of the share is taken from the cache, and said."""
+    whole = cache_bytes(SETTINGS, TOTAL, TOTAL, WEIGHTS, WORDS)
+    needed = whole + beside_the_cache(128, WORDS) - CONTEXT
+    assert cache_bytes(SETTINGS, needed, TOTAL, WEIGHTS, WORDS) == whole and not caplog.records
+    assert cache_bytes(SETTINGS, needed - GIB // 2, TOTAL, WEIGHTS, WORDS) == whole - GIB // 2
+    assert f"The KV cache has {(whole - GIB // 2) / GIB:.3g} GiB instead of {whole / GIB:.3g}" in caplog.text
 
 
 def test_it_takes_the_place_of_sglang_s_own_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from actors.config import RunConfig
 from correction.errors import DataError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import FileTask, RolloutConfig
-from rollout.rows import read_file
+from rollout.rows import _field, read_file, with_field
 from rollout.tasks import build_task
 from tests.rollout.test_rewards import asked, scored
 
@@ -120,6 +120,37 @@ def test_a_row_keeps_its_nested_answer_when_it_is_written(tmp_path: Path) -> Non
     task = build_task(FileTask(path=path, answer_field="reward_model.ground_truth", held_out_size=1))
     (row,) = [row for row in rows if row["extra_info"] == task.train_row(0)["extra_info"]]
     assert task.train_row(0) == row | {"prompt": row["prompt"][0]["content"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("q", {"q": "old", "x": 1}),
+        ("m.a.b", {"m": {"a": {"b": "old", "c": 1}, "a.b": "another's"}}),
+        ("m.a.b", {"m.a.b": "old", "m": {"c": 1}}),
+        ("m.q", {"m.q": "old", "m": "a text"}),
+        ("m.q", {"m.q": "old", "m": {"c": 1}}),
+    ],
+)
+def test_a_field_is_written_where_it_was_read(name: str, row: dict[str, Any]) -> None:
+    """A row without the columns that were used, as a question keeps it, gets its value back: the same row, from which the same is read."""
+    kept = {column: value for column, value in row.items() if column != name}
+    assert with_field(kept, name, "old") == row
+    assert _field(with_field(kept, name, "new"), name) == "new"
+
+
+def test_a_warm_up_teaches_the_prompt_that_is_asked(tmp_path: Path, tiny_model: Path) -> None:
+    """Turns and all: a demonstration's ids are those of the training prompt of the same question."""
+    path = tmp_path / "rows.jsonl"
+    other = [CONVERSATION[0], {"role": "user", "content": "alone"}]
+    path.write_text("".join(json.dumps({"messages": turns, "answer": "7"}) + "\n" for turns in (CONVERSATION, other, "plain")))
+    config = FileTask(path=path, prompt_field="messages", held_out_size=1, prompt_template="{question} Say it.")
+    encoder = ChatEncoder.for_task(load_tokenizer(tiny_model), config)
+    task = build_task(config, encoder)
+    shown = task.demonstrations(2)
+    taught = {encoder.encode_demonstration(one.prompt, one.answer)[0] for one in shown}
+    assert taught == {task.train_prompt(position).token_ids for position in range(2)} and len(taught) == 2
+    assert all(one.prompt_text.endswith(" Say it.") for one in shown)
 
 
 @pytest.mark.parametrize(
