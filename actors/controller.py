@@ -100,6 +100,8 @@ class Controller:
         lost: list[str] = []
         while True:
             try:
+                if failure is not None:
+                    await self._withdraw(lost)  # until then the pool's failure is the one that takes the run back
                 beginning = self._start_parts() if failure is None else self._go_back(lost, failure)
                 await unless_failed(beginning, self._pool.raise_on_failure())
                 loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
@@ -161,10 +163,8 @@ class Controller:
         await asyncio.to_thread(self._ledger.flush)
 
     async def _go_back(self, lost: list[str], failure: BaseException) -> None:
-        """Args: lost: names of parts."""
+        """To the last checkpoint, when all is withdrawn. Args: lost: names of parts."""
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
-        self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
-        await self._withdraw(lost)
         self._point, said = await self._returns.found(self._config.model, self._observer.disk, self._observer.event)
         self._generation += 1
         self._observer.event("warning", what_is_done_again(lost, failure, self._point, **reached))
@@ -180,6 +180,7 @@ class Controller:
 
     async def _withdraw(self, lost: list[str]) -> None:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
+        self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
         await self._evaluations.abandon()
         await self._pool.withdraw()
         self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost)

@@ -13,6 +13,8 @@ import pytest
 
 from actors.controller import Controller
 from actors.parts import StartingPoint
+from actors.pool import RolloutPool
+from actors.rollout_worker import WorkerSettings
 from correction.errors import ActorLost, DataError
 from tests.actors.test_controller import Observer, controller, nothing
 
@@ -71,6 +73,41 @@ def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> No
             empty_step(run, step)
         with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, to step 6"):
             empty_step(run, 6)
+
+    playing(scenario)
+
+
+def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts until all is withdrawn. If it still counted then, the way back would end by it before its first step, each time."""
+
+    async def scenario() -> None:
+        run = going_back_to(2, monkeypatch)
+        monkeypatch.delattr(run, "_withdraw")
+        settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
+        pool = RolloutPool(settings, run._config.deadlines, object(), run._observer)
+        run._pool, run._sync, started = pool, SimpleNamespace(close=nothing), 0  # type: ignore[assignment]
+
+        async def start() -> None:
+            nonlocal started
+            started += 1
+
+        async def trains() -> None:
+            if started == 1:
+                pool._fail(ActorLost("give_up <- trajectory queue: the actor's process is gone"))
+                await asyncio.sleep(60.0)
+            run._step, run._is_trained = STEPS, True
+
+        async def who(*_: Any) -> list[str]:
+            return ["trajectory queue"]
+
+        monkeypatch.setattr(run, "_start_parts", start)
+        monkeypatch.setattr(run, "_until_trained", trains)
+        monkeypatch.setattr(run, "_evaluate_last", nothing)
+        monkeypatch.setattr("actors.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
+        monkeypatch.setattr("actors.controller.lost_among", who)
+        run._service = SimpleNamespace(scatter=SimpleNamespace(_method_name="scatter", remote=nothing))
+        summary = await run._whatever_dies()
+        assert (summary.steps, started, run._generation, pool._generation) == (STEPS, 2, 1, 1)
 
     playing(scenario)
 
