@@ -62,7 +62,7 @@ class Observer:
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._views = open_views(folder, config.metrics)
+        self._views = open_views(folder, config.metrics, self.waiting)
         self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
         self._slowest = SlowestPrompts(folder)
@@ -96,7 +96,7 @@ class Observer:
         self._finished, self._receipts, self._extra = [], [], {}
         self._probes.forget()
         self._close_views()
-        self._views = open_views(self._folder, self._config.metrics)
+        self._views = open_views(self._folder, self._config.metrics, self.waiting)
 
     # -- actors ------------------------------------------------------------------------------------------------------
 

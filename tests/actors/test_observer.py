@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -22,6 +23,7 @@ from actors.config import RunConfig
 from actors.evaluation import evaluate
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics, by_worker
+from actors.record.metric_views import WandbView
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEPT, SkippedBatch
@@ -433,6 +435,27 @@ def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen) -
     assert scalars(events, "monitor/level") == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 1)], "step 5 as it was done again"
     told = [event.text for event in seen.folder.read_events() if "the disk" in event.text]
     assert ["does not take" in text for text in told] == [True, False], "once each, though other files took their lines all the time"
+
+
+def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its errors are no news of the disk, whatever their kind, and neither a flush nor the way back to a checkpoint ends by them."""
+    tried = list[dict[str, float]]()
+
+    def log(numbers: dict[str, float]) -> None:
+        tried.append(numbers)
+        if len(tried) > 1:
+            raise ConnectionError("the service is down")
+
+    run = SimpleNamespace(log=log, finish=lambda: pytest.fail("it is left out"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    seen.observer._views.append(view)
+    asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
+    view.close()
+    seen.settle()
+    assert [numbers["step"] for numbers in tried] == [1, 2] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
+    (told,) = seen.folder.read_events()
+    assert told.level == "warning" and told.text.endswith("in its folder: ConnectionError: the service is down")
 
 
 def test_a_view_that_can_not_be_closed_ends_nothing(seen: Seen) -> None:
