@@ -10,9 +10,9 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -43,6 +43,7 @@ from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 
+T = TypeVar("T")
 _BATCH_IS_LATE_S = 0.1
 """The last step is told while the learner waits for a batch, if it waits longer than that."""
 _END_S = 30.0  # for each of the things that are still to be done when a run ends
@@ -160,7 +161,7 @@ class Controller:
     async def _train_and_save(self) -> None:
         await self._train()
         await self._checkpoints.insist(self._step, self._save)
-        await asyncio.to_thread(self._ledger.flush)
+        await self._by_disk(asyncio.to_thread(self._ledger.flush), "the ledger's lines")
 
     async def _go_back(self, lost: list[str], failure: BaseException) -> None:
         """To the last checkpoint, when all is withdrawn. Args: lost: names of parts."""
@@ -228,8 +229,13 @@ class Controller:
         asked, limit_s = {name: part for name, part in self._parts.items() if "learner" not in name}, self._config.deadlines.sync_s
         return await while_they_answer(asked, partial(method.remote, *arguments), what, deadline_s=limit_s, tell=self._observer.event)
 
+    async def _by_disk(self, awaitable: Awaitable[T], what: str) -> T:
+        """What the run folder's disk is waited for. Raises: DeadlineExceeded if it hangs."""
+        named = f"{what} -> the run folder's disk"
+        return await wait_for(awaitable, named, deadline_s=self._config.deadlines.disk_s, notice=self._observer.waiting)
+
     async def _next_batch(self) -> PreparedBatch:
-        await self._observer.disk.room()
+        await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"), self._pool.learner_waits():
             sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
@@ -304,9 +310,9 @@ class Controller:
         queue = await whole_snapshot(self._queue, deadline_s=self._config.deadlines.checkpoint_s)
         monitor = await self._ask(self._service.monitor_state)
         totals = self._observer.totals()
-        mark, replacement = await asyncio.to_thread(self._ledger.flush, queue), self._alarms.replacement
-        of_run = self._task.fingerprint, self._config.model_dump(mode="json")
-        return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, totals, monitor, replacement, mark, *of_run)
+        mark = await self._by_disk(asyncio.to_thread(self._ledger.flush, queue), "the ledger's lines")
+        of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
+        return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, totals, monitor, *of_run)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 

@@ -344,8 +344,8 @@ class Observer:
         """
         if self._writing is not None:
             await asyncio.shield(self._writing)
-        limit_s = 3 * self._config.deadlines.checkpoint_s  # a checkpoint that is being written has as long
-        await wait_for(self.disk.done(), "lines of the last steps -> the run folder's disk", deadline_s=limit_s, notice=self.waiting)
+        what, limit_s = "lines of the last steps -> the run folder's disk", self._config.deadlines.disk_s
+        await wait_for(self.disk.done(), what, deadline_s=limit_s, notice=self.waiting)
 
     def hurry(self) -> None:
         """Lines of steps wait for nobody any more, and lack what is not known yet: there may be seconds left."""
