@@ -179,6 +179,7 @@ def _run_in(
     """Args: notes: what to tell first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
+    hurries = False
     try:
         observer.event("info", config.batch_arithmetic())
         for level, note in notes:
@@ -197,6 +198,7 @@ def _run_in(
                 HALF_OVER.set(StackCollector(folder, observer.event).half_over)
                 summary = _run_controller(controller)
     except BaseException as error:
+        hurries = isinstance(error, interrupts.Interrupted)
         observer.keep_event("error", _said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
         if saved and saved[-1].step < config.steps:
@@ -204,8 +206,9 @@ def _run_in(
         view.close()
         raise
     finally:
-        observer.close(within_s=2.0 if interrupts.is_ending() else 30.0)
-        report = None if interrupts.is_ending() else _report(folder)
+        hurries = hurries or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
+        observer.close(within_s=2.0 if hurries else 30.0)
+        report = None if hurries else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
 
