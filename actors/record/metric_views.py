@@ -120,6 +120,11 @@ def open_views(folder: RunFolder, config: MetricsConfig, tell: Callable[[str], o
     return views
 
 
+def views_from_an_earlier_step(views: Sequence[View], folder: RunFolder) -> list[View]:
+    """They go on after a return to a checkpoint. TensorBoard hides what came later by a file of its own; W&B draws the steps once more."""
+    return [_tensorboard(folder) if isinstance(view, TensorBoardView) else view for view in views]
+
+
 def _tensorboard(folder: RunFolder) -> TensorBoardView:
     earlier = folder.read_metrics()  # already rewound to the checkpoint that the run goes on from
     return TensorBoardView(folder.tensorboard_path, resumed_from=earlier[-1].step if earlier else None)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -458,15 +459,25 @@ def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, mon
     assert told.level == "warning" and told.text.endswith("in its folder: ConnectionError: the service is down")
 
 
-def test_a_view_that_can_not_be_closed_ends_nothing(seen: Seen) -> None:
+def test_a_view_is_closed_when_all_steps_are_in_it_and_one_that_can_not_be_ends_nothing(seen: Seen) -> None:
+    """By the thread that writes to it: a disk that takes its time for earlier lines has it written to after the run's end."""
+    done, gate = list[object](), threading.Event()
+
     class Broken:
-        def write(self, metrics: StepMetrics) -> None: ...
+        def write(self, metrics: StepMetrics) -> None:
+            done.append(metrics.step)
 
         def close(self) -> None:
+            done.append("closed")
             raise RuntimeError("no connection")
 
-    seen.observer._views.append(Broken())  # type: ignore[arg-type]
-    seen.observer.go_back({})
-    seen.settle()
+    observer = seen.observer
+    observer._views.append(Broken())  # type: ignore[arg-type]
+    observer.go_back({})
+    observer.disk.do(lambda: gate.wait(60.0))
+    observer._show(StepMetrics(1, {"time/step_s": 1.0}))
+    threading.Timer(0.3, gate.set).start()
+    observer.close()
+    assert done == [1, "closed"]
     (told,) = seen.folder.read_events()
     assert (told.level, told.text) == ("warning", "Broken was not closed in order: no connection")
