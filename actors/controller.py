@@ -99,6 +99,7 @@ class Controller:
         """The run from the start of its parts; when one of them dies, again from the checkpoint before that (going_back.py)."""
         failure: BaseException | None = None
         lost: list[str] = []
+        after: Evaluation | None = None
         while True:
             try:
                 if failure is not None:
@@ -108,12 +109,13 @@ class Controller:
                 loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
                 training = unless_failed(self._until_trained(), loss)
                 await unless_failed(training, self._pool.raise_on_failure())
-                return await self._finish(await unless_failed(self._evaluate_last(), self._pool.raise_on_failure()))
+                after = await unless_failed(self._evaluate_last(), self._pool.raise_on_failure())
+                break
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 failure, self._ending.is_training = error, False
             lost = await lost_among(self._parts, failure)
             if self._is_trained and self._ends_early:
-                return await self._finish(None)
+                break
             if self.ended_by is not None and lost:  # it was about to save its last step, and would start all parts for that
                 self._observer.event("warning", f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
                 raise asyncio.CancelledError
@@ -123,7 +125,8 @@ class Controller:
                 if not self._is_trained:
                     raise
                 self._observer.event("warning", f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
-                return await self._finish(None)
+                break
+        return await self._finish(after)
 
     async def _until_trained(self) -> None:
         """To the last step and its checkpoint."""

@@ -297,7 +297,7 @@ class RolloutPool(Membership):
             await asyncio.sleep(pause_s)
             await self.until(lambda: self._is_current(worker) or worker.state is not WorkerState.JOINED)
             if worker.state is not WorkerState.JOINED:
-                raise ActorLost(f"{what}: it could not be reached, and is gone")
+                raise ActorLost(f"{what}: it could not be reached, and is gone or leaves")
         return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
 
     async def _watch(self) -> None:

@@ -15,7 +15,7 @@ from actors.controller import Controller
 from actors.parts import StartingPoint
 from actors.pool import RolloutPool
 from actors.rollout_worker import WorkerSettings
-from correction.errors import ActorLost, DataError
+from correction.errors import ActorLost, DataError, DeadlineExceeded
 from tests.actors.test_controller import Observer, controller, nothing
 
 STEPS = 10
@@ -150,6 +150,35 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
             with pytest.raises(ActorLost, match="the 4th death"):
                 await run._whatever_dies()
             assert run._step == saved
+
+    playing(scenario)
+
+
+def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is evaluated; what fails is to write it, and that is said."""
+
+    async def scenario() -> None:
+        run = going_back_to(STEPS, monkeypatch)
+
+        async def trained() -> None:
+            run._step, run._is_trained = STEPS, True
+
+        async def hangs() -> None:
+            raise DeadlineExceeded("lines of the last steps -> the run folder's disk: not done in 1800 s")
+
+        async def who(*_: Any) -> list[str]:
+            return []
+
+        def allow(lost: list[str], error: BaseException, *, step: int) -> None:
+            raise error
+
+        run._steps, run._returns.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
+        monkeypatch.setattr(run, "_until_trained", trained)
+        monkeypatch.setattr(run, "_evaluate_last", nothing)
+        monkeypatch.setattr("actors.controller.lost_among", who)
+        with pytest.raises(DeadlineExceeded, match="the run folder's disk"):
+            await run._whatever_dies()
+        assert not [text for text in run._observer.events if "left out" in text]  # type: ignore[attr-defined]
 
     playing(scenario)
 
