@@ -75,7 +75,8 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
             break  # the last: what was wrong has been said, before there was anything to go on with
         now = Reached.of(run_dir)
         reason = f"the run's process {_end_of(code)} after step {now.step}"
-        # A kill from outside says nothing about the run, nor a cluster whose head may be started again; what ends by itself twice at one place will do so again.
+        # A kill from outside says nothing about the run, nor does a lost cluster, whose head may be started again. What ends by itself
+        # twice at one place will do so again.
         if retry > 0 and code not in (-signal.SIGKILL, interrupts.NO_CLUSTER) and not now.is_beyond(reached):
             _say(run_dir, "error", f"{reason}, as far as it had come before this retry: it makes no progress, and is not tried again")
             break

@@ -31,7 +31,7 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
     observer = SimpleNamespace(
         event=lambda *_: None, keep_event=lambda *_: None, phase=ends, close=lambda *, within_s: closed.append(within_s)
     )
-    folder: Any = SimpleNamespace(path="run", checkpoints=lambda: [])
+    folder: Any = SimpleNamespace(path="run", checkpoints=list)
     monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(train, "Observer", lambda *_: observer)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: None)
