@@ -127,6 +127,11 @@ class DeadlinesConfig(DerivedSettings):
         """Until an engine has had its three attempts at new weights, and the pauses between them."""
         return 3 * self.sync_s + 30.0
 
+    @property
+    def disk_s(self) -> float:
+        """Until the run folder's disk has taken what waits for it; a checkpoint that is being written has as long."""
+        return 3 * self.checkpoint_s
+
 
 class MetricsConfig(Settings):
     """Where numbers go besides the run folder."""

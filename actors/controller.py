@@ -10,9 +10,9 @@ import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -43,6 +43,7 @@ from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt
 
+T = TypeVar("T")
 _BATCH_IS_LATE_S = 0.1
 """The last step is told while the learner waits for a batch, if it waits longer than that."""
 _END_S = 30.0  # for each of the things that are still to be done when a run ends
@@ -98,19 +99,23 @@ class Controller:
         """The run from the start of its parts; when one of them dies, again from the checkpoint before that (going_back.py)."""
         failure: BaseException | None = None
         lost: list[str] = []
+        after: Evaluation | None = None
         while True:
             try:
+                if failure is not None:
+                    await self._withdraw(lost)  # until then the pool's failure is the one that takes the run back
                 beginning = self._start_parts() if failure is None else self._go_back(lost, failure)
                 await unless_failed(beginning, self._pool.raise_on_failure())
                 loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
                 training = unless_failed(self._until_trained(), loss)
                 await unless_failed(training, self._pool.raise_on_failure())
-                return await self._finish(await unless_failed(self._evaluate_last(), self._pool.raise_on_failure()))
+                after = await unless_failed(self._evaluate_last(), self._pool.raise_on_failure())
+                break
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 failure, self._ending.is_training = error, False
             lost = await lost_among(self._parts, failure)
             if self._is_trained and self._ends_early:
-                return await self._finish(None)
+                break
             if self.ended_by is not None and lost:  # it was about to save its last step, and would start all parts for that
                 self._observer.event("warning", f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
                 raise asyncio.CancelledError
@@ -120,7 +125,8 @@ class Controller:
                 if not self._is_trained:
                     raise
                 self._observer.event("warning", f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
-                return await self._finish(None)
+                break
+        return await self._finish(after)
 
     async def _until_trained(self) -> None:
         """To the last step and its checkpoint."""
@@ -158,13 +164,11 @@ class Controller:
     async def _train_and_save(self) -> None:
         await self._train()
         await self._checkpoints.insist(self._step, self._save)
-        await asyncio.to_thread(self._ledger.flush)
+        await self._by_disk(asyncio.to_thread(self._ledger.flush), "the ledger's lines")
 
     async def _go_back(self, lost: list[str], failure: BaseException) -> None:
-        """Args: lost: names of parts."""
+        """To the last checkpoint, when all is withdrawn. Args: lost: names of parts."""
         reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
-        self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
-        await self._withdraw(lost)
         self._point, said = await self._returns.found(self._config.model, self._observer.disk, self._observer.event)
         self._generation += 1
         self._observer.event("warning", what_is_done_again(lost, failure, self._point, **reached))
@@ -180,6 +184,7 @@ class Controller:
 
     async def _withdraw(self, lost: list[str]) -> None:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
+        self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
         await self._evaluations.abandon()
         await self._pool.withdraw()
         self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost)
@@ -227,8 +232,13 @@ class Controller:
         asked, limit_s = {name: part for name, part in self._parts.items() if "learner" not in name}, self._config.deadlines.sync_s
         return await while_they_answer(asked, partial(method.remote, *arguments), what, deadline_s=limit_s, tell=self._observer.event)
 
+    async def _by_disk(self, awaitable: Awaitable[T], what: str) -> T:
+        """What the run folder's disk is waited for. Raises: DeadlineExceeded if it hangs."""
+        named = f"{what} -> the run folder's disk"
+        return await wait_for(awaitable, named, deadline_s=self._config.deadlines.disk_s, notice=self._observer.waiting)
+
     async def _next_batch(self) -> PreparedBatch:
-        await self._observer.disk.room()
+        await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner"), self._pool.learner_waits():
             sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
@@ -303,9 +313,9 @@ class Controller:
         queue = await whole_snapshot(self._queue, deadline_s=self._config.deadlines.checkpoint_s)
         monitor = await self._ask(self._service.monitor_state)
         totals = self._observer.totals()
-        mark, replacement = await asyncio.to_thread(self._ledger.flush, queue), self._alarms.replacement
-        of_run = self._task.fingerprint, self._config.model_dump(mode="json")
-        return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, totals, monitor, replacement, mark, *of_run)
+        mark = await self._by_disk(asyncio.to_thread(self._ledger.flush, queue), "the ledger's lines")
+        of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
+        return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, totals, monitor, *of_run)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from actors.learner_group import LearnerGroup
 from actors.part_heartbeat import raise_when_silent
 from actors.parts import StartingPoint
 from actors.payloads import no_room
-from actors.record.checkpoint_reader import newest_readable, take_back
+from actors.record.checkpoint_reader import ResumePoint, newest_readable, take_back
 from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
 from actors.supervision import kill, persistently, unless_failed
@@ -201,7 +201,9 @@ class Returns:
         """
         for attempt in itertools.count(1):
             try:
-                return await disk.taken_back(partial(self.point, model), lambda found: found[0].step)
+                # Hashes of a large checkpoint take minutes, in which the disk's thread writes on what happens.
+                whole = await asyncio.to_thread(self._newest)
+                return await disk.taken_back(partial(self._take_back, model, whole), lambda found: found[0].step)
             except OSError as error:
                 if attempt == _DISK_ATTEMPTS:
                     raise DataError(f"{self._folder.path}: the run can't go back to its last checkpoint: {error}") from error
@@ -209,16 +211,22 @@ class Returns:
                 await asyncio.sleep(_DISK_AGAIN_S)
         raise AssertionError
 
-    def point(self, model: Path) -> Found:
-        """The newest whole checkpoint; the folder has nothing of later steps any more. Waits for the disk.
+    def _newest(self) -> ResumePoint | None:
+        """Waits for the disk, and reads all of a checkpoint. Returns: None if there is none."""
+        return newest_readable(self._folder) if self._folder.checkpoints() else None
 
-        Args: model: that the run began with.
-        Returns: it, and what to say about it, as (level, sentence).
+    def _take_back(self, model: Path, whole: ResumePoint | None) -> Found:
+        """The folder has nothing of later steps any more. Waits for the disk.
+
+        Args:
+            model: that the run began with.
+            whole: None: the run begins anew.
+        Returns: where the run goes on from, and what to say about it, as (level, sentence).
         """
-        if not self._folder.checkpoints():
+        if whole is None:
             self._folder.rewind(0)
             return StartingPoint(model), []
-        point, said = take_back(self._folder, newest_readable(self._folder), self._task)
+        point, said = take_back(self._folder, whole, self._task)
         return StartingPoint(model, point.checkpoint, point.state), said
 
 

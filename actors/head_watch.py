@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -31,7 +32,7 @@ _LOOKS = 6
 def ends_with_the_head(settings: RayConfig, run_dir: Path, tell: Callable[[str], object]) -> Iterator[None]:
     """While this lasts, the loss of the head of the cluster that was joined ends this process. A private one is this process' own.
 
-    Args: tell: is told the reason, in the thread that looks.
+    Args: tell: is told the reason, in a thread of its own, for which the end waits two seconds.
     """
     if settings.address is None or settings.address.startswith("ray://"):
         yield
@@ -59,6 +60,5 @@ def _look(address: str, over: threading.Event, run_dir: Path, tell: Callable[[st
         f"this run went with it. Start a head again (deploy/README.md), then: evenkeel train --resume {run_dir}, with "
         "ray.address=HOST:PORT if it is another one"
     )
-    with contextlib.suppress(Exception):  # whatever is wrong with the folder, the terminal has it
-        tell(text)
-    interrupts.end_all(text, 1)
+    # The folder may be on a disk that went with the head: the terminal has it first, and the folder if it can.
+    interrupts.end_all(text, interrupts.NO_CLUSTER if interrupts.is_attempt else 1, last=partial(tell, text))

@@ -33,6 +33,11 @@ SAME_S = 2.0
 # Whoever has started this process so that it outlives its terminal (nohup) has had SIGHUP ignored, and so it stays.
 _HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
+NO_CLUSTER = 69
+"""Exit code of an attempt of `evenkeel train --retries` that found no Ray cluster, or lost it; EX_UNAVAILABLE of sysexits.h."""
+is_attempt = False
+"""This process is such an attempt (commands/attempt.py)."""
+_LAST_S = 2.0
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
@@ -204,14 +209,29 @@ def is_ending() -> bool:
     return _guard is not None and _guard.raised is not None
 
 
-def end_all(why: str, code: int) -> NoReturn:
-    """End this process and its descendants, without the help of the main thread. Args: why: for the terminal. code: of the exit."""
+def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) -> NoReturn:
+    """End this process and its descendants, without the help of the main thread.
+
+    Args:
+        why: for the terminal.
+        code: of the exit.
+        last: is done when that is said, and has two seconds: it may hang, or fail.
+    """
     from actors.descendants import adopted_orphans, end_new
 
     with contextlib.suppress(OSError):
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h\n")  # the cursor, which a live panel hides
         os.write(2, f"evenkeel: {why}\n".encode())
+    if last is not None:
+        thread = threading.Thread(target=_tried, args=(last,), daemon=True)
+        thread.start()
+        thread.join(_LAST_S)
     with adopted_orphans():
         end_new()
     os._exit(code)
+
+
+def _tried(work: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):
+        work()

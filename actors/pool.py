@@ -68,7 +68,10 @@ class RolloutPool(Membership):
         self.spawn(self._watch())
 
     async def withdraw(self) -> None:
-        """Take all work back, and all weights: the workers go on to nothing, until `serve`, `follow` and `feed`."""
+        """Take all work back, and all weights: the workers go on to nothing, until `serve`, `follow` and `feed`.
+
+        What the pool has failed with is dealt with then: what fails from here on counts.
+        """
         self._sync = None
         calls = [task for task in self._tasks if task.get_name() == _CALL]
         for call in calls:
@@ -76,12 +79,12 @@ class RolloutPool(Membership):
         await asyncio.gather(*calls, return_exceptions=True)  # they settle what they have counted
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._groups, self._lost_with = GroupBook(), {}  # the same numbers come again
+        self._renew()
 
     def serve(self, queue: Any, generation: int) -> None:
         """Finished groups go to another queue from now on; what the workers have under way is given up."""
         self._queue, self._generation = self._queue.replaced_by(queue), generation
         self._begin_delivery()
-        self._renew()
         self._progressed = self._now()
         for worker in self._workers.values():
             worker.follow(generation)
@@ -294,7 +297,7 @@ class RolloutPool(Membership):
             await asyncio.sleep(pause_s)
             await self.until(lambda: self._is_current(worker) or worker.state is not WorkerState.JOINED)
             if worker.state is not WorkerState.JOINED:
-                raise ActorLost(f"{what}: it could not be reached, and is gone")
+                raise ActorLost(f"{what}: it could not be reached, and is gone or leaves")
         return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
 
     async def _watch(self) -> None:

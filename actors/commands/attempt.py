@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+from actors import interrupts
 from correction.errors import ConfigError
 
 _PR_SET_PDEATHSIG = 1
@@ -18,16 +19,17 @@ def main() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # after the step under way, with a checkpoint
         if parent == 1 or os.getppid() != parent:
             sys.exit(128 + signal.SIGTERM)
+    interrupts.is_attempt = True
     from actors.cluster import NoClusterError
     from actors.commands.cli import main as command_line
-    from actors.commands.retries import NO_CLUSTER, NOT_AGAIN
+    from actors.commands.retries import NOT_AGAIN
 
     try:
         command_line()
     except SystemExit as end:
         if isinstance(end.__context__, ConfigError):
             print(end.code, file=sys.stderr)
-            sys.exit(NO_CLUSTER if isinstance(end.__context__, NoClusterError) else NOT_AGAIN)
+            sys.exit(interrupts.NO_CLUSTER if isinstance(end.__context__, NoClusterError) else NOT_AGAIN)
         raise
 
 

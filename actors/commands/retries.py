@@ -23,8 +23,6 @@ from actors.record.run_folder import RunFolder
 
 NOT_AGAIN = 78
 """Exit code of an attempt with wrong settings, which would be as wrong the next time; EX_CONFIG of sysexits.h."""
-NO_CLUSTER = 69
-"""Exit code of an attempt that found no Ray cluster at ray.address; EX_UNAVAILABLE of sysexits.h. A head may be started again."""
 _COMMAND = (sys.executable, "-m", "actors.commands.attempt", "train")
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Before the first retry, twice as long before each next one, and at most."""
@@ -73,12 +71,13 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         with adopted_orphans():
             code, is_asked = _attempt(arguments)
             _end_leftovers()
-        if is_asked or code in _FINAL or (code in (1, NO_CLUSTER) and not (run_dir / "config.yaml").is_file()):
+        if is_asked or code in _FINAL or (code in (1, interrupts.NO_CLUSTER) and not (run_dir / "config.yaml").is_file()):
             break  # the last: what was wrong has been said, before there was anything to go on with
         now = Reached.of(run_dir)
         reason = f"the run's process {_end_of(code)} after step {now.step}"
-        # A kill from outside or a lost cluster says nothing about the run; what ends by itself twice at one place will do so again.
-        if retry > 0 and code not in (-signal.SIGKILL, NO_CLUSTER) and not now.is_beyond(reached):
+        # A kill from outside says nothing about the run, nor does a lost cluster, whose head may be started again. What ends by itself
+        # twice at one place will do so again.
+        if retry > 0 and code not in (-signal.SIGKILL, interrupts.NO_CLUSTER) and not now.is_beyond(reached):
             _say(run_dir, "error", f"{reason}, as far as it had come before this retry: it makes no progress, and is not tried again")
             break
         if retry == retries:
@@ -89,7 +88,7 @@ def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *
         where = f"the checkpoint of step {now.checkpoint}" if now.checkpoint else "its beginning (it has no checkpoint)"
         _say(run_dir, "warning", f"{reason}; it goes on from {where} in {pause_s:g} s (retry {retry + 1} of {retries})")
         time.sleep(pause_s)
-    if code in (NOT_AGAIN, NO_CLUSTER):
+    if code in (NOT_AGAIN, interrupts.NO_CLUSTER):
         return 1
     return code if code >= 0 else interrupts.exit_code(-code)
 
@@ -127,8 +126,8 @@ def _end_leftovers() -> None:
 
 
 def _end_of(code: int) -> str:
-    if code == NO_CLUSTER:
-        return "found no Ray cluster"
+    if code == interrupts.NO_CLUSTER:
+        return "found no Ray cluster, or lost its own,"
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"was killed by signal {-code}"

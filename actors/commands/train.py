@@ -17,6 +17,7 @@ from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
 from actors.controller import Controller
+from actors.daemon_threads import DaemonThreads
 from actors.deadlines import bytes_of, inversions, with_deadlines
 from actors.derived import derived
 from actors.devices import check_devices, check_types
@@ -178,6 +179,7 @@ def _run_in(
     """Args: notes: what to tell first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
+    hurries = False
     try:
         observer.event("info", config.batch_arithmetic())
         for level, note in notes:
@@ -193,9 +195,10 @@ def _run_in(
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
                 tell_stacks()
-                HALF_OVER.set(StackCollector(folder).half_over)
+                HALF_OVER.set(StackCollector(folder, observer.event).half_over)
                 summary = _run_controller(controller)
     except BaseException as error:
+        hurries = isinstance(error, interrupts.Interrupted)
         observer.keep_event("error", _said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
         if saved and saved[-1].step < config.steps:
@@ -203,8 +206,9 @@ def _run_in(
         view.close()
         raise
     finally:
-        observer.close(within_s=2.0 if interrupts.is_ending() else 30.0)
-        report = None if interrupts.is_ending() else _report(folder)
+        hurries = hurries or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
+        observer.close(within_s=2.0 if hurries else 30.0)
+        report = None if hurries else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary
 
@@ -229,11 +233,17 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, mod
 def _run_controller(controller: Controller) -> RunSummary:
     """Raises: Interrupted if a signal has ended it at once."""
     try:
-        return asyncio.run(controller.run())
+        return asyncio.run(_beside_daemons(controller))
     except asyncio.CancelledError:
         if controller.ended_by is None:
             raise
         raise interrupts.Interrupted(controller.ended_by) from None
+
+
+async def _beside_daemons(controller: Controller) -> RunSummary:
+    """Threads of the run that hang, on its disk above all, don't keep it from its end."""
+    asyncio.get_running_loop().set_default_executor(DaemonThreads())
+    return await controller.run()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,8 @@ def _records(events: Sequence[Any]) -> bytes:
 class WandbView:
     """Weights & Biases, off by default; the package is imported here only, and only when `metrics.wandb_project` is set."""
 
-    def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], tell: Callable[[str], object]) -> None:
+        """Args: tell: is told, once, when it takes no steps any more. Raises: ConfigError if the package is not installed."""
         try:
             import wandb
         except ImportError as error:
@@ -85,24 +86,45 @@ class WandbView:
                 f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
             ) from error
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
+        self._tell, self._is_open = tell, True
 
     def write(self, metrics: StepMetrics) -> None:
-        """Raises: whatever the package does."""
-        # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
-        self._run.log(dict(metrics.finite()))
+        """The first error, of whatever kind, is told and is the end of this view: a service that shows a run must not end it."""
+        if not self._is_open:
+            return
+        try:
+            # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
+            self._run.log(dict(metrics.finite()))
+        except Exception as error:
+            self._is_open = False
+            self._tell(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        self._run.finish()
+        if self._is_open:
+            self._run.finish()
 
 
-def open_views(folder: RunFolder, config: MetricsConfig) -> list[TensorBoardView | WandbView]:
+View = TensorBoardView | WandbView
+
+
+def open_views(folder: RunFolder, config: MetricsConfig, tell: Callable[[str], object]) -> list[View]:
     """The views of a run, by its settings; steps and evaluations go to all of them.
 
+    Args: tell: is told, in whatever thread, when one of them is dropped.
     Raises: ConfigError if Weights & Biases is asked for and not installed.
     """
-    earlier = folder.read_metrics()    # a resumed run's, already rewound to its checkpoint
-    resumed_from = earlier[-1].step if earlier else None
-    views: list[TensorBoardView | WandbView] = [TensorBoardView(folder.tensorboard_path, resumed_from=resumed_from)]
+    views: list[View] = [_tensorboard(folder)]
     if config.wandb_project:
-        views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=folder.read_config()))
+        of_run = folder.read_config()
+        views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, tell=tell))
     return views
+
+
+def views_from_an_earlier_step(views: Sequence[View], folder: RunFolder) -> list[View]:
+    """They go on after a return to a checkpoint. TensorBoard hides what came later by a file of its own; W&B draws the steps once more."""
+    return [_tensorboard(folder) if isinstance(view, TensorBoardView) else view for view in views]
+
+
+def _tensorboard(folder: RunFolder) -> TensorBoardView:
+    earlier = folder.read_metrics()  # already rewound to the checkpoint that the run goes on from
+    return TensorBoardView(folder.tensorboard_path, resumed_from=earlier[-1].step if earlier else None)

@@ -20,7 +20,7 @@ from actors.loop_clock import LoopClock
 from actors.metrics import DISCARD_COUNTERS, StepMetrics
 from actors.probe_limits import ProbeLimits
 from actors.record.finished_step import FinishedStep
-from actors.record.metric_views import open_views
+from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
 from actors.record.probe_watch import ProbeWatch
 from actors.record.run_folder import RunEvent, RunFolder
@@ -62,7 +62,7 @@ class Observer:
     def __init__(self, config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None = None) -> None:
         """totals: of an earlier part of the run, see `totals()`."""
         self._config, self._folder, self._view = config, folder, view
-        self._views = open_views(folder, config.metrics)
+        self._views = open_views(folder, config.metrics, self.waiting)
         self._take_totals(totals or {})
         self._finished: list[GroupSummary] = []
         self._slowest = SlowestPrompts(folder)
@@ -95,8 +95,7 @@ class Observer:
         self._take_totals({**totals, _RETURNS: returns})
         self._finished, self._receipts, self._extra = [], [], {}
         self._probes.forget()
-        self._close_views()
-        self._views = open_views(self._folder, self._config.metrics)
+        self._views = views_from_an_earlier_step(self._views, self._folder)
 
     # -- actors ------------------------------------------------------------------------------------------------------
 
@@ -344,8 +343,8 @@ class Observer:
         """
         if self._writing is not None:
             await asyncio.shield(self._writing)
-        limit_s = 3 * self._config.deadlines.checkpoint_s  # a checkpoint that is being written has as long
-        await wait_for(self.disk.done(), "lines of the last steps -> the run folder's disk", deadline_s=limit_s, notice=self.waiting)
+        what, limit_s = "lines of the last steps -> the run folder's disk", self._config.deadlines.disk_s
+        await wait_for(self.disk.done(), what, deadline_s=limit_s, notice=self.waiting)
 
     def hurry(self) -> None:
         """Lines of steps wait for nobody any more, and lack what is not known yet: there may be seconds left."""
@@ -370,12 +369,11 @@ class Observer:
         """Args: within_s: time for the disk to take what is left; what it doesn't take is told."""
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
-        self._close_views()
         self._clock.stop()
         for part in ("_endpoint", "_discovery"):
             if hasattr(self, part):
                 getattr(self, part).close()
-        if lost := self.disk.close(within_s=within_s):
+        if lost := self.disk.close(within_s=within_s, last=self._close_views):
             self._view.event("warning", lost)
 
     def _show(self, metrics: StepMetrics) -> None:

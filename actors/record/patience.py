@@ -7,6 +7,7 @@ much waits already, and in the end a run waits for its disk (`room`), and says s
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -86,11 +87,19 @@ class PatientWriter:
             await asyncio.sleep(_LOOK_S)
         self._catches_up()
 
-    def close(self, *, within_s: float) -> str:
-        """Try once more what waits, and end. Returns: what is lost, in a sentence; empty: nothing."""
-        self._thread.do(self._retry)
+    def close(self, *, within_s: float, last: Callable[[], object] = lambda: None) -> str:
+        """Try once more what waits, and end.
+
+        Args: last: is done when all that was handed over has been tried.
+        Returns: what is lost, in a sentence; empty: nothing.
+        """
+        are_tried = threading.Event()
+        for job in (self._retry, are_tried.set, last):
+            self._thread.do(job)
         if not self._thread.end(within_s=within_s):
-            return f"{self._thread.waiting + 1} writes into the run folder are lost: its disk did not take them in {within_s:.0f} s"
+            if are_tried.is_set():
+                return f"the run folder is written, but what else shows the run was not closed in {within_s:.0f} s"
+            return f"{max(1, self._thread.waiting - 3)} writes into the run folder are lost: its disk did not take them in {within_s:.0f} s"
         lost = sum(map(len, self._waiting.values()))
         return f"{lost} lines of the run folder's files are lost: its disk is full" if lost else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -28,8 +29,9 @@ _NODE_S = 20.0
 class StackCollector:
     """Of one run; used in the driver's event loop."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, tell: Callable[[str, str], object]) -> None:
+        """Args: tell: takes level and sentence, in the event loop."""
+        self._folder, self._tell = folder, tell
         self._number = len(list((folder.path / FOLDER).glob("*.txt")))
         self._last_s = -_APART_S
         self._collecting: asyncio.Task[None] | None = None
@@ -49,9 +51,9 @@ class StackCollector:
             text = "\n".join([what, "", *(part for of_one in found for part in of_one)])
             path = await asyncio.to_thread(self._folder.write_text, f"{FOLDER}/{number:02d}.txt", text)
         except (EvenkeelError, RayError, OSError) as error:
-            self._folder.event("warning", f"no stacks of the run's processes: {error}")
+            self._tell("warning", f"no stacks of the run's processes: {error}")
         else:
-            self._folder.event("info", f"half of the time for {what} is over: where every process stands is in {path}")
+            self._tell("info", f"half of the time for {what} is over: where every process stands is in {path}")
 
     async def _of_node(self, node: str) -> list[str]:
         where = NodeAffinitySchedulingStrategy(node, soft=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from actors.config import RunConfig
+from actors.config import DeadlinesConfig, RunConfig
 from actors.controller import Controller
 from actors.evaluation import Evaluations
 from correction.errors import ActorLost, DeadlineExceeded, EngineError
@@ -259,6 +259,16 @@ class Service:
 
 
 async def nothing(*_: Any, **__: Any) -> None: ...
+
+
+def test_a_disk_that_hangs_ends_the_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for room for its lines as long as a flush does: told meanwhile, and not for ever."""
+    observer = Observer()
+    run = controller(observer)
+    monkeypatch.setattr(DeadlinesConfig, "disk_s", 0.1)
+    observer.disk.room = lambda: asyncio.sleep(60.0)
+    with pytest.raises(DeadlineExceeded, match="room for the lines of step 3 -> the run folder's disk: not done in 0 s"):
+        asyncio.run(asyncio.wait_for(run._next_batch(), 5.0))
 
 
 def test_the_phase_is_that_of_the_step() -> None:

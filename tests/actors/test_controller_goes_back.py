@@ -13,7 +13,9 @@ import pytest
 
 from actors.controller import Controller
 from actors.parts import StartingPoint
-from correction.errors import ActorLost, DataError
+from actors.pool import RolloutPool
+from actors.rollout_worker import WorkerSettings
+from correction.errors import ActorLost, DataError, DeadlineExceeded
 from tests.actors.test_controller import Observer, controller, nothing
 
 STEPS = 10
@@ -75,6 +77,41 @@ def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> No
     playing(scenario)
 
 
+def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts until all is withdrawn. If it still counted then, the way back would end by it before its first step, each time."""
+
+    async def scenario() -> None:
+        run = going_back_to(2, monkeypatch)
+        monkeypatch.delattr(run, "_withdraw")
+        settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
+        pool = RolloutPool(settings, run._config.deadlines, object(), run._observer)
+        run._pool, run._sync, started = pool, SimpleNamespace(close=nothing), 0  # type: ignore[assignment]
+
+        async def start() -> None:
+            nonlocal started
+            started += 1
+
+        async def trains() -> None:
+            if started == 1:
+                pool._fail(ActorLost("give_up <- trajectory queue: the actor's process is gone"))
+                await asyncio.sleep(60.0)
+            run._step, run._is_trained = STEPS, True
+
+        async def who(*_: Any) -> list[str]:
+            return ["trajectory queue"]
+
+        monkeypatch.setattr(run, "_start_parts", start)
+        monkeypatch.setattr(run, "_until_trained", trains)
+        monkeypatch.setattr(run, "_evaluate_last", nothing)
+        monkeypatch.setattr("actors.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
+        monkeypatch.setattr("actors.controller.lost_among", who)
+        run._service = SimpleNamespace(scatter=SimpleNamespace(_method_name="scatter", remote=nothing))
+        summary = await run._whatever_dies()
+        assert (summary.steps, started, run._generation, pool._generation) == (STEPS, 2, 1, 1)
+
+    playing(scenario)
+
+
 @pytest.mark.parametrize(("saved", "is_over"), [(STEPS, True), (STEPS - 2, False)], ids=["all steps", "an older one: the last is damaged"])
 def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.MonkeyPatch, saved: int, is_over: bool) -> None:
     """A part dies in the evaluation after training, and again after the return, once too often. With all steps saved the run ends in
@@ -113,6 +150,35 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
             with pytest.raises(ActorLost, match="the 4th death"):
                 await run._whatever_dies()
             assert run._step == saved
+
+    playing(scenario)
+
+
+def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is evaluated; what fails is to write it, and that is said."""
+
+    async def scenario() -> None:
+        run = going_back_to(STEPS, monkeypatch)
+
+        async def trained() -> None:
+            run._step, run._is_trained = STEPS, True
+
+        async def hangs() -> None:
+            raise DeadlineExceeded("lines of the last steps -> the run folder's disk: not done in 1800 s")
+
+        async def who(*_: Any) -> list[str]:
+            return []
+
+        def allow(lost: list[str], error: BaseException, *, step: int) -> None:
+            raise error
+
+        run._steps, run._returns.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
+        monkeypatch.setattr(run, "_until_trained", trained)
+        monkeypatch.setattr(run, "_evaluate_last", nothing)
+        monkeypatch.setattr("actors.controller.lost_among", who)
+        with pytest.raises(DeadlineExceeded, match="the run folder's disk"):
+            await run._whatever_dies()
+        assert not [text for text in run._observer.events if "left out" in text]  # type: ignore[attr-defined]
 
     playing(scenario)
 

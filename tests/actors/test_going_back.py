@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from actors.going_back import (
 from actors.learner_group import LearnerGroup, LearnerRankActor
 from actors.parts import StartingPoint, start_learner
 from actors.queue_actor import TrajectoryQueueActor
+from actors.record.patience import PatientWriter
 from actors.rollout_worker import RolloutWorker
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, LateError
 from learner.config import LearnerConfig
@@ -237,12 +239,35 @@ def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.
                 raise OSError(errno.ENOSPC, "No space left on device")
             return "the point"
 
-    returns, tell = Returns(SimpleNamespace(path=Path("run")), None), lambda level, text: told.append(text)  # type: ignore[arg-type]
+    folder: Any = SimpleNamespace(path=Path("run"), checkpoints=list)
+    returns, tell = Returns(folder, None), lambda level, text: told.append(text)  # type: ignore[arg-type]
     assert asyncio.run(returns.found(Path("model"), Disk(), tell)) == "the point"  # type: ignore[arg-type, comparison-overlap]
     assert len(told) == 2 and "the run can't go back to its last checkpoint, and tries again in 0 s: [Errno 28]" in told[0]
     refusals[0] = 10**6
     with pytest.raises(DataError, match=r"run: the run can't go back to its last checkpoint: .*No space left"):
         asyncio.run(returns.found(Path("model"), Disk(), tell))  # type: ignore[arg-type]
+
+
+def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hashes take minutes. The folder is taken back after what came before that, by the thread that writes."""
+    is_written, order = threading.Event(), list[str]()
+    disk = PatientWriter(lambda _: None)
+
+    def read(_: Any) -> Any:
+        disk.do(lambda: (order.append("event"), is_written.set()))
+        assert is_written.wait(20.0), "the disk's thread waits for the hashes"
+        return SimpleNamespace()
+
+    def take_back(folder: Any, point: Any, task: Any) -> Any:
+        order.append(threading.current_thread().name)
+        return SimpleNamespace(checkpoint=SimpleNamespace(hf=Path("hf")), state=SimpleNamespace(step=4)), []
+
+    monkeypatch.setattr(going_back, "newest_readable", read)
+    monkeypatch.setattr(going_back, "take_back", take_back)
+    folder: Any = SimpleNamespace(path=Path("run"), checkpoints=lambda: ["a checkpoint"])
+    point, said = asyncio.run(Returns(folder, None).found(Path("model"), disk, lambda *_: None))  # type: ignore[arg-type]
+    assert (point.step, said, order) == (4, [], ["event", "run folder"])
+    disk.close(within_s=60.0)
 
 
 class Sampler:

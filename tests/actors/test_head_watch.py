@@ -8,8 +8,11 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from actors.config import RayConfig
 from actors.head_watch import _LIMIT, ends_with_the_head
+from actors.interrupts import NO_CLUSTER
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 2
@@ -18,11 +21,16 @@ import socket, time, types
 from pathlib import Path
 import ray
 from actors.config import RayConfig
+from actors import interrupts
 from actors.head_watch import ends_with_the_head
+interrupts.is_attempt = IS_ATTEMPT
+def tell(text):
+    print(text, flush=True)
+    time.sleep(1000)  # a folder on a disk that hangs
 head = socket.create_server(("127.0.0.1", 0))
 address = "127.0.0.1:%d" % head.getsockname()[1]
 ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address=address)
-with ends_with_the_head(RayConfig(address=address), Path("runs/one"), lambda text: print(text, flush=True)):
+with ends_with_the_head(RayConfig(address=address), Path("runs/one"), tell):
     time.sleep({2 * LIMIT_S})
     print(address, flush=True)
     head.close()
@@ -30,12 +38,17 @@ with ends_with_the_head(RayConfig(address=address), Path("runs/one"), lambda tex
 """
 
 
-def test_a_head_that_is_gone_ends_the_process_with_a_sentence() -> None:
-    """Whatever the main thread does; as long as something listens there, nothing happens."""
+@pytest.mark.parametrize(("is_attempt", "code"), [(False, 1), (True, NO_CLUSTER)], ids=["by itself", "under --retries"])
+def test_a_head_that_is_gone_ends_the_process_with_a_sentence(is_attempt: bool, code: int) -> None:
+    """Whatever the main thread does, and the disk; as long as something listens there, nothing happens.
+
+    To `--retries` it is a lost cluster: it may be lost again before the next step, and says nothing about the run.
+    """
+    script = STANDS.replace("IS_ATTEMPT", str(is_attempt))
     variables = os.environ | {_LIMIT: str(LIMIT_S), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", STANDS], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", script], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     address, told = done.stdout.splitlines()
-    assert done.returncode == 1 and done.stderr == f"evenkeel: {told}\n", "in the run's events, and on the terminal"
+    assert done.returncode == code and done.stderr == f"evenkeel: {told}\n", "in the run's events, and on the terminal"
     assert told.startswith(f"the head of the Ray cluster at {address} is gone") and "evenkeel train --resume runs/one" in told
 
 

@@ -129,7 +129,7 @@ def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tm
 def test_the_views_of_a_run_take_up_where_the_folder_stands(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "x")
     folder.append_metrics(StepMetrics(1, {"reward/mean": 0.1}))
-    (view,) = open_views(folder, MetricsConfig())
+    (view,) = open_views(folder, MetricsConfig(), print)
     view.write(StepMetrics(2, {"reward/mean": 0.2}))
     view.write(StepMetrics(2, {"held_out/accuracy": 0.75}))
     view.close()
@@ -143,4 +143,4 @@ def test_wandb_is_off_by_default_and_asked_for_with_a_remedy(tmp_path: Path, mon
     with RunFolder.create(tmp_path / "run", "x") as folder:
         folder.write_text("config.yaml", "name: x\n")
         with pytest.raises(ConfigError, match=r"pip install 'evenkeel\[wandb\]'"):
-            open_views(folder, MetricsConfig(wandb_project="p"))
+            open_views(folder, MetricsConfig(wandb_project="p"), print)

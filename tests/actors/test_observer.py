@@ -6,6 +6,8 @@ import asyncio
 import io
 import json
 import math
+import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -22,6 +24,7 @@ from actors.config import RunConfig
 from actors.evaluation import evaluate
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics, by_worker
+from actors.record.metric_views import WandbView
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEPT, SkippedBatch
@@ -435,15 +438,46 @@ def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen) -
     assert ["does not take" in text for text in told] == [True, False], "once each, though other files took their lines all the time"
 
 
-def test_a_view_that_can_not_be_closed_ends_nothing(seen: Seen) -> None:
+def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its errors are no news of the disk, whatever their kind, and neither a flush nor the way back to a checkpoint ends by them."""
+    tried = list[dict[str, float]]()
+
+    def log(numbers: dict[str, float]) -> None:
+        tried.append(numbers)
+        if len(tried) > 1:
+            raise ConnectionError("the service is down")
+
+    run = SimpleNamespace(log=log, finish=lambda: pytest.fail("it is left out"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    seen.observer._views.append(view)
+    asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
+    view.close()
+    seen.settle()
+    assert [numbers["step"] for numbers in tried] == [1, 2] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
+    (told,) = seen.folder.read_events()
+    assert told.level == "warning" and told.text.endswith("in its folder: ConnectionError: the service is down")
+
+
+def test_a_view_is_closed_when_all_steps_are_in_it_and_one_that_can_not_be_ends_nothing(seen: Seen) -> None:
+    """By the thread that writes to it: a disk that takes its time for earlier lines has it written to after the run's end."""
+    done, gate = list[object](), threading.Event()
+
     class Broken:
-        def write(self, metrics: StepMetrics) -> None: ...
+        def write(self, metrics: StepMetrics) -> None:
+            done.append(metrics.step)
 
         def close(self) -> None:
+            done.append("closed")
             raise RuntimeError("no connection")
 
-    seen.observer._views.append(Broken())  # type: ignore[arg-type]
-    seen.observer.go_back({})
-    seen.settle()
+    observer = seen.observer
+    observer._views.append(Broken())  # type: ignore[arg-type]
+    observer.go_back({})
+    observer.disk.do(lambda: gate.wait(60.0))
+    observer._show(StepMetrics(1, {"time/step_s": 1.0}))
+    threading.Timer(0.3, gate.set).start()
+    observer.close()
+    assert done == [1, "closed"]
     (told,) = seen.folder.read_events()
     assert (told.level, told.text) == ("warning", "Broken was not closed in order: no connection")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from actors.commands import retries
+from actors.interrupts import NO_CLUSTER
 from tests.e2e.launch import ROOT, environment
 
 KILLED = -signal.SIGKILL
@@ -63,15 +64,16 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
         ([(KILLED, 3), (retries.NOT_AGAIN, None)], (1, 2)),
         ([(1, None)], (1, 1)),  # an error before there was a folder: in what the run was given
         ([(1, 3), (1, None)], (1, 2)),  # no step more
-        ([(1, 3), (retries.NO_CLUSTER, None), (retries.NO_CLUSTER, None), (0, 9)], (0, 4)),  # a head may be started again
-        ([(retries.NO_CLUSTER, None)], (1, 1)),  # at the first start it is the address that is wrong
+        ([(1, 3), (NO_CLUSTER, None), (NO_CLUSTER, None), (0, 9)], (0, 4)),  # a head may be started again
+        ([(NO_CLUSTER, 3), (NO_CLUSTER, 3), (NO_CLUSTER, 3), (0, 9)], (0, 4)),  # lost, each time before the next step
+        ([(NO_CLUSTER, None)], (1, 1)),  # at the first start it is the address that is wrong
         ([(3, 4)], (3, 1)),
         ([(143, 4)], (143, 1)),
         ([(-signal.SIGTERM, 4)], (143, 1)),
         ([(KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4)], (137, 4)),
     ],
     ids=[
-        *("done", "progress", "early", "settings", "input", "no progress", "head away", "no head"),
+        *("done", "progress", "early", "settings", "input", "no progress", "head away", "head lost", "no head"),
         *("alarm", "SIGTERM", "SIGTERM, early", "used up"),
     ],
 )
@@ -109,6 +111,7 @@ import sys
 from pathlib import Path
 from actors import interrupts
 from actors.commands import retries
+from actors.interrupts import NO_CLUSTER
 retries._COMMAND = (sys.executable, "-c", sys.argv[1])
 retries._PAUSE_S = 0.0
 with interrupts.guarded(grace_s=0.5):

@@ -80,7 +80,7 @@ def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypat
     """Of this process and of each living node's; two waits within two minutes are one collection."""
     now = [1000.0]
     events: list[str] = []
-    folder: Any = SimpleNamespace(path=tmp_path, event=lambda _, text: events.append(text), write_text=lambda name, text: wrote(name, text))
+    folder: Any = SimpleNamespace(path=tmp_path, write_text=lambda name, text: wrote(name, text))
 
     def wrote(name: str, text: str) -> Path:
         (tmp_path / "stacks").mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def test_collections_are_few_and_in_files_of_their_own(tmp_path: Path, monkeypat
     monkeypatch.setattr(stack_collector.time, "monotonic", lambda: now[0])
 
     async def scenario() -> None:
-        collector = StackCollector(folder)
+        collector = StackCollector(folder, lambda _, text: events.append(text))
         for number in range(12):
             for what in (f"wait {number}", "another one for the same"):
                 collector.half_over(what)

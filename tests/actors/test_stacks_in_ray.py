@@ -74,7 +74,7 @@ def test_a_wait_that_is_half_over_leaves_the_stacks_of_the_runs_own_processes(
             os.kill(stopped_pid, signal.SIGSTOP)
 
             async def scenario() -> None:
-                collector = StackCollector(folder)
+                collector = StackCollector(folder, folder.event)
                 HALF_OVER.set(collector.half_over)
                 with pytest.raises(DeadlineExceeded):
                     await wait_for(busy.stands_here.remote(), "a step <- rank 0", deadline_s=4.0)
