@@ -19,7 +19,7 @@ _END_S = 2.0
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A default executor (which has to be of the standard library's class), with a daemon thread for each call: there are few."""
+    """A default executor (which has to be of the standard library's class), with a daemon thread for each call, of which there are few."""
 
     def __init__(self) -> None:
         super().__init__()
