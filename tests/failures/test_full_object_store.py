@@ -69,14 +69,16 @@ FILLS = """
 import select, sys, numpy, ray
 ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
 kept, is_told = [], False
+def is_over(wait_s):
+    return select.select([sys.stdin], [], [], wait_s)[0]
 def fill(size):
     try:
-        while True:
+        while not is_over(0.0):
             kept.append(ray.put(numpy.ones(size, dtype=numpy.uint8)))
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
         pass
 fill(1 << 20)
-while not select.select([sys.stdin], [], [], 0.02)[0]:
+while not is_over(0.02):
     fill(1 << 14)
     if not is_told:
         is_told = True
