@@ -123,7 +123,7 @@ async def while_they_answer(
     """As `persistently`; past its deadline the call is made again, ten times at most, if all of these parts live and answer by now.
 
     Args: parts: actors by name. tell: told each time, with a level.
-    Raises: as `persistently`.
+    Raises: as `persistently`; ActorLost if one of these parts answers nothing any more.
     """
     attempts = 0
     while True:
@@ -131,8 +131,10 @@ async def while_they_answer(
             return await persistently(call, what, deadline_s=deadline_s)
         except DeadlineExceeded as error:
             attempts += 1
-            if attempts == _ATTEMPTS or await lost_among(parts, error):  # an actor may answer whose method hangs
+            if attempts == _ATTEMPTS:  # an actor may answer whose method hangs
                 raise
+            if lost := await lost_among(parts, error):  # judged once: who is looked at again may have come back meanwhile
+                raise ActorLost(f"{error}; {' and '.join(lost)} answered nothing for {_ANSWER_S:g} s more") from error
             tell("warning", f"{error}; who was late answers again, and is asked again")
 
 

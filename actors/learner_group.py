@@ -23,10 +23,11 @@ from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.devices import check_received
 from actors.exporter import MetricsEndpoint, listen_address, node_address
 from actors.hub import model_folder
+from actors.payloads import checksums_of
 from actors.placement import RankPlaces
 from actors.supervision import USUAL_START, kill, wait_for
 from correction.engines.quick_imports import uncollected
-from correction.errors import DataError, DeadlineExceeded, EngineError, SyncError
+from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.stacks import tell_stacks
 
@@ -235,17 +236,14 @@ class LearnerRankActor:
             self._broadcaster = None
 
 
-def checksums_of(*buckets: WeightBucket) -> dict[str, str]:
-    """HF name -> checksum of what an engine must hold."""
-    return {name: checksum for bucket in buckets for name, checksum in bucket.checksums().items()}
-
-
 class LearnerGroup:
     """All ranks of the learner, driven together: the one caller of their collective calls. It stays in the process that made it."""
 
     def __init__(self, ranks: list[Any], *, version: int, step_s: float) -> None:
         self._ranks, self.step_s = ranks, step_s
         self._calls = 0
+        self._missed = ""
+        """Why some rank may lack a call that others have: it takes no other one until a restore. Empty: none does."""
         self._version = version
         self.start_took_s = 0.0
 
@@ -266,7 +264,7 @@ class LearnerGroup:
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
-        infos = await group._all(starts, "learner start", start_s, usual_s=usual_s)
+        infos = await group._all(starts, "learner start", start_s, usual_s=usual_s, is_collective=False)
         group.start_took_s = time.monotonic() - began
         return group, infos
 
@@ -322,10 +320,9 @@ class LearnerGroup:
     async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
         """The weights of `version`, to where the plan says, in one pass."""
         version = self._version
-        snapshots: list[WeightSnapshot] = await self._all(
-            self._submit("export", version, plan), f"copy of the weights v{version}", deadline_s
-        )
-        return snapshots[0]
+        asked = self._submit("export", version, plan)
+        snapshot: WeightSnapshot = (await self._all(asked, f"copy of the weights v{version}", deadline_s))[0]
+        return snapshot
 
     async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
         """Of weights in the object store, HF name -> checksum, computed where they lie, by no rank.
@@ -342,7 +339,8 @@ class LearnerGroup:
 
     async def checkpoint_bytes(self, *, deadline_s: float) -> int:
         """Size of a checkpoint of now."""
-        return sum(await self._all([rank.checkpoint_bytes.remote() for rank in self._ranks], "size of a checkpoint", deadline_s))
+        sizes = [rank.checkpoint_bytes.remote() for rank in self._ranks]
+        return sum(await self._all(sizes, "size of a checkpoint", deadline_s, is_collective=False))
 
     async def saved(self, *, deadline_s: float) -> None:
         """Wait until every rank has written what it copied. Raises: DataError if one could not; DeadlineExceeded."""
@@ -350,7 +348,8 @@ class LearnerGroup:
         while True:
             is_late = time.monotonic() > ends
             # A rank answers between two steps, so that the answer may take as long as one.
-            if all(await self._all([r.is_saved.remote() for r in self._ranks], "end of a checkpoint", deadline_s + self.step_s)):
+            asked, limit_s = [rank.is_saved.remote() for rank in self._ranks], deadline_s + self.step_s
+            if all(await self._all(asked, "end of a checkpoint", limit_s, is_collective=False)):
                 return
             if is_late:
                 raise DeadlineExceeded(f"checkpoint <- learner: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)")
@@ -358,6 +357,7 @@ class LearnerGroup:
 
     async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
         """Go on from a checkpoint, whose weights are of this version."""
+        self._missed = ""
         calls = self._submit("restore", folder, version)
         self._version = version
         await self._all(calls, f"restoring {folder}", deadline_s)
@@ -371,7 +371,9 @@ class LearnerGroup:
         kill(*self._ranks)
 
     def _submit(self, method: str, *arguments: Any, results: int = 1) -> list[Any]:
-        """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller."""
+        """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller. Raises: ActorLost."""
+        if self._missed:
+            raise ActorLost(f"{self._missed}; its ranks can be called again after a restore")
         self._calls += 1
         return [getattr(rank, method).options(num_returns=results).remote(self._calls, *arguments) for rank in self._ranks]
 
@@ -381,15 +383,18 @@ class LearnerGroup:
         await self._all([done for done, _ in pairs], what)
         return pairs[0][1]
 
-    async def _all(self, references: list[Any], what: str, deadline_s: float | None = None, *, usual_s: float = 0.0) -> list[Any]:
+    async def _all(
+        self, references: list[Any], what: str, deadline_s: float | None = None, *, usual_s: float = 0.0, is_collective: bool = True
+    ) -> list[Any]:
         """The answers of all ranks; the first error of any of them at once, not after the others' deadline."""
         limit_s = deadline_s or self.step_s
-        waits = [
-            asyncio.ensure_future(wait_for(r, f"{what} <- rank {i}", deadline_s=limit_s, usual_s=usual_s))
-            for i, r in enumerate(references)
-        ]
+        named = [wait_for(r, f"{what} <- rank {i}", deadline_s=limit_s, usual_s=usual_s) for i, r in enumerate(references)]
+        waits = [asyncio.ensure_future(wait) for wait in named]
         try:
             return list(await asyncio.gather(*waits))
+        except ActorUnavailable as error:
+            self._missed = str(error) if is_collective else self._missed
+            raise
         finally:
             for wait in waits:
                 wait.cancel()

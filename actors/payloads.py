@@ -128,3 +128,8 @@ async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
     again = [ticket for ticket in tickets if ticket.group_id in set(lost)]
     in_flight = sorted([*snapshot.in_flight, *again], key=lambda ticket: ticket.group_id)
     return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))
+
+
+def checksums_of(*buckets: Any) -> dict[str, str]:
+    """HF name -> checksum of what an engine must hold. Args: buckets: WeightBuckets, as they lie in the object store."""
+    return {name: checksum for bucket in buckets for name, checksum in bucket.checksums().items()}

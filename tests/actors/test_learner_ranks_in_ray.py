@@ -25,8 +25,9 @@ from ray.cluster_utils import Cluster
 from actors.carriers import ExportPlan
 from actors.config import WeightSyncConfig
 from actors.going_back import end_parts, lost_answer
-from actors.learner_group import LearnerGroup, checksums_of
+from actors.learner_group import LearnerGroup
 from actors.parts import StartingPoint, start_learner
+from actors.payloads import checksums_of
 from actors.placement import RankPlaces
 from actors.weight_sync import SyncTarget, WeightSync
 from correction.correct import correct, defer
