@@ -140,6 +140,8 @@ class World:
             self.books.receipts[worker] = -1
 
     def _synced(self, worker: str, generation: int, receipt: Any, error: BaseException | None) -> None:
+        if error is not None and "stay" in str(error):
+            return  # the call came after one for other weights, and was refused: nothing has changed
         if generation == self._controller._generation:  # of weights that were not withdrawn meanwhile
             self.books.receipts[worker] = receipt.version if error is None else -1
 
