@@ -88,6 +88,7 @@ class RolloutPool(Membership):
         self._progressed = self._now()
         for worker in self._workers.values():
             worker.follow(generation)
+        self._replenish()  # a loss that failed the pool has asked for nobody
 
     # -- workers that fail -------------------------------------------------------------------------------------------
 
