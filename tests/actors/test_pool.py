@@ -439,6 +439,23 @@ def test_what_a_run_has_gone_back_for_does_not_fail_it_again(monkeypatch: pytest
     play(scenario)
 
 
+def test_a_run_that_goes_back_asks_for_the_workers_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss that failed the pool has asked for nobody; if something else died with it, the run goes on, and would wait for ever."""
+
+    async def scenario() -> None:
+        late = DeadlineExceeded("start of a rollout worker: not done in 150 s")
+        scene = Scene(monkeypatch, start_faults={"0": raised(late), "1": raised(late)})
+        with pytest.raises(EvenkeelError, match="not done in 150 s"):
+            await scene.begin()
+        assert not scene.pool._workers
+        await scene.pool.withdraw()
+        monkeypatch.setattr(Worker, "follow", lambda *_: asyncio.sleep(0), raising=False)
+        scene.pool.serve(FakeActor(scene.queue), 1)
+        assert len(scene.pool._workers) == scene.pool.target
+
+    play(scenario)
+
+
 def test_a_first_worker_that_cannot_start_ends_the_run_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         scene = Scene(monkeypatch, start_faults={"0": raised(ConfigError("rollout.reward (x:y): it raised"))})
