@@ -38,7 +38,7 @@ from actors.payloads import no_room
 from actors.record.checkpoint_reader import ResumePoint, newest_readable, take_back
 from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
-from actors.supervision import kill, persistently, unless_failed
+from actors.supervision import first_error, kill, persistently, unless_failed
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded
 from rollout.tasks import Task
 
@@ -73,20 +73,13 @@ async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, tell: Ca
 
 
 async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
-
     async def look(name: str, actor: Any) -> None:
         while True:
             if await _is_gone(actor):
                 raise ActorLost(f"{name}: its process is gone")
             await asyncio.sleep(_LOOK_S)
 
-    looking = [asyncio.ensure_future(look(name, actor)) for name, actor in parts.items()]
-    try:
-        done, _ = await asyncio.wait(looking, return_when=asyncio.FIRST_COMPLETED)
-        done.pop().result()
-    finally:
-        for task in looking:
-            task.cancel()
+    await first_error(look(name, actor) for name, actor in parts.items())
 
 
 async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from actors.supervision import HALF_OVER, kill, wait_for
+from actors.supervision import HALF_OVER, first_error, kill, wait_for
 from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 
 GROUPS = {"heartbeat": 1}
@@ -43,19 +43,11 @@ class Beating:
 
 
 async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, tell: Callable[[str, str], None]) -> None:
-    """Never returns, with none of them neither. Raises: ActorLost naming the first of these actors, by name, that has given no sign for so
-    long; it is killed.
+    """Never returns. Raises: ActorLost naming the first of these actors, by name, that has given no sign for so long; it is killed.
 
     Args: tell: told what they tell, with a level.
     """
-    following: list[asyncio.Future[None]] = [asyncio.ensure_future(_follow(name, actor, limit_s, tell)) for name, actor in parts.items()]
-    following = following or [asyncio.get_running_loop().create_future()]
-    try:
-        done, _ = await asyncio.wait(following, return_when=asyncio.FIRST_COMPLETED)
-        done.pop().result()
-    finally:
-        for task in following:
-            task.cancel()
+    await first_error(_follow(name, actor, limit_s, tell) for name, actor in parts.items())
 
 
 async def _follow(name: str, actor: Any, limit_s: float, tell: Callable[[str, str], None]) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -149,6 +149,17 @@ async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, An
             waiting.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await waiting
+
+
+async def first_error(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Never returns, also without any work. Raises: the first error of coroutines that don't return either; the others are cancelled."""
+    running = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(running or [asyncio.get_running_loop().create_future()], return_when=asyncio.FIRST_COMPLETED)
+        done.pop().result()
+    finally:
+        for task in running:
+            task.cancel()
 
 
 async def together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:

@@ -36,14 +36,7 @@ ORDERLY = """
         child.wait()
         print("unwound", flush=True)
 """
-LOST = """
-    try:
-        print(child.pid, flush=True)
-        time.sleep(300)
-    finally:
-        child.kill()
-        child.wait()
-        print("to nobody", flush=True)
+LOST = ORDERLY + """
         print("to nobody", file=sys.stderr, flush=True)
         open(sys.argv[1], "w").write("unwound")
 """
