@@ -44,7 +44,8 @@ def doctor(
     run asks for. `evenkeel train` asks the same, and stops at what can't work.
 
     With --deep, if nothing stands in the way so far: how fast the learner's groups are, whether the learner agrees with float32 on a CPU
-    and the engine with the learner, on a model of two layers in the recipe's widths; and how long a weight update would take.
+    and the engine with the learner, on a model of two layers in the recipe's widths; and how long a weight update would take, by
+    broadcast too where weight_sync.transport says so.
 
     Of a run's folder: how the run ended, what it waited for, which part was slow or gone, whether its books balance, and what to do.
 

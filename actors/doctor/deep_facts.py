@@ -58,6 +58,25 @@ class UpdateFact:
 
 
 @dataclass(frozen=True, slots=True)
+class BroadcastFact:
+    """The learner's rank 0 and an engine in one weight group, and a version of the model that was cut out sent through it."""
+
+    backend: str
+    """gloo or nccl."""
+    ranks: int
+    """Of the engine; the learner's rank 0 is a member beside them."""
+    bytes: int = 0
+    join_s: float = 0.0
+    """Until all were members."""
+    send_s: float = 0.0
+    """From the learner's first tensor to the last receipt, while the engine answered requests."""
+    pause_s: float = 0.0
+    """In which it sampled nothing."""
+    error: str = ""
+    """Why it did not work; empty: it did."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeepFacts:
     """All of it."""
 
@@ -70,6 +89,9 @@ class DeepFacts:
     collectives: tuple[CollectiveFact, ...] = ()
     agreements: tuple[AgreementFact, ...] = ()
     update: UpdateFact | None = None
+    """By way of the object store."""
+    broadcast: BroadcastFact | None = None
+    """None: the run's weights don't go this way."""
     repeats: bool = True
     """The same seeds gave the same tokens."""
     broken: tuple[tuple[str, str], ...] = ()

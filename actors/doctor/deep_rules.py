@@ -80,19 +80,48 @@ def seeds_repeat(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
 
 
 def updates_meet_their_deadlines(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
-    if facts.update is None:
+    """By the object store, which also serves an engine that joins where the others are broadcast to."""
+    if facts.update is not None:
+        of_whom = " to an engine that joins" if config.weight_sync.transport == "broadcast" else ""
+        yield from _expected(facts, config, facts.update.bytes, facts.update.export_s + facts.update.take_s, facts.update.pause_s, of_whom)
+
+
+def broadcast_reaches_the_engine(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
+    one = facts.broadcast
+    if one is None:
         return
-    publish_s, pause_s = predicted(facts)
-    text = f"expect {publish_s:.3g} s to publish a version of {gib(facts.version_bytes)}, and {pause_s:.3g} s of an engine's pause"
-    measured = f"measured with {gib(facts.update.bytes)} under 8 requests"
+    group = f"a broadcast from the learner's rank 0 to the {one.ranks} rank{'s' * (one.ranks > 1)} of an engine ({one.backend})"
+    if one.error:
+        yield Complaint(
+            "fail",
+            f"{group} did not work: {one.error}",
+            "Set weight_sync.transport: object_store, or look for what stands in the way (ray.env.NCCL_DEBUG: INFO, "
+            "ray.env.NCCL_SOCKET_IFNAME)",
+        )
+        return
+    rate = one.bytes / max(one.send_s, 1e-9)
+    text = f"{group} has {_rate(rate)}, in a group that was there in {one.join_s:.2g} s"
+    if facts.on_gpus and rate < SLOWEST_BETWEEN:
+        remedy = "Name the fast network (ray.env.NCCL_SOCKET_IFNAME, ray.env.NCCL_IB_HCA), or set weight_sync.transport: object_store"
+        yield Complaint("warn", f"{text}: less than {_rate(SLOWEST_BETWEEN)}", remedy)
+    else:
+        yield Complaint("note", text)
+    yield from _expected(facts, config, one.bytes, one.send_s, one.pause_s, " by broadcast")
+
+
+def _expected(facts: DeepFacts, config: RunConfig, measured: int, seconds: float, pause_s: float, way: str) -> Iterator[Complaint]:
+    """Args: measured: bytes of what took `seconds` to arrive, and the engine a pause of `pause_s`."""
+    publish_s, pause_s = predicted(facts.version_bytes, measured, seconds), predicted(facts.version_bytes, measured, pause_s)
+    text = f"expect {publish_s:.3g} s to publish a version of {gib(facts.version_bytes)}{way}, and {pause_s:.3g} s of an engine's pause"
+    text += f" (measured with {gib(measured)} under 8 requests)"
     if publish_s > config.deadlines.sync_s:
         yield Complaint(
             "warn",
-            f"{text} ({measured}): more than deadlines.sync_s = {config.deadlines.sync_s:.3g}, after which an engine counts as lost",
+            f"{text}: more than deadlines.sync_s = {config.deadlines.sync_s:.3g}, after which an engine counts as lost",
             "Lower deadlines.bytes_per_s, or raise deadlines.sync_s",
         )
     else:
-        yield Complaint("note", f"{text} ({measured})")
+        yield Complaint("note", text)
 
 
 DEEP_RULES: tuple[DeepRule, ...] = (
@@ -102,14 +131,13 @@ DEEP_RULES: tuple[DeepRule, ...] = (
     both_sides_agree,
     seeds_repeat,
     updates_meet_their_deadlines,
+    broadcast_reaches_the_engine,
 )
 
 
-def predicted(facts: DeepFacts) -> tuple[float, float]:
-    """(seconds to publish a version, seconds of an engine's pause) of the whole model: both grow with the bytes, if with anything."""
-    assert facts.update is not None
-    scale = max(1.0, facts.version_bytes / facts.update.bytes)
-    return scale * (facts.update.export_s + facts.update.take_s), scale * facts.update.pause_s
+def predicted(version_bytes: int, measured_bytes: int, seconds: float) -> float:
+    """Seconds for the whole model of what took so many for a part of it: they grow with the bytes, if with anything."""
+    return max(1.0, version_bytes / measured_bytes) * seconds
 
 
 def in_the_deep(facts: DeepFacts, config: RunConfig) -> list[Complaint]:

@@ -47,6 +47,25 @@ class GpuFact:
     free: int
     architecture: str
     """Such as sm_90."""
+    number: int = 0
+    """The driver's, by its place on the bus."""
+    uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Between two GPUs of a node, by their numbers."""
+
+    one: int
+    other: int
+    kind: str
+    """As nvidia-smi has it: NV18 (18 NVLinks), PIX, PXB, PHB, NODE, SYS."""
+    has_peer_access: bool = True
+    """One reads the other's memory; else what they exchange goes through the host's."""
+
+    @property
+    def is_nvlink(self) -> bool:
+        return self.kind.startswith("NV")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +79,13 @@ class NodeFacts:
     free_gpus: float = 0.0
     """Of these, that nobody holds."""
     gpus: tuple[GpuFact, ...] = ()
-    """That torch sees."""
+    """That torch sees, in its order."""
     driver_gpus: int = 0
     """That the kernel's driver knows, whatever torch sees."""
     gpu_bytes: tuple[int, ...] = ()
-    """Of each of those that tells its memory, whether Ray offers it or not."""
+    """Of each of those that tells its memory: all of them, or those that CUDA_VISIBLE_DEVICES names."""
+    links: tuple[Link, ...] = ()
+    """Between the driver's GPUs; empty: not told."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES there; None: it isn't set."""
     architectures: tuple[str, ...] = ()
@@ -80,6 +101,14 @@ class NodeFacts:
     """Bytes of /dev/shm that are free."""
     open_files: int = 1 << 20
     """Limit of a process."""
+    locked_memory: int = 1 << 50
+    """Bytes that a process may lock (ulimit -l)."""
+    has_rdma: bool = False
+    """A card for InfiniBand or RoCE is there."""
+    no_way: str = ""
+    """Why a free port of another node, where the learner's rank 0 may be, could not be reached; empty: it could, or nobody tried."""
+    memory: int = 1 << 50
+    """Bytes of the host's memory."""
     object_store: int = 1 << 40
     """Bytes of Ray's object store there."""
     model_obstacle: str = ""

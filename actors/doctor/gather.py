@@ -1,11 +1,10 @@
-"""Facts: of this machine, and by a small task on each node of a cluster that is joined. Nothing here touches a GPU: nvidia-smi is asked."""
+"""Facts: of this machine, and by a small task on each node of a cluster that is joined. Nothing here touches a GPU."""
 
 from __future__ import annotations
 
 import os
 import resource
 import shutil
-import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,8 @@ import psutil
 
 from actors.config import RunConfig
 from actors.devices import visible_gpus
+from actors.doctor.door import Door, no_way
+from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
 from actors.doctor.memory_rules import could_be_given
 from actors.hub import config_folder, obstacle_here
@@ -28,8 +29,7 @@ _PACKAGES = (
     *("evenkeel", "torch", "sglang", "sglang-kernel", "flashinfer-python"),
     *("megatron-core", "transformer-engine", "ray", "transformers"),
 )
-_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
-_SMI_S = 10.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_S = 60.0
 _SIGN = ".seen_by_all_nodes"
 
@@ -47,7 +47,7 @@ def paper_facts(config: RunConfig, model: Path | None = None, *, gpu_bytes: int 
         return PaperFacts(shape, (gpu_bytes,))
     gpus: tuple[int, ...] = ()
     if config.ray.address is None and "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device):
-        gpus = could_be_given(_sizes(gpus_of_driver()), visible_gpus())
+        gpus = could_be_given(_sizes(_named(gpus_of_driver(), visible_gpus())), visible_gpus())
     host = psutil.virtual_memory().total if config.ray.address is None else None
     return PaperFacts(shape, gpus, shutil.disk_usage(_existing(config.run_dir or Path("runs"))).free, host)
 
@@ -57,20 +57,10 @@ def _existing(folder: Path) -> Path:
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
-def gpus_of_driver() -> list[GpuFact]:
-    """Those that nvidia-smi tells of; none where there is no driver, or it doesn't answer."""
-    if shutil.which(_SMI[0]) is None:
-        return []
-    try:
-        done = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [_gpu(line) for line in done.stdout.splitlines() if line.count(",") >= 3]
-
-
-def _gpu(line: str) -> GpuFact:
-    name, total, free, capability = (part.strip() for part in line.rsplit(",", 3))
-    return GpuFact(name, _mib(total), _mib(free), "sm_" + capability.replace(".", ""))
+def _named(gpus: Sequence[GpuFact], count: int) -> Sequence[GpuFact]:
+    """Those that CUDA_VISIBLE_DEVICES names; all, if it names none. Args: count: that torch sees."""
+    visible = os.environ.get(VISIBLE, "")
+    return seen_by_torch(gpus, visible, count) if visible and count else gpus
 
 
 def _sizes(gpus: Sequence[GpuFact]) -> tuple[int, ...]:
@@ -78,11 +68,9 @@ def _sizes(gpus: Sequence[GpuFact]) -> tuple[int, ...]:
     return tuple(gpu.bytes for gpu in gpus if gpu.bytes)
 
 
-def _mib(text: str) -> int:
-    return int(text) << 20 if text.isdigit() else 0
-
-
-def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", asked_at: float = 0.0) -> NodeFacts:
+def this_node(
+    model: str, *, sign: str = "", token: str = "", answer: str = "", asked_at: float = 0.0, door: tuple[str, int] | None = None
+) -> NodeFacts:
     """What the machine that calls this has; Ray's numbers aside.
 
     Args:
@@ -90,27 +78,39 @@ def this_node(model: str, *, sign: str = "", token: str = "", answer: str = "", 
         sign, token: a file, and what the driver has written into it; empty: nothing is looked for.
         answer: file to which the token is copied, for the driver to find.
         asked_at: the driver's clock when it asked; 0: it asks itself.
+        door: address and port of another node that is to be reached; None: none is.
     """
+    ahead_s = time.time() - asked_at if asked_at else 0.0  # before anything that takes its time
     import torch
 
     driver = gpus_of_driver()
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return NodeFacts(
         name="this machine",
-        gpus=tuple(driver[:seen]),
+        gpus=seen_by_torch(driver, os.environ.get(VISIBLE), seen),
         driver_gpus=len(driver),
-        gpu_bytes=_sizes(driver),
-        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        gpu_bytes=_sizes(_named(driver, seen)),
+        links=links_of_driver() if len(driver) > 1 else (),
+        visible_devices=os.environ.get(VISIBLE),
         architectures=tuple(torch.cuda.get_arch_list()) if seen else (),
         has_cuda=torch.version.cuda is not None,
         versions={name: found for name in _PACKAGES if (found := _version(name))},
         shared_memory=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
+        memory=psutil.virtual_memory().total,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        has_rdma=any(Path("/sys/class/infiniband").glob("*")),
+        no_way=no_way(door) if door is not None else "",
         model_obstacle=obstacle_here(Path(model)),
         reads_run_folder=not sign or (_reads(Path(sign), token) and _writes(Path(answer), token)),
-        clock_ahead_s=time.time() - asked_at if asked_at else 0.0,
+        clock_ahead_s=ahead_s,
         compilers=tuple(name for name in ("gcc", "nvcc", "ninja") if shutil.which(name)),
     )
+
+
+def _limit(kind: int) -> int:
+    found = resource.getrlimit(kind)[0]
+    return 1 << 50 if found == resource.RLIM_INFINITY else found
 
 
 def _version(package: str) -> str:
@@ -156,16 +156,25 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    door: Door | None = None
     sign, token = (folder / _SIGN, uuid.uuid4().hex) if folder else (None, "")
     if sign is not None:
         sign.write_text(token)
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        behind, door = _door_of(alive, config) if len(alive) > 1 else ("", None)
         look: Any = ray.remote(this_node)
         asked = {
             node["NodeID"]: look.options(
                 num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(str(config.model), sign=str(sign or ""), token=token, answer=_answer_file(sign, node), asked_at=time.time())
+            ).remote(
+                str(config.model),
+                sign=str(sign or ""),
+                token=token,
+                answer=_answer_file(sign, node),
+                asked_at=time.time(),
+                door=door.address if door is not None and node["NodeID"] != behind else None,
+            )
             for node in alive
         }
         free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
@@ -173,8 +182,17 @@ def nodes_of_cluster(config: RunConfig, folder: Path | None) -> list[NodeFacts]:
         whole = [(replace(one, reads_run_folder=_sees_both_ways(one, _answer_file(sign, node), token)), node) for one, node in answers]
         return [_with_resources(one, node, free.get(node["NodeID"], {}), unit) for one, node in whole]
     finally:
+        if door is not None:
+            door.close()
         for left in folder.glob(f"{_SIGN}*") if folder else ():
             left.unlink(missing_ok=True)
+
+
+def _door_of(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> tuple[str, Door | None]:
+    """The node that has most of what a rank asks for, where rank 0 may be, and a port there that listens; None: none could be had."""
+    kind = "GPU" if config.learner.resolved_device == "cuda" else "CPU"
+    likely = max(nodes, key=lambda node: node["Resources"].get(kind, 0.0))["NodeID"]
+    return likely, Door.on(likely)
 
 
 def _answer_file(sign: Path | None, node: Mapping[str, Any]) -> str:

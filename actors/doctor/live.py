@@ -14,30 +14,36 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from actors.broadcast_group import BroadcastGroup
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.cluster import Cluster, lower_priority
 from actors.config import RunConfig
 from actors.devices import check_received
 from actors.doctor.cut_model import Reference, cut_config, make_model, reference, remove_model, write_config
-from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, CollectiveFact, DeepFacts, UpdateFact
+from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.on_ranks import backward, collectives
 from actors.environment import worker_environment
 from actors.learner_group import LearnerGroup
 from actors.placement import RankPlaces, on_their_nodes, reserve
 from actors.plan.shape import ModelShape
-from actors.supervision import wait_for
-from correction.errors import EvenkeelError
+from actors.supervision import abandon, wait_for
+from actors.weight_sync import SyncTarget
+from correction.errors import DeadlineExceeded, EvenkeelError, SyncError
+from rollout.trajectory import SyncReceipt
 
 _TOKENS = 48
 """Of a sequence."""
 _REQUESTS, _ANSWER = 8, 64
 """In flight while the weights change, and the tokens of each."""
 _TENSOR_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
+_BROADCAST_S = 40.0
+"""At most, of deadlines.sync_s, which is for whole models: where it works it takes seconds, and where it doesn't a visit is to end soon."""
 
 
 class CheckedEngine:
@@ -51,14 +57,23 @@ class CheckedEngine:
             check_received("the engine", rollout.gpus_of_a_worker, ray.get_gpu_ids())
         self._folder = tempfile.TemporaryDirectory(prefix="evenkeel-doctor-")
         folder = write_config(Path(self._folder.name), content)
-        engine = rollout.engine.model_copy(update={"context_length": None})
+        limit_s = min(rollout.engine.weight_group_timeout_s, broadcast_s(config))
+        engine = rollout.engine.model_copy(update={"context_length": None, "weight_group_timeout_s": limit_s})
         self._engine = await RolloutEngine.start(folder, engine, name="the engine", has_weights=False)
 
-    async def take(self, version: int, buckets: Sequence[Any]) -> tuple[int, float, float]:
-        """(bytes, seconds, seconds of the pause)"""
+    async def take(self, version: int, buckets: Sequence[Any]) -> SyncReceipt:
         began = time.monotonic()
         receipt = await self._engine.update_weights(version, list(await asyncio.gather(*buckets)))
-        return receipt.bytes, time.monotonic() - began, receipt.pause_s
+        return replace(receipt, seconds=time.monotonic() - began)
+
+    async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
+        await self._engine.join_weight_group(host, port, rank, world_size, name)
+
+    async def receive_weights(self, version: int, specs: Any, group: str, generation: int) -> SyncReceipt:
+        return await self._engine.receive_weights(version, specs, group=group)
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self._engine.leave_weight_group(name)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._engine.score(token_ids)
@@ -105,6 +120,7 @@ class _Visit:
         self._collectives: list[CollectiveFact] = []
         self._agreements: list[AgreementFact] = []
         self._update: UpdateFact | None = None
+        self._broadcast: BroadcastFact | None = None
         self._repeats = True
 
     async def facts(self) -> DeepFacts:
@@ -119,13 +135,15 @@ class _Visit:
             snapshot = await self._exported(group) if group is not None else None
             if snapshot is not None and group is not None and made is not None:  # while the engine starts
                 await self._compare_with(made, group, snapshot)
-            await self._ask_the_engine(engine, starting, snapshot)
+            answers = await self._ask_the_engine(engine, starting, snapshot)
+            if answers and self._config.weight_sync.transport == "broadcast" and group is not None and snapshot is not None:
+                self._broadcast = await self._broadcast_to(engine, group, snapshot)
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("ranks and engine", error)
         finally:
             await self._end(places, group, engine)
         on_gpus = self._config.learner.resolved_device == "cuda"
-        found = tuple(self._collectives), tuple(self._agreements), self._update, self._repeats, tuple(self._broken)
+        found = tuple(self._collectives), tuple(self._agreements), self._update, self._broadcast, self._repeats, tuple(self._broken)
         return DeepFacts(self._dtype, self._whole, on_gpus, *found)
 
     async def _ask_the_ranks(self, places: RankPlaces) -> tuple[Reference | None, LearnerGroup | None]:
@@ -163,14 +181,14 @@ class _Visit:
             self._tell("export of the learner", error)
             return None
 
-    async def _ask_the_engine(self, engine: Any, starting: asyncio.Future[Any], snapshot: WeightSnapshot | None) -> None:
-        """The learner's weights there, by way of the object store; the probe; an update under requests."""
+    async def _ask_the_engine(self, engine: Any, starting: asyncio.Future[Any], snapshot: WeightSnapshot | None) -> bool:
+        """The learner's weights there, by way of the object store; the probe; an update under requests. False: it could not be asked."""
         probe = self._sequences[0]
         try:
             await starting
             self._say("the engine is up")
             if snapshot is None:
-                return
+                return False
             await self._wait(engine.take.remote(1, snapshot.buckets), "first weights of the engine")
             scored = await self._wait(engine.score.remote(probe), "probe of the engine")
             self._agreements.append(agreement(ENGINE_AND_LEARNER, scored, snapshot.probe_logprobs))
@@ -180,12 +198,51 @@ class _Visit:
             self._say("the engine has had the learner's weights, and answered")
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("the engine", error)
+            return False
+        return True
 
     async def _update_under_requests(self, engine: Any, snapshot: WeightSnapshot) -> UpdateFact:
         under_way = asyncio.ensure_future(self._wait(engine.answer.remote(self._sequences[1]), "answers during an update"))
-        nbytes, take_s, pause_s = await self._wait(engine.take.remote(2, snapshot.buckets), "an update under requests")
+        receipt = await self._wait(engine.take.remote(2, snapshot.buckets), "an update under requests")
         await under_way
-        return UpdateFact(nbytes, snapshot.seconds, take_s, pause_s)
+        return UpdateFact(receipt.bytes, snapshot.seconds, receipt.seconds, receipt.pause_s)
+
+    async def _broadcast_to(self, engine: Any, group: LearnerGroup, snapshot: WeightSnapshot) -> BroadcastFact:
+        """The learner's present weights through a weight group of a run, under requests; the probe tells whether they are those.
+
+        They are not those of the snapshot, whose names and shapes alone are taken: a backward pass came between.
+        """
+        rollout = self._config.rollout.engine
+        fact = BroadcastFact(rollout.resolved_group_backend, rollout.tensor_parallel)
+        members = BroadcastGroup(group, broadcast_s(self._config), 0, rollout.tensor_parallel)
+        calls = [asyncio.ensure_future(self._wait(engine.answer.remote(self._sequences[1]), "answers during a broadcast"))]
+        try:
+            began = time.monotonic()
+            await members.build([SyncTarget("the engine", engine)])
+            join_s, began = time.monotonic() - began, time.monotonic()
+            receiving = members.receiving(3, snapshot.specs)
+            calls += [asyncio.ensure_future(call) for call in (self._broadcast_all(group), *receiving)]
+            sent, receipt = await asyncio.gather(*calls[1:])
+            send_s = time.monotonic() - began
+            await calls[0]
+            scored = await self._wait(engine.score.remote(self._sequences[0]), "probe of the engine")
+            self._agreements.append(agreement("the engine after a broadcast and the learner", scored, sent.probe_logprobs))
+            self._say("the learner has broadcast weights to the engine")
+            return replace(fact, bytes=receipt.bytes, join_s=join_s, send_s=send_s, pause_s=receipt.pause_s)
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            return replace(fact, error=why_no_broadcast(error, self._config))
+        finally:
+            for call in calls:
+                abandon(call)
+            await members.close()
+
+    async def _broadcast_all(self, group: LearnerGroup) -> WeightSnapshot:
+        bucket_bytes, probe = self._config.weight_sync.bucket_bytes, tuple(self._sequences[0])
+        plan = ExportPlan(bucket_bytes, stores=False, broadcasts=True, probe_ids=probe)
+        sent = await group.export(plan, deadline_s=broadcast_s(self._config))
+        if sent.broadcast_error:
+            raise SyncError(sent.broadcast_error)
+        return sent
 
     async def _compare_with(self, made: Reference, group: LearnerGroup, snapshot: WeightSnapshot) -> None:
         """Forward and backward pass; the learner has other weights afterwards, and what was exported stays."""
@@ -206,7 +263,7 @@ class _Visit:
         return await wait_for(call, what, deadline_s=self._config.deadlines.start_s)
 
     def _tell(self, what: str, error: BaseException) -> None:
-        self._broken.append((what, (str(error).strip().splitlines() or [type(error).__name__])[-1]))
+        self._broken.append((what, _last_line(error)))
 
     async def _end(self, places: RankPlaces | None, group: LearnerGroup | None, engine: Any) -> None:
         if engine is not None:
@@ -237,6 +294,25 @@ def _create_engine(config: RunConfig) -> Any:
     )
     lower_priority(engine)
     return engine
+
+
+def broadcast_s(config: RunConfig) -> float:
+    """For a weight group to come together, and again for a version of two layers to go through it."""
+    return min(config.deadlines.sync_s, _BROADCAST_S)
+
+
+def why_no_broadcast(error: BaseException, config: RunConfig) -> str:
+    """In a sentence; of what was late also what set the limit."""
+    if not isinstance(error, DeadlineExceeded):
+        return _last_line(error)
+    limit = f"deadlines.sync_s = {config.deadlines.sync_s:g}"
+    if broadcast_s(config) < config.deadlines.sync_s:
+        limit = f"the doctor's own limit, below {limit}"
+    return f"{_last_line(error).partition('; the deadline is set')[0]}; a weight group has {broadcast_s(config):g} s here ({limit})"
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def slowest(found: Sequence[CollectiveFact]) -> list[CollectiveFact]:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from actors.config import RunConfig
 from actors.devices import gpus_asked
 from actors.doctor.facts import Complaint, NodeFacts
+from actors.doctor.link_rules import gpus_of_a_group_are_linked, ports_are_open, rdma_may_lock_memory
 from actors.doctor.memory_rules import could_be_given, gib, on_gpus
-from actors.doctor.paper_rules import worst_first
+from actors.doctor.paper_rules import LESS, worst_first
 from actors.hub_name import HubName
+from actors.plan.host_memory import FETCHED, TRANSFERS, WIDE, HostMemory, of_engines, of_learner
 from actors.plan.shape import ModelShape
-from actors.plan.traffic import traffic
+from actors.plan.traffic import traffic, versions_text
 
 Nodes = Sequence[NodeFacts]
 NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
@@ -25,8 +27,6 @@ FEWEST_OPEN_FILES = 4096
 MOST_SKEW_S = 5.0
 FREE_SHARE = 0.9
 """Of a GPU's memory, that nobody else should hold."""
-TRANSFERS = 2
-"""Buckets of weights that an engine has in shared memory at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +173,10 @@ def gpus_are_empty(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
     if not _uses_gpus(config):
         return
     for node in nodes:
-        for number, gpu in enumerate(node.gpus):
+        for gpu in node.gpus:
             if gpu.free < FREE_SHARE * gpu.bytes:
-                yield Complaint(
-                    "warn",
-                    f"{node.name}: GPU {number} ({gpu.name}) has {gib(gpu.free)} of {gib(gpu.bytes)} free: another process holds the rest",
-                    "nvidia-smi there says which",
-                )
+                text = f"{node.name}: GPU {gpu.number} ({gpu.name}) has {gib(gpu.free)} of {gib(gpu.bytes)} free: another process holds the"
+                yield Complaint("warn", f"{text} rest", "nvidia-smi there says which")
 
 
 def packages_are_alike(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -261,6 +258,9 @@ NODE_RULES: tuple[NodeRule, ...] = (
     room_for_files_and_buckets,
     clocks_agree,
     compilers_for_kernels,
+    gpus_of_a_group_are_linked,
+    rdma_may_lock_memory,
+    ports_are_open,
 )
 
 
@@ -313,6 +313,7 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
     if config.ray.address is not None:  # of this machine the first layer has judged them
         found += gpus_hold_their_roles(nodes, config, shape)
         found += stores_hold_the_weights(nodes, config, shape)
+        found += hosts_hold_their_roles(nodes, config, shape)
     return worst_first(found)
 
 
@@ -326,17 +327,38 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """Two versions and two batches where rank 0 may be; a version, fetched before the engines pause, wherever engines are."""
+    """Versions and two batches where rank 0 may be; a version, fetched before the engines pause, wherever engines are, and with deltas
+    the one of which it is made. Wide fields lie where they were sampled, and where ranks compute with them."""
     if config.weight_sync.transport != "object_store":
         return
     moved = traffic(shape, config)
+    held = moved.version * (1 + config.weight_sync.deltas)
     for node in nodes:
         may_hold_a_rank = node.offered_gpus > 0 or config.learner.resolved_device == "cpu"
-        needed = moved.store if may_hold_a_rank else moved.version if node.rollout_units >= 1 else 0
+        engines = min(config.rollout.first_workers, int(node.rollout_units))
+        wide = of_learner(shape, config, 1)[FETCHED] if may_hold_a_rank else of_engines(shape, config, engines)[WIDE]
+        needed = wide + (moved.store if may_hold_a_rank else held if engines else 0)
         if needed > node.object_store:
-            what = "two versions of the weights and two batches" if may_hold_a_rank else "a version of the weights"
+            on_the_way = "two versions of the weights" if held > moved.version else "a version of the weights"
+            what = f"{versions_text(config)} of the weights and two batches" if may_hold_a_rank else on_the_way
+            what += ", and wide fields," * (wide > 0)
             yield Complaint(
                 "warn",
                 f"{node.name}: {what} take {gib(needed)}, and Ray's object store there has {gib(node.object_store)}: it writes to disk",
                 "Start the node with a larger one (ray start --object-store-memory), or use machines with more memory",
             )
+
+
+def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
+    """As many ranks, or engines, as a node has GPUs for; what Ray makes of both on one node is less than the sum."""
+    if {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
+        return
+    for node in nodes:
+        ranks = min(config.learner.world_size, int(node.offered_gpus / config.learner.gpus_per_rank))
+        engines = min(config.rollout.first_workers, int(node.rollout_units), int(node.offered_gpus / config.rollout.gpus_of_a_worker))
+        roles = [HostMemory(_counted(ranks, "rank"), of_learner(shape, config, ranks))] if ranks else []
+        roles += [HostMemory(_counted(engines, "engine"), of_engines(shape, config, engines))] if engines else []
+        fullest = max(roles, key=lambda role: role.total, default=None)
+        if fullest is not None and fullest.total > node.memory:
+            text = f"{node.name}: {fullest.node} would take up to {gib(fullest.total)} of its {gib(node.memory)} of memory: {fullest}"
+            yield Complaint("warn", text, LESS)

@@ -13,16 +13,21 @@ from actors.devices import check_shares, check_types, gpus_asked, room_for_engin
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
+from actors.plan.host_memory import WIDE, hosts, of_engines
 from actors.plan.layouts import obstacles
 from actors.plan.learner_memory import rank_memory
+from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
 from actors.plan.shape import FLOAT8_BLOCK
-from actors.plan.traffic import checkpoint_bytes, traffic
+from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
 from correction.errors import ConfigError
 from rollout import engine_ranks
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
 STORE_SHARE = 0.3
 """Of a node's memory, that Ray takes for its object store (its default)."""
+WORTH_SAYING = 1.5
+"""Times as long: the speeds are assumptions."""
+LESS = "Use machines with more memory, shorter answers (rollout.engine.context_length), or fewer (groups_per_step)"
 
 
 def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -104,14 +109,54 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
 def object_store_holds_the_weights(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if facts.host_bytes is None or config.weight_sync.transport != "object_store":
         return
-    needed, there = traffic(facts.shape, config).store, int(STORE_SHARE * facts.host_bytes)
+    wide = of_engines(facts.shape, config, config.rollout.most_workers)[WIDE]
+    needed, there = traffic(facts.shape, config).store + wide, int(STORE_SHARE * facts.host_bytes)
     if needed > there:
         yield Complaint(
             "warn",
-            f"two versions of the weights and two batches take {gib(needed)}, but Ray's object store has about {gib(there)} of this "
-            f"machine's {gib(facts.host_bytes)}: it would write to disk",
+            f"{versions_text(config)} of the weights{', wide fields of answers' * (wide > 0)} and two batches take {gib(needed)}, but "
+            f"Ray's object store has about {gib(there)} of this machine's {gib(facts.host_bytes)}: it would write to disk",
             "Start the nodes with a larger one (ray start --object-store-memory), or use machines with more memory",
         )
+
+
+def deltas_have_a_network(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    if config.weight_sync.deltas and config.ray.address is None:
+        text = "weight_sync.deltas = True in a cluster of this machine alone: engines read the learner's weights where they lie"
+        yield Complaint("warn", text, "Leave it out")
+    elif config.weight_sync.deltas and config.learner.resolved_dtype == "float32":
+        text = "weight_sync.deltas = True with weights in float32: what an update changes has a third of the bytes, not a fiftieth"
+        text += " as in bfloat16, and finding it takes longer than it saves on networks faster than 0.3 Gbit/s"
+        yield Complaint("note", text, "Leave it out")
+
+
+def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    """What it costs. With max_staleness 0 every step waits for its longest answer, which is what one has asked for."""
+    on_gpus = {config.learner.resolved_device, config.rollout.engine.resolved_device} == {"cuda"}
+    if not facts.gpus or not on_gpus or config.max_staleness == 0:
+        return
+    found = pace(facts.shape, config, min(facts.gpus))
+    if found.tail_s > WORTH_SAYING * found.others_s:
+        price = "which costs older samples and more correction"
+        raise_it = f"Set max_staleness: {found.enough}, {price}, or l" if found.enough > config.max_staleness else "L"
+        yield Complaint(
+            "note",
+            f"an answer of {config.rollout.sampling.max_tokens:,} tokens takes {found.longest_answer_s:.0f} s at {TOKENS_PER_S:g} tokens a "
+            f"second, and max_staleness = {config.max_staleness} lets {found.steps} steps pass meanwhile: where batches have such answers, "
+            f"a step takes {found.tail_s:.0f} s, and engines and learner would do it in {found.others_s:.0f} (with answers of "
+            f"{MEAN_SHARE:.0%} of that on average)",
+            f"{raise_it}ower rollout.sampling.max_tokens; evenkeel simulate tells it of measured lengths and speeds",
+        )
+
+
+def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    """Of one machine with GPUs; on a CPU weights and caches lie there as well, and are small."""
+    if facts.host_bytes is None or {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
+        return
+    (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1)
+    if host.total > facts.host_bytes:
+        text = f"the run takes up to {gib(host.total)} of this machine's {gib(facts.host_bytes)} beside its GPUs: {host}"
+        yield Complaint("warn", text, LESS)
 
 
 PAPER_RULES: tuple[PaperRule, ...] = (
@@ -123,6 +168,9 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     optimizer_is_shared,
     disk_holds_the_checkpoints,
     object_store_holds_the_weights,
+    deltas_have_a_network,
+    host_holds_the_run,
+    staleness_leaves_time_for_the_longest,
 )
 
 

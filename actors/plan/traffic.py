@@ -37,9 +37,9 @@ class Traffic:
     checkpoint: int
     """Bytes on disk, with the Hugging Face folder."""
     batch: int
-    """Bytes of a packed batch of the longest answers."""
+    """Bytes of a packed batch of the longest answers, without its wide fields."""
     store: int
-    """Bytes in the object store: two versions of the weights, of which one is read and one written, and two batches."""
+    """Bytes in the object store of the learner's rank 0: `stored_versions` of the weights, and two batches."""
 
 
 def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> Traffic:
@@ -62,8 +62,19 @@ def traffic(shape: ModelShape, config: RunConfig, *, cache_tokens: int = 0) -> T
         recompute_s=again / rate if engine.resolved_device == "cuda" else 0.0,
         checkpoint=checkpoint_bytes(shape, config),
         batch=one_batch,
-        store=2 * version + 2 * one_batch,
+        store=stored_versions(config) * version + 2 * one_batch,
     )
+
+
+def stored_versions(config: RunConfig) -> int:
+    """Versions of the weights in the store of rank 0 at most: one is read and one written (of what is broadcast, one for who joins); with
+    deltas one is written while what lies between two others is found."""
+    return 2 + config.weight_sync.deltas if config.weight_sync.transport == "object_store" else 1
+
+
+def versions_text(config: RunConfig) -> str:
+    """In the words of plan and doctor."""
+    return ("one version", "two versions", "three versions")[stored_versions(config) - 1]
 
 
 def _pause_s(version: int, bucket: int, *, on_gpu: bool) -> float:
@@ -81,20 +92,41 @@ def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def token_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Of a PackedBatch, per token, by the types of its fields (correction/batch.py)."""
+    """Of a PackedBatch, per token, by the types of its fields (correction/batch.py); it says only where its wide fields are."""
+    return 8 + 1 + 4 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions, proximal logprobs
+
+
+def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> int:
+    """Of a token's wide fields (correction/wide.py), its most likely alternatives and its experts, where the run wants them.
+
+    Args: id_bytes: of a token's id: 4 in the object store, 8 where a rank computes with it.
+    """
     from correction.schedule import needs_topk
 
-    plain = 8 + 1 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions
-    topk = needs_topk(config.correction) * (8 + 4)
     routes = shape.layers * shape.experts_per_token * (1 if shape.experts <= 256 else 2)
-    return plain + 4 + topk + (routes if config.learner.routing_replay != "none" else 0)  # and proximal logprobs
+    return needs_topk(config.correction) * (id_bytes + 4) + (routes if config.learner.routing_replay != "none" else 0)
 
 
-def batch_bytes(shape: ModelShape, config: RunConfig) -> int:
+def batch_tokens(shape: ModelShape, config: RunConfig) -> int:
     """Of the longest answers that are allowed, each with a prompt as long as the context leaves room for."""
     sampling = config.rollout.sampling
     longest = config.rollout.engine.context_length or min(shape.context, 2 * sampling.max_tokens)
-    return config.groups_per_step * sampling.samples_per_group * longest * token_bytes(shape, config)
+    return config.groups_per_step * sampling.samples_per_group * longest
+
+
+def prompt_tokens(shape: ModelShape, config: RunConfig) -> int:
+    """Of those of a batch: what the longest answers leave."""
+    sampling = config.rollout.sampling
+    return max(0, batch_tokens(shape, config) - config.groups_per_step * sampling.samples_per_group * sampling.max_tokens)
+
+
+def key_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Of a batch's route keys: one a token of a prompt, where its experts are replayed (correction/wide.py)."""
+    return 0 if config.learner.routing_replay == "none" or not shape.experts else 4 * prompt_tokens(shape, config)
+
+
+def batch_bytes(shape: ModelShape, config: RunConfig) -> int:
+    return batch_tokens(shape, config) * token_bytes(shape, config) + key_bytes(shape, config)
 
 
 def active_parameters(shape: ModelShape) -> int:

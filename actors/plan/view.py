@@ -12,9 +12,10 @@ from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.memory_rules import gib, longest_sequence
 from actors.plan.engine_memory import EngineMemory, engine_memory
 from actors.plan.gpus import Gpus
+from actors.plan.host_memory import HostMemory, hosts
 from actors.plan.layouts import Layout, layouts, obstacles
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
-from actors.plan.traffic import Traffic, traffic
+from actors.plan.traffic import Traffic, traffic, versions_text
 
 _SHOWN_LAYOUTS = 8
 
@@ -30,6 +31,7 @@ class RunPlan:
     """None if the layout doesn't divide the model."""
     engine: EngineMemory
     moved: Traffic
+    hosts: tuple[HostMemory, ...]
     layouts: tuple[Layout, ...]
     deadlines: tuple[Deadline, ...]
     complaints: tuple[Complaint, ...]
@@ -47,7 +49,8 @@ def make_plan(facts: PaperFacts, config: RunConfig, gpus: Gpus, complaints: Sequ
     )
     moved = traffic(shape, config, cache_tokens=engine.tokens)
     waits = table(config, shape.weight_bytes(config.learner.resolved_dtype))
-    return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, tuple(others), tuple(waits), tuple(complaints))
+    of_hosts = tuple(hosts(shape, config, gpus_per_node=gpus.per_node, nodes=gpus.nodes))
+    return RunPlan(gpus, shape.parameters, shape.tensors, rank, engine, moved, of_hosts, tuple(others), tuple(waits), tuple(complaints))
 
 
 def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]]]:
@@ -65,9 +68,10 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
             (f"{line.seconds:,.0f} s", f"{line.key}: {line.what}" if line.key else line.what) for line in plan.deadlines
         ],
         "beside the GPUs": [
-            ("object store", f"{gib(plan.moved.store)}: two versions and two batches of {gib(plan.moved.batch)} each at most"),
+            ("object store", f"{gib(plan.moved.store)}: {versions_text(config)} and two batches of {gib(plan.moved.batch)} each at most"),
             ("checkpoint", f"{gib(plan.moved.checkpoint)}; {config.checkpoint.keep} are kept"),
         ],
+        "memory of the hosts": [row for one in plan.hosts for row in _of_host(one)],
         f"layouts of {ranks}": [
             (f"{'fits' if one.fits else 'too large'}, {gib(one.memory.total + RESERVE)}", f"{one}")
             for one in plan.layouts[:_SHOWN_LAYOUTS]
@@ -104,6 +108,10 @@ def _of_engine(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:
     ]
 
 
+def _of_host(host: HostMemory) -> list[tuple[str, str]]:
+    return [(host.node, gib(host.total)), *((f"  {what}", gib(size)) for what, size in host.parts.items() if size)]
+
+
 def _of_version(plan: RunPlan) -> list[tuple[str, str]]:
     moved = plan.moved
     way = f"to another node {moved.fetch_s:.1f} s, " if moved.fetch_s else ""
@@ -122,6 +130,7 @@ def in_numbers(plan: RunPlan) -> dict[str, Any]:
         "rank": {**asdict(plan.rank), "reserve": RESERVE, "total": plan.rank.total + RESERVE} if plan.rank else None,
         "engine": {**asdict(plan.engine), "tokens": plan.engine.tokens, "longest_requests": plan.engine.longest_requests},
         "traffic": asdict(plan.moved),
+        "hosts": [{"node": one.node, "total": one.total, "parts": one.parts} for one in plan.hosts],
         "layouts": [{"layout": str(one), "bytes": one.memory.total + RESERVE, "fits": one.fits} for one in plan.layouts],
         "deadlines": [asdict(one) for one in plan.deadlines],
         "findings": [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in plan.complaints],

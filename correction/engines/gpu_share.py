@@ -16,14 +16,18 @@ _PREFILL_TOKEN = 256 << 10
 """Bytes of a token's activations: twice what the widest layer of a model of 8B has at the same time. An estimate."""
 _GRAPH = 2 << 20
 """Bytes of the captured graphs for each request that runs: SGLang's own estimate (arg_groups/memory_hook.py)."""
-_SAMPLER = 32
-"""Bytes for each request and word of the vocabulary while tokens are drawn: logits, logprobs and probabilities in float32, the sums of the
-probabilities and their addends in float64, and a sorted copy (rollout/sglang_plugin/seeded_sampler.py)."""
+_SAMPLER = 16
+"""Bytes for each request and word of the vocabulary while tokens are drawn: logits, logprobs and probabilities in float32, and a sorted
+copy (rollout/sglang_plugin/seeded_sampler.py)."""
+SUMMED = 1 << 15
+"""Words of the vocabulary whose probabilities are summed at one time."""
+_SUMS = 20
+"""Bytes for each request and each of these: the word's number, its probability and, in float64, the sum."""
 
 
 def beside_the_cache(requests: int, vocabulary: int) -> int:
     """Bytes that an engine takes beside weights and KV cache. Args: requests: that run at the same time."""
-    return CONTEXT + PREFILL_TOKENS * _PREFILL_TOKEN + requests * (_GRAPH + _SAMPLER * vocabulary)
+    return CONTEXT + PREFILL_TOKENS * _PREFILL_TOKEN + requests * (_GRAPH + _SAMPLER * vocabulary + _SUMS * min(SUMMED, vocabulary))
 
 
 def engine_budget(total: int, share: float, fraction: float | None, requests: int, vocabulary: int) -> int:

@@ -20,6 +20,8 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend, top_p_n
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
+from correction.engines.gpu_share import SUMMED
+
 BACKEND = "pytorch"
 """Value of SGLang's `sampling_backend` that selects our sampler; on a CPU SGLang sets this name whatever is asked for."""
 
@@ -52,9 +54,27 @@ def draw(probabilities: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     Returns: [B] int64. A row's token depends on that row alone: on a CPU, sums along a row go from left to right, in float64. Of a row that
         is not finite it is any token: its logprob isn't finite either, for which its request is refused, and the batch-mates live.
     """
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    below = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, below, right=True)[:, 0].clamp(max=probabilities.shape[-1] - 1)
+    rows, words = probabilities.shape
+    share, nothing = uniform(seeds, positions)[:, None], probabilities.new_zeros(rows, dtype=torch.float64)
+    if words <= SUMMED:
+        cumulative = _cumulative(probabilities, nothing)
+        return torch.searchsorted(cumulative, share * cumulative[:, -1:], right=True)[:, 0].clamp(max=words - 1)
+    ends = [nothing]
+    for part in torch.split(probabilities, SUMMED, -1):  # all of a large vocabulary in float64 is gigabytes with many requests
+        ends.append(_cumulative(part, ends[-1])[:, -1].clone())
+    bounds = torch.stack(ends, -1)
+    below = share * bounds[:, -1:]
+    part_of_row = torch.searchsorted(bounds[:, 1:].contiguous(), below, right=True).clamp(max=len(ends) - 2)
+    columns = (SUMMED * part_of_row + torch.arange(SUMMED, device=probabilities.device)).clamp_(max=words - 1)
+    cumulative = _cumulative(probabilities.gather(-1, columns), bounds.gather(-1, part_of_row)[:, 0])
+    return (SUMMED * part_of_row + torch.searchsorted(cumulative, below, right=True))[:, 0].clamp(max=words - 1)
+
+
+def _cumulative(part: Tensor, before: Tensor) -> Tensor:
+    """[B, n] float64: sums of a part of a row from its left and what stands `before` it, [B]; on a CPU the whole row's, bit for bit."""
+    sums = part.to(torch.float64, copy=True)
+    sums[:, 0] += before
+    return sums.cumsum_(-1)
 
 
 def nucleus(probabilities: Tensor, top_ps: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from actors.config import RunConfig
 from actors.deadlines import with_deadlines
 from actors.derived import derived
 from actors.doctor.cut_model import CONTEXT, VOCABULARY, cut_config, make_model, reference
-from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, CollectiveFact, DeepFacts, UpdateFact
+from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.deep_rules import GRADIENT, in_the_deep, predicted
-from actors.doctor.live import agreement, slowest
-from correction.errors import ConfigError
+from actors.doctor.live import agreement, slowest, why_no_broadcast
+from correction.errors import ConfigError, DeadlineExceeded, SyncError
 from learner.config import LearnerConfig
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B
 from tests.e2e.launch import RECIPE, evenkeel
@@ -27,8 +27,10 @@ from tests.learner.learner_cases import grouped_batch, learner_on
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+BY_BROADCAST = "weight_sync.transport=broadcast"
 REDUCE = CollectiveFact("tensor_parallel", "all_reduce", 2, 256 << 20, 1e-3, True)
 UPDATE = UpdateFact(1 << 30, 0.5, 1.0, 0.25)
+BROADCAST = BroadcastFact("nccl", 1, 1 << 30, 1.5, 0.25, 0.125)
 HEALTHY = DeepFacts("bfloat16", 16 << 30, True, (REDUCE,), (AgreementFact("the engine and the learner", 0.2, 0.01),), UPDATE)
 
 
@@ -71,6 +73,13 @@ def differing(**facts: Any) -> tuple[AgreementFact, ...]:
         ({"agreements": differing(gradient=float("nan"))}, "fail", "a norm nan % off"),
         ({"repeats": False}, "warn", "answers to the same seeds differ"),
         ({"update": replace(UPDATE, take_s=400.0)}, "warn", "expect 6.41e+03 s to publish a version of 16 GiB"),
+        (
+            {"broadcast": replace(BROADCAST, error="no such interface")},
+            "fail",
+            "a broadcast from the learner's rank 0 to the 1 rank of an engine (nccl) did not work: no such interface. "
+            "Set weight_sync.transport: object_store",
+        ),
+        ({"broadcast": replace(BROADCAST, send_s=1.0)}, "warn", "has 1.07 GB/s, in a group that was there in 1.5 s: less than 2 GB/s"),
     ],
 )
 def test_a_rule_of_what_was_measured(facts: dict[str, Any], severity: str, words: str) -> None:
@@ -96,7 +105,32 @@ def test_an_engine_in_float8_may_differ_more_and_the_learner_may_not() -> None:
 
 
 def test_a_version_takes_no_less_than_the_part_of_it_that_was_measured() -> None:
-    assert predicted(replace(HEALTHY, version_bytes=1 << 20)) == (1.5, 0.25)
+    assert predicted(1 << 20, 1 << 30, 1.5) == 1.5
+    assert predicted(4 << 30, 1 << 30, 1.5) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("sync_s", "limit"),
+    [(12.0, "12 s here (deadlines.sync_s = 12)"), (600.0, "40 s here (the doctor's own limit, below deadlines.sync_s = 600)")],
+)
+def test_a_weight_group_that_is_late_names_the_limit_that_was_meant(sync_s: float, limit: str) -> None:
+    """A setting that changes nothing is not advised."""
+    run = eight(f"deadlines.sync_s={sync_s}")
+    late = DeadlineExceeded("weight group w-0-1: not done in 40 s; the deadline is set under deadlines")
+    assert why_no_broadcast(late, run) == f"weight group w-0-1: not done in 40 s; a weight group has {limit}"
+    assert why_no_broadcast(SyncError("no such interface"), run) == "no such interface"
+
+
+def test_where_weights_are_broadcast_that_is_what_a_version_will_take() -> None:
+    """Sent and received at the same time; the object store is for who joins."""
+    found = said(replace(HEALTHY, broadcast=BROADCAST), "weight_sync.transport=broadcast")
+    assert [severity for severity, _ in found] == ["note"] * 5
+    assert [text for _, text in found[2:]] == [
+        "expect 24 s to publish a version of 16 GiB to an engine that joins, and 4 s of an engine's pause "
+        "(measured with 1 GiB under 8 requests)",
+        "a broadcast from the learner's rank 0 to the 1 rank of an engine (nccl) has 4.29 GB/s, in a group that was there in 1.5 s",
+        "expect 4 s to publish a version of 16 GiB by broadcast, and 2 s of an engine's pause (measured with 1 GiB under 8 requests)",
+    ]
 
 
 def test_of_each_kind_of_group_the_slowest_is_told_and_a_wrong_one_first() -> None:
@@ -168,10 +202,22 @@ def test_deep_is_for_machines_that_are_here() -> None:
 
 
 @pytest.mark.slow
+def test_a_weight_group_that_comes_to_nothing_is_one_sentence(tmp_path: Path) -> None:
+    """The engine is told another backend than the learner's: NCCL, which has no GPU here."""
+    model = save_tiny_model(save_tiny_tokenizer(tmp_path / "model"))
+    other = "rollout.engine.weight_group_backend=nccl"
+    done = evenkeel("doctor", str(RECIPE), "--deep", "--json", f"model={model}", BY_BROADCAST, other, timeout_s=300.0)
+    failed = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "fail"]
+    assert len(failed) == 1, done.stdout + done.stderr
+    assert failed[0]["sentence"].startswith("a broadcast from the learner's rank 0 to the 1 rank of an engine (nccl) did not work: ")
+    assert failed[0]["setting"].startswith("Set weight_sync.transport: object_store")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "kinds"),
     [
-        ("qwen3", ["learner.tensor_parallel=2", "learner.sequence_parallel=true"], ["tensor_parallel"]),
+        ("qwen3", ["learner.tensor_parallel=2", "learner.sequence_parallel=true", BY_BROADCAST], ["tensor_parallel"]),
         ("qwen3_moe", ["learner.data_parallel=2", "learner.expert_parallel=2"], ["data_parallel", "expert_parallel"]),
     ],
 )
@@ -184,7 +230,9 @@ def test_a_visit_on_gloo(tmp_path: Path, family: str, layout: list[str], kinds: 
     findings = json.loads(done.stdout)["findings"]
     notes = [one["sentence"] for one in findings if one["level"] == "note"]
     assert [kind for kind in kinds if any(f"{kind} ranks inside a node" in note for note in notes)] == kinds
-    assert sum("in float32" in note for note in notes) == 2, "learner with reference, engine with learner"
-    assert any(note.startswith("expect ") for note in notes)
+    broadcasts = BY_BROADCAST in layout
+    assert sum("in float32" in note for note in notes) == 2 + broadcasts, "learner with reference, engine with learner, by each way"
+    assert sum(note.startswith("expect ") for note in notes) == 1 + broadcasts
+    assert sum("(gloo) has " in note for note in notes) == broadcasts
     assert not [one for one in findings if one["level"] == "fail"]
     assert set(Path("/tmp").glob("evenkeel-doctor-*")) == before

@@ -200,7 +200,7 @@ def test_a_batch_is_as_large_as_its_tensors(tmp_path: Path) -> None:
     measured = sum(one.nbytes for one in per_token) / batch.num_tokens
     assert token_bytes(ModelShape.of(QWEN3_8B), config) == measured + 4, "with proximal logprobs"
     routed = recipe("qwen3_30b_a3b_4nodes", tmp_path)
-    assert token_bytes(ModelShape.of(QWEN3_30B_A3B), routed) - token_bytes(ModelShape.of(QWEN3_8B), config) == 48 * 8
+    assert token_bytes(ModelShape.of(QWEN3_30B_A3B), routed) == token_bytes(ModelShape.of(QWEN3_8B), config), "no batch has wide fields"
 
 
 def vars_of(batch: Any) -> list[Tensor]:
@@ -267,7 +267,7 @@ def test_a_family_that_isn_t_trained_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "model", "gpus", "shown"),
     [
-        ("qwen3_0.6b_1gpu", QWEN3_06B, "24GBx1", ["15.2 GiB of 15.6 GiB", "23 of 2,048 tokens", "2.08 GiB for context"]),
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "24GBx1", ["15.2 GiB of 15.6 GiB", "24 of 2,048 tokens", "1.87 GiB for context"]),
         ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4", ["4 nodes of 8 x H200", "16 ranks", "to another node 6.1 s"]),
     ],
 )

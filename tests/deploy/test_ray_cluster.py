@@ -19,15 +19,16 @@ from actors.derived import derived
 from actors.doctor.cluster_file import ClusterFile, NodeKind, _gpu_bytes, agreement
 from actors.doctor.facts import Complaint
 from actors.plan.gpus import MEMORY_MIB
+from actors.plan.host_memory import hosts
 from actors.plan.shape import ModelShape
 from correction.errors import ConfigError
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
 
 ROOT = Path(__file__).parents[2]
-CLOUD, LOCAL = (ROOT / "deploy" / name for name in ("ray-cluster.yaml", "ray-cluster-local.yaml"))
-RECIPE = ROOT / "recipes" / "qwen3_8b_8gpu.yaml"
+CLOUD, LOCAL, IMAGE = (ROOT / "deploy" / f"ray-cluster{name}.yaml" for name in ("", "-local", "-gpu"))
+RECIPE, LARGE = (ROOT / "recipes" / f"{name}.yaml" for name in ("qwen3_8b_8gpu", "qwen3_30b_a3b_4nodes"))
 ASKED = {CLOUD: ("rollout.min_workers=1", "rollout.max_workers=16"), LOCAL: ("rollout.workers=12",)}
-"""What the README starts on each, beside that recipe's four ranks."""
+"""What the README starts on the first two, beside the smaller recipe's four ranks; on the third the larger recipe as it is."""
 LEARNER, ROLLOUT = '{"CPU": 96, "GPU": 8}', '{"CPU": 32, "GPU": 1, "rollout": 1}'
 """Resources of the cloud's types."""
 
@@ -36,14 +37,18 @@ def content(path: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(path.read_text()))
 
 
-def found(path: Path, *overrides: str) -> list[Complaint]:
+def recipe_of(path: Path) -> Path:
+    return LARGE if path == IMAGE else RECIPE
+
+
+def found(path: Path, *overrides: str, recipe: Path | None = None) -> list[Complaint]:
     cluster = ClusterFile.read(path, RayConfig().rollout_resource)
     settings = [one for one in ASKED.get(path, ()) if one.partition("=")[0] not in {other.partition("=")[0] for other in overrides}]
-    config = load_config(RunConfig, RECIPE, ["ray.address=auto", *settings, *overrides])
+    config = load_config(RunConfig, recipe or recipe_of(path), ["ray.address=auto", *settings, *overrides])
     return agreement(cluster, derived(config, has_gpu=cluster.has_gpus))
 
 
-@pytest.mark.parametrize("path", [CLOUD, LOCAL], ids=["cloud", "local"])
+@pytest.mark.parametrize("path", [CLOUD, LOCAL, IMAGE], ids=["cloud", "local", "image"])
 def test_ray_takes_it(path: Path) -> None:
     validate_config(prepare_config(content(path)))
 
@@ -55,6 +60,7 @@ def test_ray_takes_it(path: Path) -> None:
         (CLOUD, ("available_node_types", "rollout", "min_worker")),
         (CLOUD, ("provider", "kind")),
         (LOCAL, ("min_worker",)),
+        (IMAGE, ("docker", "images")),
     ],
 )
 def test_a_mistyped_key_is_refused(path: Path, mistyped: tuple[str, ...]) -> None:
@@ -68,7 +74,7 @@ def test_a_mistyped_key_is_refused(path: Path, mistyped: tuple[str, ...]) -> Non
         validate_config(prepare_config(copy.deepcopy(cluster)))
 
 
-@pytest.mark.parametrize("path", [CLOUD, LOCAL], ids=["cloud", "local"])
+@pytest.mark.parametrize("path", [CLOUD, LOCAL, IMAGE], ids=["cloud", "local", "image"])
 def test_it_has_what_the_recipe_asks_for(path: Path) -> None:
     assert found(path) == []
 
@@ -117,6 +123,55 @@ def test_an_a100_is_of_40_gb_or_of_80(instance: str, resource: str, gib: int | N
     assert (found and round(found / 2**30)) == gib
 
 
+def test_the_larger_model_has_room_on_the_nodes_with_an_image() -> None:
+    cluster, config = ClusterFile.read(IMAGE, "rollout"), derived(load_config(RunConfig, LARGE), has_gpu=True)
+    assert cluster.kinds[1] == NodeKind("gpus", 4, 8, 8, MEMORY_MIB["H200"] << 20)
+    assert agreement(cluster, config, ModelShape.of(QWEN3_30B_A3B)) == []
+
+
+@pytest.mark.parametrize("path", [CLOUD, IMAGE], ids=["cloud", "image"])
+def test_what_asks_the_cloud_for_nodes_is_installed_where_ray_is(path: Path) -> None:
+    """Ray's own default for the head is `pip install boto3`, by whatever pip is first there."""
+    installed = [one.split()[0] for one in prepare_config(content(path))["head_setup_commands"] if "boto3" in one]
+    started = next(word for word in content(path)["head_start_ray_commands"][-1].split() if word.endswith("/ray"))
+    assert installed == [str(Path(started).with_name("pip"))]
+
+
+def test_the_image_is_that_of_the_dockerfile_and_has_what_ray_wants() -> None:
+    """Ray copies files into a container by the container's own rsync; a head in one reaches its workers by its own ssh."""
+    cluster, dockerfile = content(IMAGE), (ROOT / "deploy" / "Dockerfile").read_text()
+    assert cluster["docker"]["image"].endswith("/evenkeel:gpu") and "docker build -f deploy/Dockerfile -t evenkeel:gpu" in dockerfile
+    assert {"openssh-client", "rsync"} <= set(dockerfile.split())
+    folder = next(line.split()[1] for line in dockerfile.splitlines() if line.startswith("WORKDIR"))
+    commands = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"] + cluster["head_setup_commands"]
+    assert all(f"{folder}/.venv/bin/" in one for one in commands), "a login shell has no PATH of the image"
+
+
+def test_what_the_recipe_keeps_is_on_the_file_system_of_all_nodes() -> None:
+    """Mounted on each machine before its container starts, and into the container under the same path."""
+    cluster, config = content(IMAGE), load_config(RunConfig, LARGE)
+    mounted = {one.split()[-1] for one in cluster["initialization_commands"] if "mount -t nfs4" in one}
+    shown = [one.removeprefix("--volume=").split(":") for one in cluster["docker"]["run_options"] if one.startswith("--volume=")]
+    assert shown == [[folder, folder] for folder in mounted] and len(mounted) == 1
+    (folder,) = map(Path, mounted)
+    cache = next(one for one in cluster["docker"]["run_options"] if one.startswith("--env=HF_HOME=")).rpartition("=")[2]
+    for kept in (config.run_dir, config.model, getattr(config.rollout.task, "path", None), Path(cache)):
+        assert kept is not None and Path(kept).is_relative_to(folder)
+
+
+def test_its_shared_memory_holds_what_a_node_keeps_there() -> None:
+    """The object store's versions and batches, and the engines' buckets, as `plan` counts them: Docker gives 64 MB by itself."""
+    cluster, config = content(IMAGE), derived(load_config(RunConfig, LARGE), has_gpu=True)
+    driver, learner, engines = hosts(ModelShape.of(QWEN3_30B_A3B), config, gpus_per_node=8, nodes=4)
+    of_head, of_worker = (
+        next(int(one[len("--shm-size=") : -1]) << 30 for one in cluster["docker"][f"{role}_run_options"] if one.startswith("--shm-size="))
+        for role in ("head", "worker")
+    )
+    shared = {name: size for one in (driver, learner, engines) for name, size in one.parts.items() if "store" in name or "shared" in name}
+    assert of_head > driver.parts["batches in the object store"]
+    assert of_worker > sum(shared.values()) - driver.parts["batches in the object store"] - learner.parts["versions in the object store"]
+
+
 def test_the_autoscaled_type_grows() -> None:
     kind = content(CLOUD)["available_node_types"]["rollout"]
     assert 0 < kind["min_workers"] < kind["max_workers"]
@@ -133,6 +188,8 @@ def test_the_autoscaled_type_grows() -> None:
         (CLOUD, (ROLLOUT, ROLLOUT.replace(": 1}", ": 2}")), "warn", "not all of these units can be used"),
         (CLOUD, ("RAY_AUTH_MODE=token", ""), "fail", "lets everybody in"),
         (LOCAL, ('{"rollout": 8}', '{"rollout": 5}'), "warn", "offer 10 at most"),
+        (IMAGE, ('"GPU": 8, "rollout": 8', '"GPU": 8'), "fail", "no node of"),
+        (IMAGE, ('"GPU": 8, "rollout": 8', '"GPU": 6, "rollout": 6'), "warn", "16 ranks and 16 workers ask for 32 GPUs, and"),
         (LOCAL, ("--num-gpus=8", "--num-gpus=6"), "warn", "4 ranks and 12 workers ask for 16 GPUs"),
         (LOCAL, ("RAY_AUTH_MODE=token evenkeel/.venv/bin/ray start --address", "evenkeel/.venv/bin/ray start --address"), "fail", "lets"),
     ],
@@ -142,7 +199,7 @@ def test_what_does_not_agree_is_said(tmp_path: Path, path: Path, change: tuple[s
     assert change[0] in text
     changed = tmp_path / "cluster.yaml"
     changed.write_text(text.replace(*change))
-    complaints = found(changed, *ASKED[path])
+    complaints = found(changed, *ASKED.get(path, ()), recipe=recipe_of(path))
     assert any(one.severity == severity and said in one.sentence for one in complaints), complaints
 
 

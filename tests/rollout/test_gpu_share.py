@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from correction.engines.gpu_share import CONTEXT, allocator_fraction, beside_the_cache, engine_budget
+from correction.engines.gpu_share import CONTEXT, SUMMED, allocator_fraction, beside_the_cache, engine_budget
 from rollout.engine_config import EngineConfig
 from rollout.sglang_plugin import gpu_share
 from rollout.sglang_plugin.gpu_share import TARGET, cache_bytes
@@ -30,9 +30,11 @@ def test_the_cache_is_the_same_whoever_comes_first() -> None:
     assert caches.pop() + WEIGHTS + beside_the_cache(128, WORDS) == int(0.35 * TOTAL), "all of it is in the share"
 
 
-def test_the_sampler_s_float64_sums_have_a_place() -> None:
-    """128 requests x 151,936 words x (logits, logprobs, probabilities: 12 bytes; sums and addends in float64: 16) are 0.51 GiB."""
-    assert beside_the_cache(128, WORDS) - beside_the_cache(128, 0) >= 128 * WORDS * 28
+def test_what_the_sampler_takes_has_a_place() -> None:
+    """128 requests x 151,936 words x (logits, logprobs, probabilities: 12 bytes), and of 32,768 of the words number, probability and a sum
+    in float64, are 0.3 GiB; a small vocabulary is summed as a whole."""
+    assert beside_the_cache(128, WORDS) - beside_the_cache(128, 0) >= 128 * (WORDS * 12 + SUMMED * (8 + 4 + 8))
+    assert beside_the_cache(128, 1000) - beside_the_cache(128, 0) == 128 * 1000 * (16 + 20)
 
 
 def test_both_shares_together_are_the_gpu_contexts_included() -> None:
@@ -48,7 +50,7 @@ def test_a_fraction_is_of_the_whole_gpu_and_never_more_than_the_share() -> None:
 
 
 def test_what_has_no_room_is_said_with_numbers() -> None:
-    with pytest.raises(RuntimeError, match=r"of 24 GiB the engine has 0\.35, its weights take 8 GiB, .* sampler 2\.08\. Raise roll"):
+    with pytest.raises(RuntimeError, match=r"of 24 GiB the engine has 0\.35, its weights take 8 GiB, .* sampler 1\.87\. Raise roll"):
         cache_bytes(SETTINGS, TOTAL, TOTAL, 8 * GIB, WORDS)
     with pytest.raises(RuntimeError, match=r"still has 6\.4\d GiB to take, but 1\.5 are free: others on it have taken more than theirs"):
         cache_bytes(SETTINGS, 3 * GIB // 2, TOTAL, WEIGHTS, WORDS)

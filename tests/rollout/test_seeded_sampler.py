@@ -88,6 +88,48 @@ def test_a_row_is_drawn_alone(draw) -> None:
         assert torch.equal(draw(probabilities[rows], seeds[rows], positions[rows]), alone[rows])
 
 
+@pytest.mark.parametrize("summed", [1, 7, 512, 1536, 1537])
+def test_parts_of_the_vocabulary_draw_what_the_whole_draws(draw, monkeypatch: pytest.MonkeyPatch, summed: int) -> None:
+    """Bit for bit the sums of a whole row from its left, whatever the parts; rows have parts of probability 0, one is no number."""
+    from rollout.sglang_plugin import seeded_sampler
+
+    generator = torch.Generator().manual_seed(1)
+    probabilities = torch.softmax(3 * torch.randn(4000, 1537, generator=generator), -1)
+    probabilities[::2, 512:1100] = 0
+    probabilities[::3, 1300:] = 0
+    seeds, positions = torch.randint(2**62, (4000,), generator=generator), torch.randint(500, (4000,), generator=generator)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    below = seeded_sampler.uniform(seeds, positions)[:, None] * cumulative[:, -1:]
+    expected = torch.searchsorted(cumulative, below, right=True)[:, 0]
+    monkeypatch.setattr(seeded_sampler, "SUMMED", summed)
+    assert torch.equal(draw(probabilities, seeds, positions), expected) and len(expected.unique()) > 1000
+    probabilities[5, 700] = torch.nan
+    found = draw(probabilities, seeds, positions)
+    assert torch.equal(found[6:], expected[6:]) and 0 <= int(found[5]) < 1537
+
+
+def test_a_large_vocabulary_is_never_whole_in_float64(draw) -> None:
+    """Of 256 requests at 151,936 words that would be 0.3 GB, twice; the largest tensor that a draw makes here are numbers of a part."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from correction.engines.gpu_share import SUMMED
+
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, Tensor) and not made._is_view():
+                sizes.append(made.untyped_storage().nbytes() if made.untyped_storage().data_ptr() != given else 0)
+            return made
+
+    probabilities = torch.rand(4, 151_936)
+    given = probabilities.untyped_storage().data_ptr()
+    with Watch():
+        tokens = draw(probabilities, torch.arange(4), torch.arange(4))
+    assert max(sizes) == 4 * SUMMED * 8 < probabilities.nbytes and tokens.max() > SUMMED
+
+
 def test_a_row_that_is_no_number_gives_a_token_and_leaves_the_others_alone(draw) -> None:
     """A token outside the vocabulary would end the scheduler's process, with all requests that it has."""
     rows, seeds, positions = PROBABILITIES.repeat(3, 1), torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])

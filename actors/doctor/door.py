@@ -1,0 +1,68 @@
+"""A port on another node, and whether it can be reached: the learner's rank 0 listens on such ports."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+_START_S = 30.0
+_CONNECT_S = 5.0
+_SIGN = b"."
+
+
+class Listener:
+    """Answers whoever connects to a port that the system has chosen. Used as a Ray actor."""
+
+    def open(self) -> tuple[str, int]:
+        from actors.exporter import node_address
+
+        self._socket = socket.create_server((node_address(), 0))
+        threading.Thread(target=self._answer, daemon=True).start()
+        host, port = self._socket.getsockname()[:2]
+        return host, port
+
+    def _answer(self) -> None:
+        while True:
+            caller, _ = self._socket.accept()
+            with caller, contextlib.suppress(OSError):
+                caller.sendall(_SIGN)
+
+
+class Door:
+    """A Listener on some node."""
+
+    def __init__(self, listener: Any, address: tuple[str, int]) -> None:
+        self._listener, self.address = listener, address
+
+    @classmethod
+    def on(cls, node_id: str) -> Door | None:
+        """None if the node doesn't start one: why, its other answers tell."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        listener: Any = ray.remote(Listener).options(num_cpus=0, scheduling_strategy=there).remote()
+        try:
+            address: tuple[str, int] = ray.get(listener.open.remote(), timeout=_START_S)
+            return cls(listener, address)
+        except ray.exceptions.RayError:
+            ray.kill(listener)
+            return None
+
+    def close(self) -> None:
+        import ray
+
+        ray.kill(self._listener)
+
+
+def no_way(address: tuple[str, int]) -> str:
+    """Why a Listener could not be reached; empty: it could."""
+    try:
+        with socket.create_connection(address, timeout=_CONNECT_S) as there:
+            there.settimeout(_CONNECT_S)
+            found = there.recv(1)
+    except OSError as error:
+        return f"{address[0]}:{address[1]}: {error}"
+    return "" if found == _SIGN else f"{address[0]}:{address[1]}: something else answers there"

@@ -1,0 +1,77 @@
+"""What the GPUs' driver tells, by nvidia-smi: which there are, which of them torch sees, how they are connected. None is touched."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from actors.doctor.facts import GpuFact, Link
+
+_SMI = "nvidia-smi"
+_LIST = ("--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
+_LINKS, _PEERS = ("topo", "-m"), ("topo", "-p2p", "r")
+_SMI_S = 10.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def gpus_of_driver() -> list[GpuFact]:
+    """Those that nvidia-smi tells of; none where there is no driver, or it doesn't answer."""
+    return [_gpu(line) for line in _said(*_LIST).splitlines() if line.count(",") >= 5]
+
+
+def seen_by_torch(gpus: Sequence[GpuFact], visible: str | None, count: int) -> tuple[GpuFact, ...]:
+    """Of the driver's GPUs those that torch counts.
+
+    Args:
+        gpus: of the driver, numbered by their places on the bus, as CUDA numbers GPUs that are alike.
+        visible: CUDA_VISIBLE_DEVICES, numbers or the beginnings of UUIDs; None: it isn't set.
+        count: that torch sees. Where the variable names others than so many (parts of a GPU), the first ones are taken.
+    """
+    named = [_named(gpus, word.strip()) for word in visible.split(",")] if visible else list(gpus)
+    known = [gpu for gpu in named if gpu is not None]
+    return tuple(known if len(known) == count else gpus[:count])
+
+
+def _named(gpus: Sequence[GpuFact], word: str) -> GpuFact | None:
+    found = [gpu for gpu in gpus if (gpu.number == int(word) if word.isdigit() else word and gpu.uuid.startswith(word))]
+    return found[0] if len(found) == 1 else None
+
+
+def links_of_driver() -> tuple[Link, ...]:
+    """Of each pair of GPUs; none where nvidia-smi tells nothing of them."""
+    kinds, peers = _matrix(_said(*_LINKS)), _matrix(_said(*_PEERS))
+    return tuple(Link(one, other, kind, peers.get((one, other), "OK") == "OK") for (one, other), kind in kinds.items() if one < other)
+
+
+def _matrix(text: str) -> dict[tuple[int, int], str]:
+    """(row, column) -> what stands there, of the rows and columns that are called GPU with a number."""
+    lines = [_COLOURS.sub("", line).split("\t") for line in text.splitlines()]
+    heads = next((line for line in lines if any(cell.strip() == "GPU0" for cell in line[1:])), [])
+    columns = {place: int(cell.strip()[3:]) for place, cell in enumerate(heads) if re.fullmatch(r"GPU\d+", cell.strip())}
+    found: dict[tuple[int, int], str] = {}
+    for line in lines:
+        if line is not heads and (row := re.fullmatch(r"GPU(\d+)", line[0].strip())):
+            found |= {(int(row[1]), column): line[place].strip() for place, column in columns.items() if place < len(line)}
+    return found
+
+
+def _said(*words: str) -> str:
+    """Nothing where there is no driver, or it doesn't answer."""
+    if shutil.which(_SMI) is None:
+        return ""
+    try:
+        return subprocess.run((_SMI, *words), capture_output=True, text=True, timeout=_SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _gpu(line: str) -> GpuFact:
+    number, uuid, rest = (part.strip() for part in line.split(",", 2))
+    name, total, free, capability = (part.strip() for part in rest.rsplit(",", 3))
+    return GpuFact(name, _mib(total), _mib(free), "sm_" + capability.replace(".", ""), int(number), uuid)
+
+
+def _mib(text: str) -> int:
+    return int(text) << 20 if text.isdigit() else 0

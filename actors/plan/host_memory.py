@@ -1,0 +1,131 @@
+"""Memory of the hosts, in bytes, role by role: what the nodes' processors hold beside their GPUs.
+
+Counted: answers, batches, versions of the weights, copies for checkpoints, buckets. Measured: what a batch costs the correction service
+while it is corrected and looked at, and what a process takes for its modules. Estimated: what CUDA takes of a process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.config import RunConfig
+from actors.plan.learner_memory import state_bytes
+from actors.plan.shape import ModelShape
+from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, stored_versions, token_bytes, traffic, wide_bytes
+
+DIAGNOSTICS = 105
+"""Bytes a token of a batch that the service takes for a while, beside what is counted: benchmarks/control_plane_actors.py found it 330 MiB
+larger with two batches of 1.55 million tokens (223 bytes for each token of one of them), of which 118 are counted below."""
+MODULES = 400 << 20
+"""A process with torch and the modules of a rank or of the service: 375 MiB on a CPU."""
+CUDA = 2 << 30
+"""What CUDA, its libraries and NCCL take of the host's memory in a process with a GPU: an estimate."""
+WIDE, FETCHED = "wide fields in the object store", "wide fields, fetched to the object store"
+FOR_CHECKPOINTS = "answers, fetched to the object store for a checkpoint"
+TRANSFERS = 2
+"""Buckets of weights that an engine has in shared memory at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Of one node."""
+
+    node: str
+    parts: dict[str, int]
+    """Bytes by what they are for."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """The largest first."""
+        return ", ".join(f"{what} {size / 2**30:.3g} GiB" for what, size in sorted(self.parts.items(), key=lambda part: -part[1]) if size)
+
+
+ANSWER = 4 + 4
+"""Bytes of a token of an answer as the service has it (rollout/trajectory.py): id and logprob. Wide fields stay where it was sampled."""
+
+
+def corrected_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Of a token of a CorrectedBatch: weight, mask and scale beside the batch."""
+    return token_bytes(shape, config) + 4 + 1 + 4
+
+
+def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: int) -> list[HostMemory]:
+    """Of the fullest node of each role: one node that has all of them, or the driver's, one with ranks, and one with engines."""
+    ranks = min(config.learner.world_size, int(gpus_per_node / config.learner.gpus_per_rank))
+    engines = min(config.rollout.most_workers, int(gpus_per_node / config.rollout.gpus_of_a_worker))
+    if nodes == 1:
+        whole = _of_driver(shape, config) | of_learner(shape, config, config.learner.world_size)
+        del whole[FETCHED], whole[FOR_CHECKPOINTS]  # they are there
+        return [HostMemory("the node", whole | of_engines(shape, config, config.rollout.most_workers, has_the_store=True))]
+    return [
+        HostMemory("the driver's node", _of_driver(shape, config)),
+        HostMemory(f"a node with {ranks} rank{'s' * (ranks > 1)}", of_learner(shape, config, ranks)),
+        HostMemory(f"a node with {engines} engine{'s' * (engines > 1)}", of_engines(shape, config, engines)),
+    ]
+
+
+def _of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
+    """Driver, queue and correction service. Driver and queue hold references and facts alone, 2 to 4 MiB in that measurement; but for a
+    checkpoint the driver fetches all answers that are finished and not trained, and puts them together with their wide fields.
+
+    The service has the answers of two batches, one being packed and one drawn ahead, and three corrected: one in preparation, one in
+    training and one that is being looked at. Two lie in the object store. None of them holds wide fields: what stands for them are keys.
+    """
+    tokens = batch_tokens(shape, config)
+    corrected, keys = corrected_bytes(shape, config), key_bytes(shape, config)
+    waiting = (config.max_staleness + 1) * tokens * (ANSWER + wide_bytes(shape, config))
+    return {
+        "correction service": tokens * (2 * ANSWER + 3 * corrected + DIAGNOSTICS) + 5 * keys,
+        "batches in the object store": 2 * (tokens * corrected + keys),
+        FOR_CHECKPOINTS: waiting,
+        "answers put together for a checkpoint": waiting,
+        "driver, queue and service themselves": 3 * MODULES,
+    }
+
+
+def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, int]:
+    """A group's wide fields are one object, and ranks of every node may read some of its sequences: a node fetches all of them at most.
+
+    Args: ranks: on the node, rank 0 among them.
+    """
+    learner, moved = config.learner, traffic(shape, config)
+    stages = range(learner.pipeline_parallel)
+    weights = ranks * max(state_bytes(shape, learner, stage)[0] for stage in stages)
+    # Each parameter is written once: by the ranks that share the optimizer, or by one of each group that have it alike.
+    holders = learner.world_size if learner.distributed_optimizer else learner.tensor_parallel * learner.pipeline_parallel
+    whole_folder = shape.weight_bytes(learner.resolved_dtype)
+    copies = (checkpoint_bytes(shape, config) - whole_folder) * min(ranks, holders) // holders + whole_folder
+    tokens = batch_tokens(shape, config)
+    batch = tokens * corrected_bytes(shape, config) + key_bytes(shape, config)
+    return {
+        "copy for a checkpoint": copies,
+        "reference policy": weights if config.needs_reference else 0,
+        "earlier weights (monitor.split_every)": config.max_staleness * weights if config.monitor.split_every else 0,
+        "versions in the object store": stored_versions(config) * moved.version,
+        "page-locked bucket": config.weight_sync.bucket_bytes if learner.resolved_device == "cuda" else 0,
+        "batch, and the ranks' shares": batch + batch * ranks // learner.world_size,
+        FETCHED: tokens * wide_bytes(shape, config),
+        "wide fields, the ranks' shares": tokens * wide_bytes(shape, config, id_bytes=8) * ranks // learner.data_parallel,
+        "ranks themselves": ranks * _process(learner.resolved_device),
+    }
+
+
+def of_engines(shape: ModelShape, config: RunConfig, engines: int, *, has_the_store: bool = False) -> dict[str, int]:
+    """Args: engines: on the node. has_the_store: the versions that rank 0 has stored lie on the same node."""
+    engine, moved = config.rollout.engine, traffic(shape, config)
+    outstanding = (config.max_staleness + 1) * batch_tokens(shape, config) * engines // config.rollout.most_workers
+    stored = 0 if has_the_store or config.weight_sync.transport != "object_store" else 2 * moved.version
+    return {
+        "versions fetched to the object store": stored,
+        "buckets in shared memory": engines * TRANSFERS * min(config.weight_sync.bucket_bytes, moved.version),
+        "answers in the object store": outstanding * ANSWER,
+        WIDE: outstanding * wide_bytes(shape, config),
+        "workers and engines themselves": engines * (2 * MODULES + engine.tensor_parallel * _process(engine.resolved_device)),
+    }
+
+
+def _process(device: str) -> int:
+    return MODULES + (CUDA if device == "cuda" else 0)

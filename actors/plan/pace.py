@@ -1,0 +1,71 @@
+"""How long a training step has to take, by its three parts: the longest answers, the engines' throughput, the learner.
+
+A group of version v is trained by step v + max_staleness at the latest, so that the learner waits for its longest answer while
+max_staleness + 1 steps pass, whatever engines and learner could do otherwise (`actors/trajectory_queue.py`). Speeds are assumptions, for a
+first look; `evenkeel simulate` takes measured ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from actors.config import RunConfig
+from actors.plan.engine_memory import engine_memory
+from actors.plan.shape import ModelShape
+from actors.plan.traffic import active_parameters
+
+TOKENS_PER_S = 60.0
+"""Of one request in a full engine on a GPU: an assumption."""
+MEAN_SHARE = 0.25
+"""Of the longest answer, that the mean one has: an assumption (half of the answers below a fifth of max_tokens, one in a hundred at it)."""
+MOST_ADVISED = 8
+"""Versions: about as far as AReaL (arXiv 2505.24298, second-hand) trained with decoupled PPO and lost little. Nothing was measured here
+beyond it, and the older a token, the more often its ratio is bounded or rejected, so that its answer teaches less."""
+OPERATIONS = 4e14
+"""A second of a learner's GPU, 40 % of an H100's in bfloat16: an assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a step."""
+
+    longest_answer_s: float
+    """From its first token to its last."""
+    steps: int
+    """That may pass meanwhile."""
+    engines_s: float
+    """For the answers of a step, if no engine ever waits."""
+    learner_s: float
+
+    @property
+    def tail_s(self) -> float:
+        """The least that the longest answers allow."""
+        return self.longest_answer_s / self.steps
+
+    @property
+    def others_s(self) -> float:
+        """The least that the rest allows."""
+        return max(self.engines_s, self.learner_s)
+
+    @property
+    def enough(self) -> int:
+        """max_staleness at which the longest answers would hold nobody up, or MOST_ADVISED."""
+        return min(MOST_ADVISED, math.ceil(self.longest_answer_s / self.others_s) - 1)
+
+
+def pace(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Pace:
+    """Args: gpu_bytes: of an engine's GPU, whose cache bounds the requests at one time."""
+    rollout, learner = config.rollout, config.learner
+    longest = rollout.sampling.max_tokens
+    mean = MEAN_SHARE * longest
+    answers = config.groups_per_step * rollout.sampling.samples_per_group
+    fit = max(1, int(engine_memory(shape, rollout, gpu_bytes).tokens / mean))
+    at_once = rollout.first_workers * min(rollout.engine.max_running_requests, fit)
+    work = 6 * active_parameters(shape) * answers * mean * learner.epochs_per_batch
+    return Pace(
+        longest_answer_s=longest / TOKENS_PER_S,
+        steps=config.max_staleness + 1,
+        engines_s=answers * mean / (at_once * TOKENS_PER_S),
+        learner_s=work / (learner.world_size * learner.gpus_per_rank * OPERATIONS),
+    )

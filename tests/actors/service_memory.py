@@ -1,0 +1,72 @@
+"""Bytes a token, held and at most, of a process that packs a batch, corrects it and looks at it, as the correction service does.
+
+    python -m tests.actors.service_memory TOKENS
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from array import array
+from pathlib import Path
+
+import torch
+
+from correction.advantages import group_advantages
+from correction.config import CorrectionConfig
+from correction.correct import defer
+from correction.diagnostics import diagnose
+from rollout.config import OverlongConfig, TrainOverlong
+from rollout.packing import pack_groups
+from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
+
+PROMPT, SAMPLES, ANSWER = 100, 8, 1900
+CORRECTION = CorrectionConfig.model_validate({"preset": "tis-token"})
+OVERLONG: OverlongConfig = TrainOverlong()
+
+
+def group(number: int) -> Group:
+    prompt = Prompt(f"p/{number}", "question", tuple(range(PROMPT)), "answer")
+    answers = [
+        Trajectory(
+            prompt_id=prompt.prompt_id,
+            prompt_ids=array("i", range(PROMPT)),
+            response_ids=array("i", range(ANSWER)),
+            behavior_logprobs=array("f", [-1.0 - 0.01 * sample] * ANSWER),
+            version_spans=(VersionSpan(0, 0, ANSWER),),
+            finish_reason=FinishReason.STOP,
+            reward=float(sample % 2),
+        )
+        for sample in range(SAMPLES)
+    ]
+    return Group(number, prompt, tuple(answers), 0)
+
+
+def memory(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found
+    return int(found[1]) << 10
+
+
+def service(groups: int) -> tuple[int, list[object]]:
+    """Tokens, and what the service keeps of them until the learner's values have come and been looked at."""
+    made = [group(number) for number in range(groups)]
+    batch = pack_groups(made, learner_version=0, advantage=group_advantages, overlong=OVERLONG, max_tokens=ANSWER)
+    corrected = defer(batch, CORRECTION)
+    target = batch.behavior_logprobs + 0.01
+    diagnose(batch, corrected, target, detailed=True)
+    return batch.num_tokens, [made, batch, corrected, target]
+
+
+def main() -> None:
+    service(1)  # modules and kernels
+    Path("/proc/self/clear_refs").write_text("5")  # what was the most so far is forgotten
+    before = memory("VmRSS")
+    tokens, kept = service(int(sys.argv[1]) // (SAMPLES * (PROMPT + ANSWER)))
+    print((memory("VmRSS") - before) / tokens, (memory("VmHWM") - before) / tokens)
+    del kept
+
+
+torch.set_num_threads(1)
+if __name__ == "__main__":
+    main()
