@@ -8,6 +8,8 @@ without selector and threads has the clock (clock.py).
 
 A seed gives a run's shape, its delays and its faults (schedule.py); faults.py plays them:
 
+    nodes           lost, with their workers and with the groups that these had finished, which lie there
+    leaving         workers that end in order: told so, with their node, or as the pool shrinks; killed some time later
     workers         killed, stopped for a while, slow; their schedulers killed or stopped; answers that are garbage
     weight updates  broken off half-way, arriving with other bytes, given up by one side while the other goes on
     calls           late, made twice, run without the caller ever hearing of it

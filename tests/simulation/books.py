@@ -36,7 +36,7 @@ class Books:
         self._seen: tuple[int, ...] = ()
         """What the queue's counts are made of, when they were looked at last."""
         self.saved: dict[str, int] = {}
-        """Checkpoints that the run has called complete, by folder name: their steps."""
+        """Checkpoints that the run has called complete, and keeps, by folder name: their steps."""
 
     def refuse(self, what: str) -> None:
         """Raises: ViolationError, which ends the run even if who called this catches it."""
@@ -137,6 +137,12 @@ class Books:
                 self.refuse(f"step {number}: prompts {_told(missing - unreported)} are nowhere: {counts['admitted']} were admitted")
         if twice := (trained | discarded) & held:
             self.refuse(f"step {number}: {_told(twice)} have left by the ledger, and the queue holds them")
+
+    def is_saved(self, name: str, step: int, *, keep: int) -> None:
+        """A checkpoint is told to be complete. Older ones than the newest `keep` may be removed from now on."""
+        self.saved[name] = step
+        newest = sorted(self.saved.values())[-keep:]
+        self.saved = {name: saved for name, saved in self.saved.items() if saved in newest}
 
     def resumed(self, step: int, damaged: Iterable[str]) -> None:
         """The run goes on at this step. What was called complete, and was not damaged since, is not lost."""

@@ -16,11 +16,15 @@ from typing import Any
 
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
+from rollout.continuation import UnfinishedGroup, continued, is_begun, kept, unsampled
 from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
 from tests.simulation.processes import Process
 
 _CHUNKS = 3
 """An answer is sampled in so many parts, between which weights may change."""
+_CHUNKS_LEFT = 2
+"""Of one that another engine has begun."""
+_LONGEST = 1000
 _TENSORS = ("a", "b", "c")
 """Of the model; each is a bucket of its own."""
 
@@ -85,6 +89,7 @@ class SimulatedEngine:
         self.held: dict[str, int] = dict.fromkeys(_TENSORS, -1)
         """By tensor: the weights that it is of."""
         self.requests_in_flight = 0
+        self.is_leaving = False
         self._dirty: str | None = "it has had no weights yet"
         self._failed_updates = 0
         self._updating = asyncio.Lock()
@@ -97,7 +102,7 @@ class SimulatedEngine:
     def _s(self, what: str, least_s: float, most_s: float) -> float:
         return self._process.cluster.delay(f"{self._process.name} {what}", least_s, most_s) * self.health.slowness
 
-    async def _takes(self, seconds: float, limit_s: float, phase: str) -> None:
+    async def _takes(self, seconds: float, limit_s: float, phase: str, *, may_be_aborted: bool = False) -> None:
         """Time goes by in the engine. Raises: EngineError if it is lost meanwhile, DeadlineExceeded if it stands still for too long."""
         loop = asyncio.get_running_loop()
         ends, limit = loop.time() + seconds, loop.time() + limit_s
@@ -106,7 +111,7 @@ class SimulatedEngine:
             now = loop.time()
             if now >= limit:
                 raise DeadlineExceeded(f"{phase}: not done in {limit_s:g} s")
-            if now >= ends and not self.health.is_hanging:
+            if (now >= ends or (may_be_aborted and self.is_leaving)) and not self.health.is_hanging:
                 return
             waiter: asyncio.Future[None] = loop.create_future()
             self.health.waiters.append(waiter)
@@ -122,35 +127,53 @@ class SimulatedEngine:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, samples: int) -> tuple[Trajectory, ...]:
+    async def generate(self, prompt: Prompt, samples: int, begun: Sequence[Trajectory] = ()) -> tuple[Trajectory, ...]:
+        """As the real one; after `hand_back` what there is of each answer."""
         self.raise_if_lost()
+        found = list(begun) or [unsampled(prompt.token_ids, prompt.prompt_id)] * samples
+        todo = [i for i, answer in enumerate(found) if is_begun(answer)]
+        if not todo or self.is_leaving:
+            return tuple(found)
         if self._dirty is not None:
             raise EngineDirty(f"{self._process.name} is dirty: {self._dirty}. Send it a whole weight update first")
         failed_updates = self._failed_updates
         spans: list[tuple[int, int]] = []
         self.requests_in_flight += samples
         try:
-            for _ in range(_CHUNKS):
-                await self._takes(self._s("tokens", 0.1, 2.0), self._deadlines.generate_s, f"generate {prompt.prompt_id}")
+            for _ in range(_CHUNKS_LEFT if begun else _CHUNKS):
+                what = f"generate {prompt.prompt_id}"
+                await self._takes(self._s("tokens", 0.1, 2.0), self._deadlines.generate_s, what, may_be_aborted=True)
+                if is_aborted := self.is_leaving:
+                    break
                 await self._resumed.wait()
                 if self._failed_updates != failed_updates:
                     raise EngineDirty(f"{self._process.name}: a weight update failed while this request ran")
                 spans.append((self.version, self._weights()))
         finally:
             self.requests_in_flight -= samples
-        return tuple(self._answer(prompt, index, spans) for index in range(samples))
+        for i in todo:
+            rest = self._answer(prompt, i, spans, "abort" if is_aborted else "stop", found[i])
+            whole = continued(found[i], rest) if found[i].response_ids else rest
+            found[i] = kept(whole, _LONGEST) if is_begun(whole) else whole
+        return tuple(found)
+
+    async def hand_back(self) -> None:
+        self.is_leaving = True
+        while self.requests_in_flight:
+            self.health.changed()
+            await asyncio.sleep(0.1)
 
     def _weights(self) -> int:
         """What a token shows of the weights that sampled it: their name if they are of one version, something else if they are not."""
         held = set(self.held.values())
         return held.pop() if len(held) == 1 else -2
 
-    def _answer(self, prompt: Prompt, index: int, spans: Sequence[tuple[int, int]]) -> Trajectory:
-        """From an answer in SGLang's form. Raises: EngineError for one that is none."""
+    def _answer(self, prompt: Prompt, index: int, spans: Sequence[tuple[int, int]], ends: str, begun: Trajectory) -> Trajectory:
+        """From an answer in SGLang's form, to what there is of it. Raises: EngineError for one that is none."""
         each = 1 + zlib.crc32(f"{prompt.prompt_id}/{index}".encode()) % 3
         ids = [weights for _, weights in spans for _ in range(each)]
         logprobs: list[list[Any]] = [[-1.0, token, None] for token in ids]
-        if self.health.garbage > 0:
+        if self.health.garbage > 0 and ids:
             self.health.garbage -= 1
             logprobs = [[math.nan, token, None] for token in ids] if index % 2 else logprobs[:-1]
         versions: list[dict[str, Any]] = []
@@ -159,9 +182,10 @@ class SimulatedEngine:
                 versions[-1]["end"] = (i + 1) * each
             else:
                 versions.append({"version": str(version), "start": i * each, "end": (i + 1) * each})
-        meta = {"output_token_logprobs": logprobs, "weight_versions": versions, "finish_reason": {"type": "stop"}, "prompt_tokens": 3}
+        meta = {"output_token_logprobs": logprobs, "weight_versions": versions, "finish_reason": {"type": ends}, "prompt_tokens": 3}
         answer = {"output_ids": ids, "meta_info": meta}
-        return Trajectory.from_sglang(answer, prompt.token_ids, self._process.name, prompt_id=prompt.prompt_id)
+        read = [*prompt.token_ids, *begun.response_ids]
+        return Trajectory.from_sglang(answer, read, self._process.name, prompt_id=prompt.prompt_id)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.raise_if_lost()
@@ -240,14 +264,20 @@ class SimulatedSampler:
     def __init__(self, engine: SimulatedEngine, samples: int, unscored: float) -> None:
         self.engine, self._samples, self._unscored = engine, samples, unscored
 
-    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: None = None) -> Group:
-        """No pool that is played grows or shrinks, so nobody hands a group back that has begun."""
-        answers = await self.engine.generate(prompt, self._samples)
+    async def group(
+        self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: UnfinishedGroup | None = None
+    ) -> Group | UnfinishedGroup:
+        answers = await self.engine.generate(prompt, self._samples, begun.answers if begun is not None else ())
+        if self.engine.is_leaving and any(map(is_begun, answers)):
+            return UnfinishedGroup(group_id, answers)
         scored = tuple(self._scored(answer, prompt, index) for index, answer in enumerate(answers))
         return Group(group_id, prompt, scored, admitted_version)
 
     async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
-        return tuple(self._scored(one, prompt, i) for i, one in enumerate(await self.engine.generate(prompt, how.samples)))
+        answers = await self.engine.generate(prompt, how.samples)
+        if self.engine.is_leaving and any(map(is_begun, answers)):
+            raise EngineError("the engine is shutting down: ask another worker")
+        return tuple(self._scored(one, prompt, i) for i, one in enumerate(answers))
 
     def _scored(self, answer: Trajectory, prompt: Prompt, index: int) -> Trajectory:
         share = zlib.crc32(f"reward of {prompt.prompt_id}/{index}".encode()) / 2**32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,12 +15,17 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.engine import Health
+from tests.simulation.node import Node
 from tests.simulation.processes import Process, SimulatedRay
 from tests.simulation.schedule import Fault
 
 WORKER, QUEUE, SERVICE, RANK = "RolloutWorker", "TrajectoryQueueActor", "CorrectionService", "LearnerRankActor"
 DRIVER = "driver"
 _KINDS = {"worker": WORKER, "queue": QUEUE, "service": SERVICE, "learner": RANK, "driver": DRIVER}
+
+
+LEAVING = {"drain_node", "end_worker", "resize_pool"}
+"""Workers leave in order, soon after one of them was given a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,15 @@ class Disk:
 
         with mock.patch.object(Path, "open", open_here), mock.patch.object(shutil, "disk_usage", free):
             yield
+
+    @contextmanager
+    def not_full(self) -> Iterator[None]:
+        """For what no run writes."""
+        is_full, self.is_full = self.is_full, False
+        try:
+            yield
+        finally:
+            self.is_full = is_full
 
 
 def _refuse(file: Any) -> Any:
@@ -110,6 +125,8 @@ class Faults:
         """The driver ends with this step of the loop."""
         self.interrupt: Callable[[int], None] | None = None
         """The driver's handler of signals."""
+        self.resize: Callable[[int], None] | None = None
+        """Of the driver's pool."""
 
     def begin(self, cluster: SimulatedRay) -> None:
         """A driver has begun; what should have come while there was none comes now."""
@@ -132,6 +149,11 @@ class Faults:
         """Kinds of processes that stand still at some time."""
         return {_KINDS[noun] for verb, _, noun in (fault.kind.partition("_") for fault in self._faults) if verb == "freeze"}
 
+    @property
+    def drains(self) -> bool:
+        """Nodes leave at some time."""
+        return any(fault.kind == "drain_node" for fault in self._faults)
+
     def _play(self, fault: Fault) -> None:
         if fault in self.played or self._cluster is None:
             return
@@ -144,6 +166,8 @@ class Faults:
         elif verb in ("kill", "freeze"):
             if process := self._target(_KINDS[noun], fault):
                 process.kill() if verb == "kill" else self._freeze(process, fault.lasts)
+        elif fault.kind in LEAVING:
+            self._calls.append(replace(fault, what="generate_group"))
         elif fault.kind in ("late_call", "late_reply", "lost_reply", "lost_call", "repeated_call", "damage_update"):
             self._calls.append(fault)
         else:
@@ -166,6 +190,48 @@ class Faults:
     def _later(self, seconds: float, undo: Callable[[], None]) -> None:
         assert self._cluster is not None
         self._cluster.loop.call_later(seconds, undo)
+
+    def _lose_node(self, fault: Fault) -> None:
+        """Of workers: as a group that one of them has finished is read, or some seconds after it was finished; it may have been drawn by
+        then. Queue or service may be lost, too, a little later.
+        """
+        if (process := self._target(WORKER, fault)) is None:
+            return
+        node, cluster = process.node, process.cluster
+
+        def lose() -> None:
+            _end_of(node, cluster, hangs=fault.what == "hangs")
+            if fault.what in _KINDS:
+                cluster.loop.call_later(fault.lasts, lambda: self._kill_one(_KINDS[fault.what], fault))
+
+        if fault.target % 2:
+            node.on_read = lose
+        else:
+            node.on_stored = lambda: cluster.loop.call_later(cluster.delay("loss of a node", 0.0, 15.0), lose)
+
+    def _drain_node(self, process: Process, fault: Fault) -> None:
+        """Of workers: Ray says so, and some time later it is gone."""
+        if process.cluster.draining is None:
+            return
+        node, cluster = process.node, process.cluster
+        node.is_leaving = True
+        process.cluster.draining[node.name] = int(1000 * (time.time() + fault.lasts))
+        cluster.loop.call_later(fault.lasts, _end_of, node, cluster)
+
+    def _end_worker(self, process: Process, fault: Fault) -> None:
+        """A SIGTERM, and some time later a SIGKILL."""
+        if (notice := getattr(process.instance, "_end_notice", None)) is not None:
+            notice.told.set()
+            process.cluster.loop.call_later(fault.lasts, process.kill)
+
+    def _resize_pool(self, _: Process, fault: Fault) -> None:
+        """As a pool does that follows its load."""
+        if self.resize is not None:
+            self.resize(int(fault.lasts))
+
+    def _kill_one(self, kind: str, fault: Fault) -> None:
+        if self._cluster is not None and (process := self._target(kind, fault)):
+            process.kill()
 
     def _slow_worker(self, fault: Fault) -> None:
         if health := self._health(fault):
@@ -241,6 +307,10 @@ class Faults:
                     return _USUAL
             elif fault.what == method:
                 self._calls.remove(fault)
+                if fault.kind in LEAVING:
+                    soon_s = process.cluster.delay("notice", 0.0, 4.0)
+                    process.cluster.loop.call_later(soon_s, getattr(self, f"_{fault.kind}"), process, fault)
+                    return _USUAL
                 self._tell(f"{fault.kind}: {process.name}.{method}")
                 sent_late_s, late_s = (fault.lasts * (fault.kind == kind) for kind in ("late_call", "late_reply"))
                 is_lost, is_repeated, is_swallowed = (fault.kind == kind for kind in ("lost_reply", "repeated_call", "lost_call"))
@@ -248,8 +318,15 @@ class Faults:
         return _USUAL
 
 
+def _end_of(node: Node, cluster: SimulatedRay, *, hangs: bool = False) -> None:
+    node.is_gone, node.hangs = True, hangs
+    for worker in cluster.alive(WORKER):
+        if worker.node is node:
+            worker.kill()
+
+
 _HEARTBEAT_S = 30.0
-_COUNTED = {"garbage", "break_update", "damage_update", "reject_batches"}
+_COUNTED = {"resize_pool", "garbage", "break_update", "damage_update", "reject_batches"}
 
 
 def damage(checkpoint: Path, how: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ import ray
 import torch
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
-from actors.learner_group import LearnerRankActor
+from actors.collective_calls import collective
+from actors.learner_rank_actor import LearnerRankActor
 from correction.errors import DataError
 from learner.config import LearnerConfig
 from learner.results import StepResult, StepValues
@@ -150,13 +152,22 @@ class SimulatedRank(LearnerRankActor):
         self._endpoint: Any = SimpleNamespace(set=lambda *_: None)
         return ActorInfo("learner", str(self._rank), 1, "127.0.0.1:1")
 
+    @collective
     def restore(self, number: int, folder: Path, version: int) -> None:
-        self._calls = number
+        self._go_on_from(number)
         self._learner.go_on_from(Weights.load(folder))
         self._version = version
 
     async def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot:  # type: ignore[override]
-        self._in_order(number, "export of the weights", version)
+        if (number, "export") != (self._calls, self._last[0]):  # as `collective`, for a coroutine
+            self._last = "export", Future()
+            self._begin(number, "export of the weights", version)
+            self._last[1].set_result(await self._exported(plan))
+        snapshot: WeightSnapshot = self._last[1].result()
+        return snapshot
+
+    async def _exported(self, plan: ExportPlan) -> WeightSnapshot:
+        self.world.books.is_exported(self._version, may_be_copied=self.world.schedule.broadcasts)
         weights, error = self._learner.weights.name, ""
         if plan.broadcasts:
             error = await self.world.cluster.meetings.broadcast(self._broadcaster, weights)

@@ -1,4 +1,4 @@
-"""A dozen bugs, each a few lines that somebody might write: a simulation that doesn't find them shows nothing.
+"""Bugs, each a few lines that somebody might write: a simulation that doesn't find them shows nothing.
 
 Each is planted in the product's own classes while its context lasts.
 """
@@ -11,12 +11,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+from actors import payloads
+from actors.batch_source import BatchSource
 from actors.carriers import Ticket
 from actors.dispatch import WaitingWork
 from actors.ledger import Ledger
+from actors.outstanding import Outstanding
+from actors.pool import RolloutPool
 from actors.record import checkpoint_reader
 from actors.trajectory_queue import GroupState, TrajectoryQueue
 from actors.weight_sync import WeightSync
+from rollout import continuation
+from rollout.trajectory import VersionSpan
 
 Bug = Callable[[], AbstractContextManager[Any]]
 
@@ -110,13 +116,33 @@ def a_dirty_engine_gets_work() -> Iterator[None]:
 @contextmanager
 def a_resume_forgets_what_was_being_sampled() -> Iterator[None]:
     """The queue waits for groups that nobody samples."""
-    restore = TrajectoryQueue.restore
+    with mock.patch.object(BatchSource, "take_unfinished", lambda source: []):
+        yield
 
-    def forgetful(queue: TrajectoryQueue, *args: Any, **named: Any) -> list[Ticket]:
-        restore(queue, *args, **named)
-        return []
 
-    with mock.patch.object(TrajectoryQueue, "restore", forgetful):
+@contextmanager
+def a_new_queue_misses_what_finished_meanwhile() -> Iterator[None]:
+    """Groups that were finished while it was filled are in nobody's hands."""
+    with mock.patch.object(Outstanding, "finished", property(lambda outstanding: [])):
+        yield
+
+
+@contextmanager
+def a_new_queue_has_the_batch_in_training_once_more() -> Iterator[None]:
+    """It is drawn again for the next batch."""
+    fill = BatchSource.fill
+
+    async def without(source: BatchSource, *_: Any) -> None:
+        await fill(source)
+
+    with mock.patch.object(BatchSource, "fill", without):
+        yield
+
+
+@contextmanager
+def a_new_queue_has_the_discarded_groups_back() -> Iterator[None]:
+    """Others were admitted in their places."""
+    with mock.patch("actors.outstanding.worthless", lambda *_, **__: ""):
         yield
 
 
@@ -177,6 +203,38 @@ def the_checkpoint_comes_before_the_ledgers_flush() -> Iterator[None]:
 
 
 @contextmanager
+def a_checkpoint_forgets_groups_whose_tokens_are_lost() -> Iterator[None]:
+    """They are neither among its finished groups nor among those to be sampled."""
+    whole = payloads.whole
+
+    async def forgetful(groups: Sequence[Any], *, deadline_s: float) -> Any:
+        return (await whole(groups, deadline_s=deadline_s))[0], []
+
+    with mock.patch.object(payloads, "whole", forgetful):
+        yield
+
+
+@contextmanager
+def a_continued_answer_is_of_the_version_that_ended_it() -> Iterator[None]:
+    """Also the tokens that another engine had sampled before."""
+    with mock.patch.object(continuation, "_without_seams", lambda spans: (VersionSpan(spans[-1].version, 0, spans[-1].end),)):
+        yield
+
+
+@contextmanager
+def what_is_handed_back_is_as_good_as_finished() -> Iterator[None]:
+    """Nobody goes on with it."""
+    take = RolloutPool._take
+
+    def careless(pool: RolloutPool, worker: Any, ticket: Ticket, outcome: Any, *rest: Any) -> None:
+        if not isinstance(outcome, continuation.UnfinishedGroup):
+            take(pool, worker, ticket, outcome, *rest)
+
+    with mock.patch.object(RolloutPool, "_take", careless):
+        yield
+
+
+@contextmanager
 def the_last_checkpoint_is_taken_on_trust() -> Iterator[None]:
     """A resume reads it without comparing files with the manifest."""
     with mock.patch.object(checkpoint_reader, "_verify", lambda checkpoint: []):
@@ -191,10 +249,16 @@ BUGS: tuple[Bug, ...] = (
     places_forget_what_is_not_published,
     a_dirty_engine_gets_work,
     a_resume_forgets_what_was_being_sampled,
+    a_new_queue_misses_what_finished_meanwhile,
+    a_new_queue_has_the_batch_in_training_once_more,
+    a_new_queue_has_the_discarded_groups_back,
     the_ledger_counts_at_the_draw,
     groups_of_a_lost_worker_are_dropped,
     everybody_makes_the_checksums,
     the_checkpoint_comes_before_the_ledgers_flush,
+    a_checkpoint_forgets_groups_whose_tokens_are_lost,
+    a_continued_answer_is_of_the_version_that_ended_it,
+    what_is_handed_back_is_as_good_as_finished,
     the_last_checkpoint_is_taken_on_trust,
 )
 

@@ -27,10 +27,12 @@ import ray
 import ray.exceptions
 
 import actors.controller
+import actors.preemption
 from actors.config import RunConfig
 from actors.placement import RankPlaces
 from tests.simulation.broadcast import Meetings
-from tests.simulation.ref import Ref
+from tests.simulation.node import Node
+from tests.simulation.ref import Ref, as_ray_says
 
 HERE: ContextVar[Process | None] = ContextVar("process", default=None)
 """The actor's process in which this runs; None: the driver's."""
@@ -38,6 +40,9 @@ DRIVER: ContextVar[Process | None] = ContextVar("driver", default=None)
 """The driver's own, of a run in which it stands still for a while; None: its tasks are plain ones, which are faster."""
 
 
+_BESIDE = ("heartbeat", "address", "open_broadcast", "close_broadcast")
+"""Calls in a thread of their own: they wait for none of the others."""
+_ON_A_NODE = 2
 _TASKS = 32
 """More than so many tasks of a process are looked through for those that have ended."""
 
@@ -51,6 +56,7 @@ class Process:
         """Its calls do, and may come in another order than they were made in."""
         self._may_freeze = kind in cluster.may_freeze
         self.last_arrival = 0.0
+        self.node = cluster.node_of(kind)
         self.instance: Any = None
         """None while it starts."""
         self.is_dead = self.is_frozen = False
@@ -62,6 +68,8 @@ class Process:
         self.calls: deque[Callable[[], None]] = deque()
         """Arrived, and not begun: it starts, stands still, or has another one to end first."""
         self.is_busy = False
+        self.beside: deque[Callable[[], None]] = deque()
+        """Likewise, of calls that wait for none of the others to end."""
         self.context = copy_context()
         self.context.run(HERE.set, self)
 
@@ -78,6 +86,8 @@ class Process:
         return task
 
     def take_calls(self) -> None:
+        while self.beside and self.is_up and not self.is_frozen:
+            self.beside.popleft()()
         while self.calls and self.is_up and not self.is_frozen and not self.is_busy:
             self.calls.popleft()()
 
@@ -99,6 +109,7 @@ class Process:
             return
         self.is_dead = True
         self.calls.clear()
+        self.beside.clear()
         for task in self._tasks:
             task.cancel()
         self.thaw()
@@ -176,7 +187,11 @@ class SimulatedRay:
         self.may_freeze = may_freeze
         self.meetings = Meetings()
         self.driver: Process | None = None
+        self.draining: dict[str, int] | None = None
+        """Nodes that Ray drains, and when they go, as Ray says it; None: nobody looks."""
         self._numbers: Counter[str] = Counter()
+        self._newest: dict[str, Node] = {}
+        """By kind of their processes."""
 
     def delay(self, what: str, least_s: float, most_s: float) -> float:
         """Of the next event of that name, seconds: most are short, a few are not."""
@@ -186,6 +201,15 @@ class SimulatedRay:
 
     def alive(self, kind: str) -> list[Process]:
         return [p for p in self.processes if p.kind == kind and not p.is_dead]
+
+    def node_of(self, kind: str) -> Node:
+        """For a new process: two of one kind share a node, as long as that is there."""
+        number = self._numbers[f"made {kind}"] - 1
+        node = self._newest.get(kind)
+        if node is None or number % _ON_A_NODE == 0 or node.is_leaving or node.is_gone:
+            self._numbers["nodes"] += 1
+            node = self._newest[kind] = Node(self, f"{self._numbers['nodes']:056x}")
+        return node
 
     def died(self, process: Process) -> None:
         self._watch.died(process)
@@ -242,7 +266,7 @@ class SimulatedRay:
             try:
                 ref.resolve(function(*(a.result() if isinstance(a, Ref) else a for a in args), **named))
             except Exception as error:
-                ref.fail(_as_ray_says(error, function.__name__))
+                ref.fail(as_ray_says(error, function.__name__))
 
         self.loop.call_later(self.delay(f"task {function.__name__}", 0.2, 3.0), run)
         return ref
@@ -285,29 +309,30 @@ class _Call:
         self.cluster, self.process, self.method, self.args, self.named, self.refs, self.fate = (
             cluster, process, method, args, named, refs, fate,
         )
+        self.is_beside = method in _BESIDE
 
     def arrive(self) -> None:
         if not self.process.is_dead:
-            self.process.calls.append(self.begin)
+            (self.process.beside if self.is_beside else self.process.calls).append(self.begin)
             self.process.take_calls()
 
     def begin(self) -> None:
         process = self.process
         function = _is_ready if self.method == "__ray_ready__" else getattr(process.instance, self.method)
-        process.is_busy = not process.overlaps
+        process.is_busy = process.is_busy or not (process.overlaps or self.is_beside)
         task: asyncio.Task[Any] = process.context.run(self.cluster.loop.create_task, self._run(function))  # type: ignore[arg-type]
         task.add_done_callback(self._ended)
 
     async def _run(self, function: Callable[..., Any]) -> Any:
         args = [await a if isinstance(a, Ref) else a for a in self.args]
-        if not self.process.overlaps:
+        if not (self.process.overlaps or self.is_beside):
             await asyncio.sleep(self.process.instance.takes_s(self.method))
         result = function(*args, **self.named)
         return await result if inspect.iscoroutine(result) else result
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         process = self.process
-        process.is_busy = False
+        process.is_busy = process.is_busy and self.is_beside
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if process.is_dead:
             return
@@ -318,10 +343,12 @@ class _Call:
             error = ray.exceptions.ActorUnavailableError("the connection was lost", b"\0" * 16)
         if error is None:
             results = [task.result()] if len(self.refs) == 1 else list(task.result()) if self.refs else []
+            for ref in self.refs[1:]:
+                process.node.stores(ref)
             for ref, result in zip(self.refs, results, strict=True):
                 self.cluster.loop.call_later(delay_s, ref.resolve, result)
         else:
-            failure = error if self.fate.is_lost else _as_ray_says(error, self.method)
+            failure = error if self.fate.is_lost else as_ray_says(error, self.method)
             for ref in self.refs:
                 self.cluster.loop.call_later(delay_s, ref.fail, failure)
         process.take_calls()
@@ -336,13 +363,6 @@ async def _ended(ref: Ref) -> None:
         await ref
 
 
-def _as_ray_says(error: BaseException, function: str) -> BaseException:
-    if not isinstance(error, Exception):
-        return error
-    wrapped = ray.exceptions.RayTaskError(function, f"a traceback, {error!r}", error)
-    return wrapped.as_instanceof_cause()  # type: ignore[no-any-return]
-
-
 @contextmanager
 def in_place_of_ray(cluster: SimulatedRay) -> Iterator[None]:
     """While this lasts, who calls `ray` calls the cluster."""
@@ -352,6 +372,8 @@ def in_place_of_ray(cluster: SimulatedRay) -> Iterator[None]:
         mock.patch.object(ray, "put", cluster.put),
         mock.patch.object(ray, "kill", cluster.kill),
         mock.patch.object(ray, "wait", cluster.wait),
+        mock.patch.object(ray, "is_initialized", lambda: cluster.draining is not None),
+        mock.patch.object(actors.preemption, "_draining_nodes", lambda: dict(cluster.draining or {})),
         mock.patch.object(ray, "get_runtime_context", lambda: here),
         mock.patch.object(actors.controller, "reserve", _anywhere),
     ):
@@ -362,7 +384,8 @@ class _Context:
     """What a process knows of itself."""
 
     def get_node_id(self) -> str:
-        return "0" * 56
+        process = HERE.get()
+        return process.node.name if process is not None else "0" * 56
 
     @property
     def current_actor(self) -> Handle:

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Generator
 from typing import Any
 
+import ray.exceptions
+
 
 class Ref:
     """A reference to what a call will return, or to what was put into the object store; any number may await it."""
 
-    __slots__ = ("_error", "_loop", "_value", "_waiters", "is_done", "on_done")
+    __slots__ = ("_error", "_loop", "_value", "_waiters", "is_done", "on_done", "place")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self.is_done = loop, False
@@ -19,12 +21,16 @@ class Ref:
         self._waiters: list[asyncio.Future[None]] = []
         self.on_done: Callable[[Any, BaseException | None], None] | None = None
         """Is told of the end, by value or error, before whoever waits."""
+        self.place: Any = None
+        """Node in whose store the value lies; None: it comes with the answer, or nobody reads it."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self.is_done:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._waiters.append(waiter)
             yield from waiter
+        if self.place is not None:
+            yield from self.place.read().__await__()
         return self.result()
 
     def result(self) -> Any:
@@ -48,3 +54,10 @@ class Ref:
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()
+
+
+def as_ray_says(error: BaseException, function: str) -> BaseException:
+    if not isinstance(error, Exception):
+        return error
+    wrapped = ray.exceptions.RayTaskError(function, f"a traceback, {error!r}", error)
+    return wrapped.as_instanceof_cause()  # type: ignore[no-any-return]

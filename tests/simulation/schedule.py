@@ -31,7 +31,7 @@ class Fault:
     lasts: float = 0.0
     """Seconds; or how many times, for what happens to the next so many answers, updates, replies."""
     what: str = ""
-    """Method of a call; for a crash: what it does to the newest checkpoint; for an update: whose."""
+    """Method of a call; for a crash: what it does to the newest checkpoint; for an update: whose; for a node: what goes with it, later."""
 
     def __str__(self) -> str:
         rest = [self.what, f"for {self.lasts:g}" if self.lasts else "", f"of #{self.target}" if self.target else ""]
@@ -59,6 +59,8 @@ class Schedule:
     faults: tuple[Fault, ...]
     publish_every: int = 1
     """Steps from one version that the engines get to the next."""
+    references: bool = True
+    """Groups go on by reference: their tokens stay with the node of their worker until they are read."""
 
     def text(self) -> str:
         """One line of JSON."""
@@ -99,6 +101,7 @@ def _config(
             "correction": {"proximal": "recompute"},
             "deadlines": {
                 "start_s": 150, "batch_s": 1500, "step_s": 300, "sync_s": 60, "checkpoint_s": 120, "evaluation_s": 1500, "notice_s": 60,
+                "drain_s": 0.5,
             },
             "rollout": {
                 "workers": workers,
@@ -117,6 +120,10 @@ def _config(
 
 _FAULTS = {  # by kind: how often, how long
     "kill_worker": (5, None),
+    "lose_node": (4, (0.1, 20.0)),
+    "drain_node": (2, (1.0, 100.0)),
+    "end_worker": (3, (1.0, 100.0)),
+    "resize_pool": (3, (1, 5)),
     "freeze_worker": (3, (1.0, 600.0)),
     "slow_worker": (2, (5.0, 60.0)),
     "lose_scheduler": (3, None),
@@ -133,6 +140,7 @@ _FAULTS = {  # by kind: how often, how long
     "slow_learner": (1, (5.0, 60.0)),
     "freeze_service": (1, (1.0, 300.0)),
     "freeze_queue": (1, (1.0, 300.0)),
+    "freeze_learner": (1, (1.0, 300.0)),
     "freeze_driver": (1, (1.0, 25.0)),
     "full_disk": (2, (1.0, 60.0)),
     "crash_driver": (4, None),
@@ -143,6 +151,7 @@ _FAULTS = {  # by kind: how often, how long
     "reject_batches": (1, (1, 2)),
 }
 _LATE = (
+    "admit",
     "generate_group",
     "update_weights",
     "put",
@@ -157,11 +166,13 @@ _LATE = (
 )
 _LOST = (
     *("generate_group", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
-    *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost"),
+    *("draw", "discard", "advance", "next_batch", "forwarded", "snapshot", "step", "export", "take_lost") * 2,
+    *("proximal", "begin_save", "is_saved", "checkpoint_bytes", "restore"),
     *("load", "answer", "start", "abort", "heartbeat"),
 )
 _REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
 _BROKEN = ("", "", "everybody")
+_WITH_A_NODE = ("", "", "queue", "service", "hangs")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 
 
@@ -184,7 +195,7 @@ def schedule_of(seed: int) -> Schedule:
         unscored=chance.choice((0.0, 0.0, 0.1, 0.4)),
         faults=tuple(faults),
     )
-    return replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)))
+    return replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)), references=chance.random() < 0.7)
 
 
 def _fault(chance: random.Random, until_s: float) -> Fault:
@@ -196,7 +207,7 @@ def _fault(chance: random.Random, until_s: float) -> Fault:
         lasts = chance.randint(*limits) if is_count else round(limits[0] * (limits[1] / limits[0]) ** chance.random(), 1)
     # A sync that is given up may still arrive; of the others, what comes later than this ends a run by its deadline.
     methods: dict[str, Any] = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "lost_call": _LOST, "repeated_call": _REPEATED}
-    methods |= {"break_update": _BROKEN, "crash_driver": _AFTER_A_CRASH}
+    methods |= {"break_update": _BROKEN, "crash_driver": _AFTER_A_CRASH, "lose_node": _WITH_A_NODE}
     what = chance.choice(methods[kind]) if kind in methods else ""
     if kind == "late_call" and what == "update_weights":
         lasts = round(2.5 * lasts, 1)

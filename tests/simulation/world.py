@@ -24,6 +24,7 @@ import torch
 
 import actors.correction_service
 import actors.loop_clock
+import actors.payloads
 import actors.rollout_worker
 import learner.checkpoint_files
 import learner.file_sums
@@ -77,6 +78,8 @@ class World:
         config = schedule.config
         self.books = Books(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
         self.disk = Disk()
+        self._updates = Counter[str]()
+        """Weight updates that workers were asked for, by worker."""
         self.trace: list[str] = []
         self._clock = Clock()
         self.faults = Faults(schedule.faults, self.disk, lambda text: self.tells("fault", text))
@@ -121,14 +124,13 @@ class World:
 
     def called(self, caller: Process | None, process: Process, method: str, args: tuple[Any, ...], ref: Any) -> Fate:
         self.trace.append(f"{self._clock.now:.4f} {caller.name if caller else 'driver'} -> {process.name}.{method}")
-        if method == "export":
-            self.books.is_exported(args[1], may_be_copied=self.schedule.broadcasts)
         if caller is None and process.kind == WORKER:
             if method in ("generate_group", "answer"):
                 self.books.gets_work(process.name, self._controller._sync.version)
                 ref.on_done = partial(self._worked, process.name)
             elif method in ("update_weights", "receive_weights"):
-                ref.on_done = partial(self._synced, process.name, self._controller._generation)
+                self._updates[process.name] += 1
+                ref.on_done = partial(self._synced, process.name, self._updates[process.name], self._controller._generation)
         return self.faults.fate_of(process, method, args)
 
     def computes(self, function: str) -> None:
@@ -139,7 +141,9 @@ class World:
         if isinstance(error, EngineDirty):
             self.books.receipts[worker] = -1
 
-    def _synced(self, worker: str, generation: int, receipt: Any, error: BaseException | None) -> None:
+    def _synced(self, worker: str, number: int, generation: int, receipt: Any, error: BaseException | None) -> None:
+        if error is not None and number < self._updates[worker]:
+            return  # a broadcast that was given up, and whose end the engine says after it has got other weights
         if error is not None and "stay" in str(error):
             return  # the call came after one for other weights, and was refused: nothing has changed
         if generation == self._controller._generation:  # of weights that were not withdrawn meanwhile
@@ -159,7 +163,7 @@ class World:
 
     def checkpoint_saved(self, path: Path) -> None:
         self.tells("world", f"{path.name} is told to be complete")
-        self.books.saved[path.name] = int(path.name.rpartition("_")[2])
+        self.books.is_saved(path.name, int(path.name.rpartition("_")[2]), keep=self.schedule.config.checkpoint.keep)
 
     def step_ended(self, number: int) -> None:
         self.steps = number
@@ -257,7 +261,9 @@ class World:
                 self._end(loop)
 
     def _until_its_end(self, loop: VirtualLoop, point: Any) -> str:
+        self.cluster.draining = {} if self.faults.drains else None
         self.faults.begin(self.cluster)
+        self.faults.resize = self._resize
         stands_still = faults.DRIVER in self.cluster.may_freeze
         self.cluster.driver = Process(self.cluster, "driver", faults.DRIVER, overlaps=True) if stands_still else None
         context = copy_context()
@@ -283,6 +289,11 @@ class World:
             return "stopped" if summary.ended_by is not None else f"done after {summary.steps} steps"
         self._check_end()
         return ""
+
+    def _resize(self, workers: int) -> None:
+        pool = getattr(self._controller, "_pool", None)
+        if pool is not None and not pool._is_stopping:
+            pool.resize(workers, "by its load")
 
     async def _driver(self, point: Any) -> Any:
         folder = parts.SimulatedFolder(self._folder, self.tells)
@@ -333,7 +344,8 @@ class World:
     def _tear(self, how: str) -> None:
         checkpoints = parts.SimulatedFolder(self._folder, self.tells).checkpoints()
         if how and checkpoints:
-            damage(checkpoints[-1].path, how)
+            with self.disk.not_full():  # a full one has room for another bit, too
+                damage(checkpoints[-1].path, how)
             self._damaged.append(checkpoints[-1].path.name)
             self.tells("world", f"{checkpoints[-1].path.name}: {how}")
 
@@ -372,6 +384,7 @@ class World:
                 (checkpoint_reader, "load_tokenizer", nothing),
                 (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
                 (worker, "remove", nothing),
+                (actors.payloads, "_INLINE_BYTES", 0 if self.schedule.references else actors.payloads._INLINE_BYTES),
             ):
                 stack.enter_context(mock.patch.object(place, name, double))
             yield
