@@ -69,12 +69,8 @@ class PatientQueue:
             held = held[len(tickets) :]
             yield tickets
 
-    async def sample_again(
-        self, tell: Callable[[list[Ticket]], None], add: Callable[[list[Ticket]], None], wake: Callable[[], None]
-    ) -> None:
-        """Tell of the groups whose tokens were lost, and add them to the work that waits, whenever the queue says so, for ever."""
+    async def sample_again(self, take: Callable[[list[Ticket]], None]) -> None:
+        """Hand over the groups whose tokens were lost whenever the queue says so, for ever."""
         for number in itertools.count(1):
             if tickets := await self.ask("take_lost", number, _POLL_S, waits_s=_POLL_S):
-                tell(tickets)
-                add(tickets)
-                wake()
+                take(tickets)

@@ -68,6 +68,11 @@ class AlarmResponse:
         """Note the alarms among the monitor's events."""
         self._pending += [event for event in events if event.state is State.ALARM and self._is_answered(event)]
 
+    @property
+    def has_some(self) -> bool:
+        """Alarms have come that nothing is decided about."""
+        return bool(self._pending)
+
     def decide(self) -> Action | None:
         """What to do about the alarms since the last call; None: nothing."""
         alarms, self._pending = self._pending, []

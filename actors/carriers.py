@@ -86,6 +86,29 @@ class QueueSnapshot:
     """Discarded, as (prompt id, reason), and not yet in the ledger."""
 
 
+@dataclass(frozen=True, slots=True)
+class QueueContents:
+    """What an empty queue is filled with: the groups under way as the driver knows them."""
+
+    version: int = 0
+    """Of the learner's weights when the last step was settled."""
+    published: int = 0
+    """Of those that the engines had or got then."""
+    trained: int = 0
+    """Groups since the run began."""
+    tickets: tuple[Ticket, ...] = ()
+    """Of all groups under way, in the order of admission."""
+    finished: tuple[StoredGroup, ...] = ()
+    """Of these, the sampled ones."""
+    drawn: tuple[int, ...] = ()
+    """Of these, the ids of those in a batch that the learner has or had."""
+    advance: tuple[int, int] | None = None
+    """The version of the learner that this batch has made, and the published one; None: it is still at work."""
+    discarded_by_reason: dict[str, int] = field(default_factory=dict)
+    unreported: tuple[tuple[str, str], ...] = ()
+    """Discarded, as (prompt id, reason), and not yet in the ledger."""
+
+
 class Finished(Protocol):
     """What the queue looks at in a finished group."""
 
@@ -103,6 +126,8 @@ class StoredGroup:
     facts: GroupFacts
     payload: Any
     """Reference to the Group in the object store of the node that sampled it; the Group itself if it comes from a checkpoint."""
+    wide: Any = None
+    """Reference to the WideFields of its trajectories; None: the Group has them, if there are any."""
 
     @property
     def group_id(self) -> int:
@@ -199,6 +224,10 @@ class ForwardRequest:
     """Wants each token scored at the weights that sampled it, too; kept copies of older versions can go then."""
     kept_since: int | None = None
     """Wants the ranks to keep a copy of their weights; those of older versions can go."""
+    fetch_s: float = 0.0
+    """Wants the ranks to read the batch's wide fields first, within this time; 0: it has none elsewhere."""
+    trained_by: CorrectionConfig | None = None
+    """The batch is the CorrectedBatch of the next step, by this correction, and nothing is scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +280,8 @@ class Observation:
     """By "positive" and "negative" advantage: (token id, how often) of the tokens that the objective clipped most often in this batch."""
     late_s: float = 0.0
     """By how much the service's event loop was late with 99 % of what was due since the last observation, at most."""
+    monitor: dict[str, Any] = field(default_factory=dict)
+    """What the monitor knows after this batch (Monitor.state_dict)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,10 +62,23 @@ class WeightSyncConfig(Settings):
     to every_steps - 1 versions, which max_staleness has to allow."""
     bucket_bytes: PositiveInt = 256 << 20
     """Weights travel in buckets of about this many bytes."""
+    deltas: bool = False
+    """Nodes beside the learner's fetch what an update has changed, compressed (about 2 % of the bytes in bfloat16 at usual learning rates),
+    and make the new weights of those that they hold: for thin networks. Their object stores hold two versions then, the learner's three.
+    Not for broadcasts."""
     max_probe_difference: PositiveFloat | None = None
     """The run warns if engine and learner differ by more nats than this at a token of a fixed prompt after a sync. Unset: by the type of
     the weights, 1e-3 in float32 (1e-6 is usual), 0.5 in bfloat16, 0.0625 in float16, and in these two also if half of the tokens differ
     by a 25th of it."""
+
+    @model_validator(mode="after")
+    def _deltas_go_through_the_object_store(self) -> WeightSyncConfig:
+        if self.deltas and self.transport == "broadcast":
+            raise ConfigError(
+                "weight_sync.deltas = True with weight_sync.transport = broadcast: it goes from device to device, and nodes hold no "
+                "copies to which differences could be added. Set weight_sync.transport: object_store, or weight_sync.deltas: false"
+            )
+        return self
 
 
 class EvaluationConfig(AnswerSampling):
@@ -105,7 +118,7 @@ class DeadlinesConfig(DerivedSettings):
     start_s: PositiveFloat = 600.0
     """Longest start of engines and learner ranks, seconds; past a deadline the run ends with an error that names what it waited for."""
     part_heartbeat_s: PositiveFloat = 120.0
-    """Trajectory queue and correction service are taken for dead when their processes give no sign for so long, seconds."""
+    """Trajectory queue, correction service and learner ranks are taken for dead when their processes give no sign for so long, seconds."""
     batch_s: PositiveFloat = 600.0
     """Longest wait for a training batch in which workers are there and not one group is finished, seconds."""
     step_s: PositiveFloat = 1800.0

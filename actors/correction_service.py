@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from actors import payloads
-from actors.carriers import INVALID, UNIFORM, Example, ForwardRequest, Observation, PreparedBatch, ScatterSample, StoredGroup
+from actors.carriers import Example, ForwardRequest, Observation, PreparedBatch, ScatterSample
 from actors.config import DeadlinesConfig, EarlyWarningConfig
-from actors.forwards import ForwardRequests
+from actors.drawing import Drawing
+from actors.forwards import Forward, ForwardRequests, GroupsLost, with_forwards
 from actors.gap_split import GapSplit
 from actors.loop_clock import LoopClock
 from actors.numbered import NumberedCaller
 from actors.part_heartbeat import Beating
 from actors.scatter import ScatterReservoir
 from actors.supervision import lost_if_late, wait_for
-from actors.trajectory_queue import ANSWER_S
 from actors.true_on_policy import compare_batch
 from correction.advantages import group_advantages
 from correction.batch import CorrectedBatch, PackedBatch
@@ -47,14 +47,13 @@ from learner.config import LearnerConfig
 from rollout.config import RolloutConfig
 from rollout.packing import pack_groups
 from rollout.stacks import tell_stacks
-from rollout.trajectory import Group, GroupFacts
+from rollout.trajectory import Group
 
 if TYPE_CHECKING:
     from correction.engines.agreement import Agreement
     from learner.results import Proximal, StepValues
 
 log = logging.getLogger("evenkeel.correction")
-_POLL_S = 30.0
 _VALUES = "what the learner computed of a batch <- rank 0"
 _OF_THE_BOUNDS = ("rejected_share",)
 """Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
@@ -109,7 +108,9 @@ class CorrectionService(Beating):
         """Args: monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run."""
         super().__init__()
         tell_stacks()
-        self._config, self._queue, self._books = config, queue, NumberedCaller(queue, late=self.tell)
+        self._config, self._queue = config, queue
+        books, bytes_per_s = NumberedCaller(queue, late=self.tell), config.deadlines.bytes_per_s
+        self._drawing = Drawing(books, dynamic_sampling=config.dynamic_sampling, bytes_per_s=bytes_per_s)
         self._correction = self._next_correction = config.correction
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
@@ -130,7 +131,8 @@ class CorrectionService(Beating):
             every=config.monitor.split_every,
             max_staleness=config.max_staleness,
             deadline_s=config.forward_s,
-            replays_own_routes=config.learner.routing_replay == "recompute",
+            replays_engine=self._replays_engine,
+            fetch_s=self._fetch_s,
         )
 
     async def next_batch(self, version: int) -> PreparedBatch | ForwardRequest:
@@ -175,10 +177,16 @@ class CorrectionService(Beating):
             request.cancel()
 
     async def forwarded(
-        self, number: int, proximal: Proximal | None, reference: Tensor | None, at_sampling: tuple[Tensor, Tensor] | None, seconds: float
+        self,
+        number: int,
+        proximal: Proximal | None,
+        reference: Tensor | None,
+        at_sampling: tuple[Tensor, Tensor] | None,
+        seconds: float,
+        lost: Mapping[int, str],
     ) -> None:
-        """What the learner has found for a ForwardRequest, in so many seconds."""
-        self._forwards.answer(number, proximal, reference, at_sampling, seconds)
+        """What the learner has found for a ForwardRequest, in so many seconds; or which groups it has not been able to read, and why."""
+        self._forwards.answer(number, proximal, reference, at_sampling, seconds, lost)
 
     async def stop(self) -> None:
         """No further batch is drawn."""
@@ -238,27 +246,29 @@ class CorrectionService(Beating):
         state, clipped = self._monitor.state, clipped_tokens(batch, decided)
         if reference is not None:
             numbers["reference_kl"] = mean_kl(target_logprobs, reference, batch.loss_mask)
-        return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped)
+        return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped, monitor=self._monitor.state_dict())
 
-    async def compared(self, version: int, values: tuple[Any]) -> Agreement:
-        """True on-policy: sampled against trained logprobs of the batch of `version`. Args: values: as `observe`."""
-        batch = self._undiagnosed[version].corrected.batch
+    async def compared(self, version: int, values: tuple[Any]) -> Agreement | None:
+        """True on-policy: sampled against trained logprobs of the batch of `version`. None: it isn't held. Args: values: as `observe`."""
+        if (trained := self._undiagnosed.get(version)) is None:
+            return None
         found: StepValues = await wait_for(payloads.value_of(values[0]), _VALUES, deadline_s=self._config.deadlines.batch_s)
-        return await asyncio.to_thread(compare_batch, self._config.learner, batch, found.target_logprobs)
+        return await asyncio.to_thread(compare_batch, self._config.learner, trained.corrected.batch, found.target_logprobs)
 
     async def monitor_state(self) -> dict[str, Any]:
         """What the monitor knows after the batches observed so far, for a checkpoint."""
         async with self._observing:
             return self._monitor.state_dict()
 
-    async def switch(self, correction: CorrectionConfig) -> None:
-        """Correct by this from the next batch on whose preparation begins; the one under way keeps what it was begun with."""
+    async def switch(self, correction: CorrectionConfig) -> dict[str, Any]:
+        """Correct by this from the next batch on whose preparation begins; the one under way keeps its own. Returns: as monitor_state."""
         async with self._observing:
             if correction.proximal is self._next_correction.proximal:
                 self._monitor.forget(_OF_THE_BOUNDS)
             else:
                 self._monitor = Monitor(self._config.monitor.thresholds)
             self._next_correction = correction
+            return self._monitor.state_dict()
 
     async def scatter(self) -> ScatterSample | None:
         """Tokens of the recent batches, for the report's picture of pi_prox against mu."""
@@ -271,10 +281,30 @@ class CorrectionService(Beating):
         # One batch is prepared at a time, so this holds for all of it.
         self._correction = self._next_correction
         keeping = asyncio.create_task(self._gap_split.keep(version)) if self._gap_split.keeps(version) else None
-        groups, pending = list[Group](), list[Group]()
-        forwards: list[tuple[list[Group], asyncio.Task[tuple[dict[str, Tensor], float]]]] = []
+        groups = list[Group]()
+        self._drawing.apart = {}
+        forwards: list[Forward] = []
+        while True:
+            try:
+                return await self._prepare_with(groups, forwards, version, keeping)
+            except GroupsLost as error:  # before the learner has begun with them: others come in their places
+                for _, task in forwards:
+                    task.cancel()
+                await asyncio.gather(*(task for _, task in forwards), return_exceptions=True)
+                forwards.clear()
+                await self._drawing.lose(error.why)
+                groups = [group for group in groups if group.group_id not in error.why]
+
+    async def _prepare_with(
+        self, groups: list[Group], forwards: list[Forward], version: int, keeping: asyncio.Task[float] | None
+    ) -> PreparedBatch:
+        """Args: groups: drawn already; others join them. forwards: those that are asked for join it.
+
+        Raises: GroupsLost if wide fields can't be read.
+        """
+        pending = list(groups)
         while len(groups) < self._config.groups_per_step:
-            chunk = await self._draw(version, self._config.groups_per_step - len(groups))
+            chunk = await self._drawing.draw(version, self._config.groups_per_step - len(groups))
             groups += chunk
             pending += chunk
             # A few large forwards beat many small ones: start one when half a batch or the rest of it is there.
@@ -286,7 +316,7 @@ class CorrectionService(Beating):
         batch = await asyncio.to_thread(self._pack, groups, version)
         proximal_s = 0.0
         if forwards:
-            batch, proximal_s = await self._with_forwards(batch, groups, forwards)
+            batch, proximal_s = await with_forwards(batch, forwards)
         if not self._config.has_reference and batch.reference_logprobs is not None:
             self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
             batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
@@ -296,11 +326,16 @@ class CorrectionService(Beating):
         is_deferred = not self._needs_forward and self._config.learner.total_optimizer_steps_per_batch == 1
         corrected = await asyncio.to_thread(defer if is_deferred else correct, batch, self._correction)
         correct_s = time.monotonic() - began
+        stored = await asyncio.to_thread(ray.put, corrected)
+        if fetch_s := self._fetch_s(batch):
+            limit_s = self._config.forward_s
+            await self._forwards.ask(None, stored=stored, version=version, trained_by=self._correction, fetch_s=fetch_s, deadline_s=limit_s)
+            corrected = replace(corrected, batch=replace(corrected.batch, wide=None))  # diagnostics need no tensor that it names
         self._undiagnosed[version] = _Undiagnosed(corrected, split, self._correction)
         return PreparedBatch(
             version=version,
             correction=self._correction,
-            corrected=await asyncio.to_thread(ray.put, corrected),
+            corrected=stored,
             tokens=batch.num_tokens,
             groups=tuple(group.facts for group in groups),
             proximal_s=proximal_s,
@@ -317,6 +352,10 @@ class CorrectionService(Beating):
             self._correction, learner.total_optimizer_steps_per_batch, has_auxiliary_loss=learner.moe_aux_loss_coefficient > 0
         )
 
+    @property
+    def _replays_engine(self) -> bool:
+        return self._config.learner.routing_replay == "rollout"
+
     def _wants_forwards(self, version: int) -> bool:
         return self._needs_forward or self._wants_reference(version)
 
@@ -324,35 +363,6 @@ class CorrectionService(Beating):
         """The start model's logprobs: for a penalty in every batch, for a report of the KL in some."""
         every = self._config.learner.report_kl_every
         return self._config.has_reference or (every > 0 and version % every == 0)
-
-    async def _draw(self, version: int, places: int) -> list[Group]:
-        """Groups worth training, whole. The others are discarded here, which frees their places for new prompts; those whose tokens are
-        lost are sampled again."""
-        while True:
-            # Without a group for long the batch's deadline speaks; this one is for a queue that doesn't answer.
-            what, limit_s = f"groups of version {version} <- trajectory queue", _POLL_S + ANSWER_S
-            drawn = await self._books.ask("draw", version, places, _POLL_S, what=what, deadline_s=limit_s, notice_s=ANSWER_S)
-            if not drawn:
-                continue
-            kept, given_up = list[StoredGroup](), dict[str, list[int]]()
-            for group in drawn:
-                if reason := self._worthless(group.facts):
-                    given_up.setdefault(reason, []).append(group.group_id)
-                else:
-                    kept.append(group)
-            for reason, group_ids in given_up.items():
-                await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
-            groups, lost = await payloads.fetched(kept, deadline_s=payloads.fetch_s(kept, self._config.deadlines.bytes_per_s))
-            if lost:
-                await self._books.ask("lose", lost, what=f"loss of {len(lost)} groups -> trajectory queue", deadline_s=ANSWER_S)
-            if groups:
-                return groups
-
-    def _worthless(self, group: GroupFacts) -> str:
-        """Why a group is not worth training; empty: it is."""
-        if len(group.valid) < 2:
-            return INVALID
-        return UNIFORM if self._config.dynamic_sampling and group.is_uniform else ""
 
     def _pack(self, groups: list[Group], version: int) -> PackedBatch:
         return pack_groups(
@@ -362,39 +372,29 @@ class CorrectionService(Beating):
             overlong=self._config.rollout.overlong,
             max_tokens=self._config.rollout.sampling.max_tokens,
             temperature=self._config.rollout.sampling.temperature,
+            apart=self._drawing.apart,
         )
+
+    def _fetch_s(self, batch: PackedBatch) -> float:
+        """Longest time for a batch's wide fields to come; 0: there is nothing to fetch."""
+        return payloads.tokens_s(batch.num_tokens, self._config.deadlines.bytes_per_s) if batch.wide else 0.0
 
     @property
     def _advantages(self) -> Callable[[Tensor, Tensor], Tensor]:
         part = self._correction.advantage
         return partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon)
 
-    async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Tensor], float]:
+    async def _forward(self, version: int, groups: list[Group]) -> tuple[dict[str, Any], float]:
         """What the learner says of the groups' tokens, by its field of PackedBatch, and how long that took."""
         if not (packed := await asyncio.to_thread(self._pack, groups, version)).num_tokens:  # all their answers are masked
             return {}, 0.0
+        if not (self._needs_forward and self._replays_engine):
+            packed = replace(packed, wide=None)
         return await self._forwards.ask(
             packed,
             version=version,
             wants_proximal=self._needs_forward,
             wants_reference=self._wants_reference(version),
+            fetch_s=self._fetch_s(packed),
             deadline_s=self._config.forward_s,
         )
-
-    async def _with_forwards(
-        self, batch: PackedBatch, groups: list[Group], forwards: list[tuple[list[Group], asyncio.Task[Any]]]
-    ) -> tuple[PackedBatch, float]:
-        """The batch with what the learner said of the chunks put where their groups stand in it."""
-        # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
-        whole: dict[str, Tensor] = {} if batch.num_tokens else {"proximal_logprobs": batch.behavior_logprobs}
-        seconds = 0.0
-        sequences: dict[int, list[int]] = {}
-        for i, group_id in enumerate(batch.group_ids.tolist()):
-            sequences.setdefault(group_id, []).append(i)
-        for chunk, task in forwards:
-            found, chunk_s = await task
-            seconds += chunk_s
-            index = batch.token_index([i for g in chunk for i in sequences.get(g.group_id, ())])
-            for name, values in found.items():
-                whole.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[index] = values
-        return replace(batch, **whole), seconds  # type: ignore[arg-type]

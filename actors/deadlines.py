@@ -111,7 +111,7 @@ def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
 
     return [
         of(engine, "heartbeat_s", "an engine that answers no probe for so long is lost; nothing else loses a worker"),
-        of(run, "part_heartbeat_s", "queue and service, likewise: the run goes back to its last checkpoint with new ones"),
+        of(run, "part_heartbeat_s", "queue, service, learner ranks, likewise; for a rank the run goes back to its last checkpoint"),
         of(engine, "generate_s", f"one answer: {scale.waves} x {scale.answer_tokens} tokens at {run.tokens_per_s:g} a second"),
         Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
         Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; then another worker samples it"),

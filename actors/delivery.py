@@ -8,15 +8,17 @@ waits for its batch, none does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from actors.admission import PatientQueue
-from actors.carriers import StoredGroup, Ticket
+from actors.carriers import StoredGroup
 from correction.errors import ActorLost
 
 _GATHER_S = 0.1
+_AGAIN_S = 2.0
+"""After a call that found nobody."""
 
 
 class Delivery:
@@ -25,22 +27,26 @@ class Delivery:
     def __init__(
         self,
         queue: PatientQueue,
-        on_lost: Callable[[Sequence[Ticket], ActorLost], None],
+        tell: Callable[[str], None],
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        """Args: on_lost: is given back what did not reach the queue, all groups of a call, and why. spawn: has a task for its calls."""
-        self._queue, self._on_lost, self._spawn = queue, on_lost, spawn
-        self._waiting: list[tuple[Ticket, StoredGroup]] = []
+        """Args: tell: told when the queue can't be reached. spawn: has a task for its calls."""
+        self._queue, self._tell, self._spawn = queue, tell, spawn
+        self._waiting: list[StoredGroup] = []
         self._hurry = asyncio.Event()
-        self._is_under_way = False
+        self._is_under_way = self._is_closed = False
 
-    def add(self, ticket: Ticket, group: StoredGroup) -> None:
-        """Hand a finished group over."""
-        self._waiting.append((ticket, group))
-        if not self._is_under_way:
+    def add(self, *groups: StoredGroup) -> None:
+        """Hand finished groups over."""
+        self._waiting += groups
+        if self._waiting and not self._is_under_way:
             self._is_under_way = True
             self._spawn(self._deliver())
+
+    def close(self) -> None:
+        """Nobody needs to be told of these groups here any more."""
+        self._is_closed = True
 
     @contextmanager
     def hurried(self) -> Iterator[None]:
@@ -53,14 +59,16 @@ class Delivery:
 
     async def _deliver(self) -> None:
         try:
-            while self._waiting:
+            while self._waiting and not self._is_closed:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_GATHER_S):
                         await self._hurry.wait()
                 sent, self._waiting = self._waiting, []
                 try:
-                    await self._queue.put([group for _, group in sent])
-                except ActorLost as error:
-                    self._on_lost([ticket for ticket, _ in sent], error)
+                    await self._queue.put(sent)
+                except ActorLost as error:  # another queue gets them from who knows all that is under way, if this one is gone
+                    self._tell(f"groups {[group.group_id for group in sent]} wait: {error}")
+                    self._waiting = [*sent, *self._waiting]
+                    await asyncio.sleep(_AGAIN_S)
         finally:
             self._is_under_way = False

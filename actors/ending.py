@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from actors import interrupts
+from actors.supervision import abandon
+
+T = TypeVar("T")
 
 
 class Ending:
@@ -38,6 +41,15 @@ class Ending:
         assert main is not None
         with interrupts.handled_in(asyncio.get_running_loop(), lambda number: self._take(number, main)):
             yield
+
+    async def last(self, evaluation: Coroutine[Any, Any, T]) -> T | None:
+        """The evaluation after training; None if an interrupt leaves it out: the last checkpoint is on disk, which was waited for."""
+        self.last_evaluation = task = asyncio.create_task(evaluation)
+        try:
+            await asyncio.wait({task})
+            return None if task.cancelled() else task.result()
+        finally:
+            abandon(task)
 
     def _take(self, number: int, main: asyncio.Task[Any]) -> None:
         is_first, name = self.by is None, interrupts.NAMES[number]

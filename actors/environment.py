@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from actors.config import RunConfig
 from correction.engines.device_choice import KEPT_KERNELS
+from correction.schedule import needs_topk
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For what computes on the CPU of a machine with GPUs: Ray hides none from an actor that asks for none."""
@@ -39,6 +40,8 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
 def worker_environment(config: RunConfig) -> dict[str, str]:
     """Of each rollout worker and of its engine's processes."""
     own = {"OMP_NUM_THREADS": str(config.rollout.engine.threads)}
+    if config.rollout.engine.return_routed_experts or needs_topk(config.correction):
+        own |= OF_BATCHES  # its groups have wide fields
     if config.rollout.engine.resolved_device == "cpu":
         own |= _NO_GPU
     elif config.weight_sync.transport == "broadcast":

@@ -18,8 +18,9 @@ from typing import Protocol
 from ray.exceptions import RayError
 
 from actors.config import DeadlinesConfig, EvaluationConfig
-from actors.supervision import abandon, wait_for
-from correction.errors import EvenkeelError
+from actors.supervision import abandon, counted, wait_for
+from actors.weight_sync import WeightSync
+from correction.errors import DeadlineExceeded, EvenkeelError
 from rollout.config import AnswerSampling
 from rollout.trajectory import FinishReason, Prompt, Trajectory
 
@@ -201,6 +202,8 @@ class EvaluationObserver(Protocol):
 
     def event(self, level: str, text: str) -> None: ...
 
+    def phase(self, text: str) -> None: ...
+
     def waiting(self, text: str) -> None: ...
 
 
@@ -249,15 +252,23 @@ class Evaluations:
         if self._beside is not None:
             await asyncio.wait({self._beside})
 
-    async def whole(self, when: str, step: int, version: int) -> Evaluation | None:
-        """Evaluate on all held-out questions. One that takes too long, or whose questions cost one engine after another, is left out:
-        training can do without it.
+    async def whole(self, when: str, step: int, version: int, sync: WeightSync) -> Evaluation | None:
+        """Evaluate on all held-out questions, with these weights in every engine. One that takes too long, or whose questions cost one
+        engine after another, is left out: training can do without it.
 
         Args:
             when: "before training", for instance.
             step: steps done.
-            version: of the weights.
+            version: of the weights, which are published first if they aren't yet.
         """
+        await self.finished()
+        self._observer.phase(f"evaluating {when} on {counted(len(self._prompts), 'held-out problem')}")
+        if sync.version < version:
+            await sync.publish()
+        try:
+            await sync.receipts(version, deadline_s=self._deadlines.receipts_s)
+        except DeadlineExceeded as error:  # those that hold them answer
+            self._observer.event("warning", f"the evaluation {when} goes without some engines: {error}")
         try:
             return await self._in_time(self._prompts, f"evaluation {when}", step, version)
         except (EvenkeelError, RayError) as error:

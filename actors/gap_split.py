@@ -8,6 +8,7 @@ may hold, shortly before it, and none at other times.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,15 +25,23 @@ class GapSplit:
     """Says when copies are kept and batches are split, and asks the learner for it."""
 
     def __init__(
-        self, forwards: ForwardRequests, *, every: int, max_staleness: int, deadline_s: float, replays_own_routes: bool = False
+        self,
+        forwards: ForwardRequests,
+        *,
+        every: int,
+        max_staleness: int,
+        deadline_s: float,
+        fetch_s: Callable[[PackedBatch], float],
+        replays_engine: bool = False,
     ) -> None:
         """Args:
         every: batches from one split to the next; 0: there is none.
         deadline_s: until the learner has come to a version and has done what it is asked.
-        replays_own_routes: the batch's routed experts are those of the present weights, and not to be replayed at others.
+        fetch_s: time that a batch's wide fields may take to come.
+        replays_engine: the batch's routed experts are the engine's; those of the present weights are not to be replayed at others.
         """
         self._forwards, self._every, self._max_staleness, self._deadline_s = forwards, every, max_staleness, deadline_s
-        self._drops_routes = replays_own_routes
+        self._fetch_s, self._replays_engine = fetch_s, replays_engine
 
     def keeps(self, version: int) -> bool:
         """A batch that will be split may hold tokens of these weights."""
@@ -55,10 +64,13 @@ class GapSplit:
         if not sequences:
             return {}, 0.0
         chosen = sorted(random.Random(version).sample(sequences, min(TRAJECTORIES, len(sequences))))
-        sample = replace(batch, routed_experts=None) if self._drops_routes else batch
+        sample = batch if self._replays_engine else replace(batch, routed_experts=None, wide=None)
         sample = replace(sample, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
         oldest = version + self._every - self._max_staleness
-        found, seconds = await self._forwards.ask(sample, version=version, scored_since=oldest, deadline_s=self._deadline_s)
+        asked = self._forwards.ask(
+            sample, version=version, scored_since=oldest, fetch_s=self._fetch_s(sample), deadline_s=self._deadline_s
+        )
+        found, seconds = await asked
         at_sampling, now = found[AT_SAMPLING], found[NOW]
         known = sample.loss_mask & (sample.weight_versions < version) & at_sampling.isfinite() & now.isfinite()
         return split_numbers(sample.behavior_logprobs[known], at_sampling[known], now[known]), seconds

@@ -1,9 +1,9 @@
 """A part that holds a run's state dies, and the run goes back to its last checkpoint in the same process; its engines stay up.
 
-Queue, learner and correction service know what the others hold: weights of a version, groups that were admitted and drawn for it. Of what
-died with one of them the others have only halves, so all three begin anew, at one moment that is whole on disk, as after a resume: the
-ledger is cut back to it, the position in the data is the queue's. What is lost is the work since then, and its diagnostics; all of it is
-done again. Queue and service do that in new processes; a learner whose ranks all live reads the checkpoint where it is.
+Queue and correction service alone are replaced where the run stands (batch_source.py): the driver knows what they held. What dies with a
+learner's rank nobody else has, so all three begin anew then, at one moment that is whole on disk, as after a resume: the ledger is cut back
+to it, the position in the data is the queue's. So they do if a part dies while the run starts, or an answer of the learner is lost. Lost is
+the work since then, and its diagnostics; all of it is done again. A learner whose ranks all live reads the checkpoint where it is.
 
 Weights that were published after that moment are withdrawn: the same version numbers will come again with other weights. A generation,
 which grows by one each time, tells them apart: the weight sync takes receipts of its own generation, and a worker gives up all that it has
@@ -65,11 +65,9 @@ _ANSWER = "an answer"
 async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, tell: Callable[[str, str], None]) -> None:
     """Never returns. Raises: ActorLost naming the first of these actors, by name, whose process ends, or gives no sign for so long.
 
-    A learner's rank has no heartbeat: one that stands still is late with its step.
     Args: tell: told, with a level, what a part tells with its heartbeat.
     """
-    beating = {name: actor for name, actor in parts.items() if "learner" not in name}
-    await unless_failed(_raise_when_gone(parts), raise_when_silent(beating, heartbeat_s, tell))
+    await unless_failed(_raise_when_gone(parts), raise_when_silent(parts, heartbeat_s, tell))
 
 
 async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
@@ -93,6 +91,7 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str
     gone = [name for name, task in asked.items() if task.done() and task.result()]
     is_late = isinstance(error, DeadlineExceeded | ActorUnavailable)
     silent = [name for name, task in asked.items() if not task.done()] if is_late else []
+    silent = [name for name in silent if "learner" not in name] or silent  # ranks compute for longer than that
     for task in asked.values():
         task.cancel()
     return gone or silent or ([_ANSWER] if lost_answer(error) else [])
@@ -127,6 +126,7 @@ async def while_they_answer(
             if attempts == _ATTEMPTS:  # an actor may answer whose method hangs
                 raise
             if lost := await lost_among(parts, error):  # judged once: who is looked at again may have come back meanwhile
+                kill(*(parts[name] for name in lost if name in parts))
                 raise ActorLost(f"{error}; {' and '.join(lost)} answered nothing for {_ANSWER_S:g} s more") from error
             tell("warning", f"{error}; who was late answers again, and is asked again")
 
@@ -168,10 +168,10 @@ class Returns:
         self._before: list[tuple[float, int]] = []
         """Returns to the goal: when, and from which step."""
 
-    def allow(self, lost: list[str], error: BaseException, *, step: int) -> None:
+    def allow(self, lost: list[str], error: BaseException, *, step: int, is_replaced: bool = False) -> None:
         """Count one more. Deaths that are hours apart, and come at another step each time, are chance.
 
-        Args: step: that the run had come to.
+        Args: step: that the run had come to. is_replaced: what is lost is replaced there, so that another step is progress.
         Raises: the error, if nothing is lost by it; ActorLost if it has been often enough for one checkpoint.
         """
         if not lost:
@@ -181,7 +181,7 @@ class Returns:
         now = time.monotonic()
         before = self._before if goal == self._goal else []
         self._goal, self._before = goal, [*before, (now, step)]
-        times = sum(now - at < RETURNS_S or reached == step for at, reached in self._before)
+        times = sum((now - at < RETURNS_S and not is_replaced) or reached == step for at, reached in self._before)
         if times > MOST_RETURNS:
             raise ActorLost(
                 f"{', '.join(lost)}: the {times}th death after step {goal}, before there was another checkpoint: "
@@ -237,6 +237,14 @@ def what_is_done_again(lost: list[str], error: BaseException, point: StartingPoi
     return (
         f"lost: {', '.join(lost)} ({lost_answer(error) or error}). The run goes back to {point}; {steps} with their diagnostics, "
         f"what was under way is sampled again{withdrawn}; the engines stay up (generation {generation})"
+    )
+
+
+def what_goes_on(lost: list[str], error: BaseException, *, step: int) -> str:
+    """As what_is_done_again, when queue and service are replaced. Args: step: the last one that is settled."""
+    return (
+        f"lost: {', '.join(lost)} ({lost_answer(error) or error}). New ones go on after step {step}, with all groups that are under way; "
+        "no step is lost, but diagnostics of the batches that the service held are"
     )
 
 

@@ -1,239 +1,38 @@
 """The learner as Ray actors, one a rank, and the handle that drives them together.
 
 In a collective call every rank waits for the others: two callers whose calls reach the ranks in different orders would let them wait for
-each other for ever, or mix up their numbers. So there is one `LearnerGroup`, in the controller's process; it numbers its collective calls
-and hands each to all ranks before the next, and a rank refuses a call that isn't the next.
+each other for ever, or mix up their numbers. So there is one `LearnerGroup`, in the controller's process, whose collective calls come in
+turn (collective_calls.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
-from actors.devices import check_received
-from actors.exporter import MetricsEndpoint, listen_address, node_address
-from actors.hub import model_folder
+from actors.collective_calls import CollectiveCaller, all_of
+from actors.learner_rank_actor import LearnerRankActor
+from actors.part_heartbeat import in_turn
 from actors.payloads import checksums_of
 from actors.placement import RankPlaces
-from actors.supervision import USUAL_START, kill, wait_for
-from correction.engines.quick_imports import uncollected
-from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, SyncError
-from learner.config import LearnerConfig
-from rollout.stacks import tell_stacks
+from actors.supervision import USUAL_START, kill, persistently, wait_for
+from correction.errors import DeadlineExceeded
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
-    from torch import Tensor
-
-    from correction.batch import CorrectedBatch, PackedBatch
     from correction.config import CorrectionConfig
-    from correction.engines.processor import Processor
-    from correction.engines.weight_bucket import WeightBucket
-    from learner.broadcast import WeightBroadcaster
-    from learner.export import Staging
-    from learner.results import Proximal, StepResult, StepValues
+    from learner.results import StepResult
 
 
 _SAVED_POLL_S = 0.2
 """Between two questions whether a checkpoint is written; a rank answers between its steps."""
-
-
-class LearnerRankActor:
-    """One Megatron rank in a process of its own. Calls run one after the other, in the order of arrival.
-
-    Collective ones say first which number they have among those of their caller. Rank 0 answers them; the others return nothing.
-    """
-
-    def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
-        tell_stacks()
-        self._config, self._rank, self._bind = config, rank, bind
-        self._version = 0
-        self._calls = 0
-        self._broadcaster: WeightBroadcaster | None = None
-        self._reserved: socket.socket | None = None
-        self._staging: Staging | None = None
-        self._processor: Processor | None = None
-
-    def address(self) -> tuple[str, int]:
-        """Where rank 0 will listen: this node and a port that nobody else is given until the next one is asked for."""
-        host = node_address()
-        if self._reserved is not None:
-            self._reserved.close()
-        self._reserved = socket.socket()
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who listens there sets it, too, and may
-        self._reserved.bind((host, 0))
-        return host, self._reserved.getsockname()[1]
-
-    def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
-        """Join the group and load the weights."""
-        with uncollected():
-            from learner import layers
-            from learner.kept_weights import KeptWeights
-            from learner.learner_rank import LearnerRank
-
-            if self._config.resolved_device == "cuda":
-                check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
-            self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
-        self._learner.load(model_folder(model))
-        self._kept = KeptWeights(self._learner)
-        self._version = version
-        self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
-        detail = layers.describe(self._config, self._learner.placement.device)
-        return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail)
-
-    def step(
-        self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int
-    ) -> tuple[StepResult | None, StepValues | None]:
-        """Train on a batch; the weight version grows by one, also when the guard skipped the update.
-
-        Returns: the result without what it says of each token, and that, which stays where it is until somebody computes with it.
-        """
-        self._in_order(number, f"step {step}")
-        began = time.monotonic()
-        result = self._learner.step(corrected, correction, step=step)
-        self._version += 1
-        self._endpoint.set("time/train_s", time.monotonic() - began)
-        self._endpoint.set("weight_version", self._version)
-        return (replace(result, values=None), result.values) if self._rank == 0 else (None, None)
-
-    def proximal(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Proximal | None]:
-        """Proximal logprobs at the weights of `version`: nothing for who waits, and the answer for who has asked."""
-        self._in_order(number, "proximal logprobs", version)
-        result = self._learner.proximal(batch)
-        return None, result if self._rank == 0 else None
-
-    def load_reference(self, number: int, model: Path) -> None:
-        self._in_order(number, "load of the reference policy")
-        self._learner.load_reference(model_folder(model))
-
-    def reference_logprobs(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Tensor | None]:
-        """As `proximal`."""
-        self._in_order(number, "reference logprobs", version)
-        result = self._learner.reference_logprobs(batch)
-        return None, result if self._rank == 0 else None
-
-    def keep_weights(self, number: int, version: int, oldest: int) -> None:
-        """Copy the weights of `version` for `at_sampling`."""
-        self._in_order(number, "copy of the weights to keep", version)
-        self._kept.keep(version, oldest=oldest)
-
-    def at_sampling(self, number: int, batch: PackedBatch, version: int, oldest: int) -> tuple[None, tuple[Tensor, Tensor] | None]:
-        """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones."""
-        self._in_order(number, "logprobs at the weights that sampled", version)
-        found = self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
-        return None, found if self._rank == 0 else None
-
-    def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot | None:
-        """One pass over the weights of `version`: every rank takes part in gathering, rank 0 alone copies, sends and answers.
-
-        A broadcast that fails is told in the answer; the learner goes on.
-        """
-        from correction.engines.float8 import in_float8
-        from correction.engines.weight_spec import WeightSpec
-        from learner.export import weight_checksums
-
-        self._in_order(number, "export of the weights", version)
-        began = time.monotonic()
-        references, specs, error = [], [], ""
-        checksums: dict[str, str] = {}
-        for piece in self._learner.weights(plan.bucket_bytes):
-            if self._rank != 0:
-                continue
-            piece = in_float8(piece) if plan.float8 else piece
-            specs.append([WeightSpec.of(name, tensor) for name, tensor in piece.items()])
-            if plan.broadcasts and not error:
-                error = self._send(piece)
-            if plan.stores:
-                references.append(ray.put(self._stage(piece)))
-                checksums |= weight_checksums(piece.items()) if plan.checksums else {}  # where the piece is
-        probe = self._score(plan.probe_ids) if plan.probe_ids else []
-        if self._rank != 0:
-            return None
-        seconds = time.monotonic() - began
-        return WeightSnapshot(self._version, references, specs, probe, checksums, seconds, self._computes_with(), error)
-
-    def _send(self, piece: Mapping[str, Tensor]) -> str:
-        """Why it could not be broadcast; the other ranks gather to the end all the same. Empty: it could."""
-        if self._broadcaster is None:
-            return "the learner is in no weight group; open_broadcast comes first"
-        try:
-            self._broadcaster.send(piece)
-        except SyncError as error:
-            return str(error)
-        return ""
-
-    def _stage(self, piece: Mapping[str, Tensor]) -> WeightBucket:
-        from learner.export import Staging
-
-        if self._staging is None:
-            self._staging = Staging()
-        return self._staging.bucket(piece)
-
-    def _computes_with(self) -> Processor | None:
-        if self._processor is None and self._config.batch_invariant:
-            self._processor = self._learner.processor()
-        return self._processor
-
-    def _in_order(self, number: int, what: str, version: int | None = None) -> None:
-        """Raises: EngineError for a call that isn't the next, or is meant for other weights."""
-        due = self._calls + 1
-        if number != due:
-            raise EngineError(
-                f"learner rank {self._rank}: {what} came as collective call {number}, but {due} is the next: the ranks would wait for each "
-                "other in different calls. Only one LearnerGroup may call them; resume the run from its last checkpoint"
-            )
-        self._calls = number
-        if version is not None and version != self._version:
-            raise EngineError(f"learner rank {self._rank}: {what} asked at version {version}, but the weights are of {self._version}")
-
-    def _score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
-        import torch
-
-        from learner.optimizer_steps import unsampled_batch
-
-        ids, ends = torch.tensor(token_ids, dtype=torch.int64), torch.tensor([0, len(token_ids)])
-        batch = unsampled_batch(ids, ends, torch.arange(len(ids)) > 0)
-        return [float(value) for value in self._learner.logprobs(batch)[1:]]
-
-    def begin_save(self, number: int, folder: Path, hf_folder: Path) -> None:
-        self._in_order(number, "copy for a checkpoint")
-        self._learner.begin_save(folder, hf_folder)
-
-    def is_saved(self) -> bool:
-        """No collective call: each rank answers for itself."""
-        return self._learner.is_saved()
-
-    def checkpoint_bytes(self) -> int:
-        """No collective call either."""
-        return self._learner.checkpoint_bytes()
-
-    def restore(self, number: int, folder: Path, version: int) -> None:
-        self._calls, self._version = number, version  # in no order: calls before it may be lost with who made their arguments
-        with contextlib.suppress(DataError):  # what is being written may be a step that will be written again
-            self._learner.is_saved(wait=True)
-        self._learner.restore(folder)
-        self._kept.forget()
-
-    def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
-        """Join the weight group of a fixed pool as its rank 0 (rank 0 of the learner only)."""
-        from learner.broadcast import WeightBroadcaster
-
-        self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s, self._learner.placement.device)
-
-    def close_broadcast(self) -> None:
-        if self._broadcaster is not None:
-            self._broadcaster.close()
-            self._broadcaster = None
 
 
 class LearnerGroup:
@@ -241,11 +40,9 @@ class LearnerGroup:
 
     def __init__(self, ranks: list[Any], *, version: int, step_s: float) -> None:
         self._ranks, self.step_s = ranks, step_s
-        self._calls = 0
-        self._missed = ""
-        """Why some rank may lack a call that others have: it takes no other one until a restore. Empty: none does."""
+        self._collective = CollectiveCaller({f"rank {number}": rank for number, rank in enumerate(ranks)})
         self._version = version
-        self.start_took_s = 0.0
+        self.start_took_s, self.node = 0.0, ""  # of rank 0, whose node stores the weights
 
     @classmethod
     async def start(
@@ -257,15 +54,15 @@ class LearnerGroup:
         Args: made: is given the group while its ranks start; one that doesn't come up has to be ended, too.
         Returns: the group, and for each rank its process id and metrics endpoint.
         """
-        config, world_size, actor = places.config, places.config.world_size, ray.remote(LearnerRankActor)
+        config, world_size, actor = places.config, places.config.world_size, in_turn(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
         group, began = cls(ranks, version=version, step_s=step_s), time.monotonic()
         made(group)
         usual_s = USUAL_START * start_s
         master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
         starts = [r.start.remote(world_size, master, model, version) for r in ranks]
-        infos = await group._all(starts, "learner start", start_s, usual_s=usual_s, is_collective=False)
-        group.start_took_s = time.monotonic() - began
+        infos = await all_of(wait_for(s, f"learner start <- rank {i}", deadline_s=start_s, usual_s=usual_s) for i, s in enumerate(starts))
+        group.start_took_s, group.node = time.monotonic() - began, infos[0].node
         return group, infos
 
     def __reduce__(self) -> NoReturn:
@@ -281,16 +78,33 @@ class LearnerGroup:
         """Of the weights when all that has been called so far is done."""
         return self._version
 
+    async def fetch(
+        self, batch: Any, correction: CorrectionConfig | None, *, step: int, limit_s: float, everything: bool = False
+    ) -> dict[int, str]:
+        """Every rank reads the wide fields of the sequences that it will compute with, for the next call on this batch: a forward pass, or
+        training where `correction` says by what.
+
+        Args:
+            batch: reference to a PackedBatch, or to the CorrectedBatch that will be trained in `step`.
+            everything: every rank reads those of all sequences.
+        Returns: why groups can't be read, by id; of some only a part can't.
+        """
+        asks = (partial(rank.fetch.remote, batch, correction, step, limit_s, everything=everything) for rank in self._ranks)
+        what, deadline_s = "wide fields of a batch", limit_s + self.step_s
+        lost = await all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
+        return {group: why for of_rank in lost for group, why in sorted(of_rank.items())}
+
     async def step(self, corrected: Any, correction: CorrectionConfig, *, step: int) -> StepResult:
         """Train on a batch; the version grows by one.
 
         Args: corrected: reference to a CorrectedBatch.
         Returns: the result with a reference to its values.
         """
-        pairs = self._submit("step", corrected, correction, step, results=2)
         self._version += 1
-        result: StepResult = (await self._all([done for done, _ in pairs], f"learner step {step}"))[0]
-        return replace(result, values=pairs[0][1])
+        what = f"learner step {step}"
+        (result, values), *_ = await self._ask("step", corrected, correction, step, what=what, results=2)
+        whole: StepResult = replace(result, values=values)
+        return whole
 
     async def proximal(self, batch: Any, *, version: int) -> Any:
         """log pi of the batch's tokens at the weights of `version`, and where they were sent if training is to follow.
@@ -302,7 +116,7 @@ class LearnerGroup:
         return await self._found("proximal", batch, version, what=f"proximal logprobs v{version}")
 
     async def load_reference(self, model: Path) -> None:
-        await self._all(self._submit("load_reference", model), "reference policy")
+        await self._ask("load_reference", model, what="reference policy")
 
     async def reference_logprobs(self, batch: Any, *, version: int) -> Any:
         """The same under the reference's weights, from references to references; `version` is that of the learner."""
@@ -310,7 +124,7 @@ class LearnerGroup:
 
     async def keep_weights(self, version: int, *, oldest: int) -> None:
         """Every rank keeps a copy of its weights, which are those of `version`, and frees copies older than `oldest`."""
-        await self._all(self._submit("keep_weights", version, oldest), f"copy of the weights v{version} to keep")
+        await self._ask("keep_weights", version, oldest, what=f"copy of the weights v{version} to keep")
 
     async def at_sampling(self, batch: Any, *, version: int, oldest: int) -> Any:
         """From a reference to a reference, as `proximal`: log pi of the trained tokens at the weights that sampled them (not a number where
@@ -319,10 +133,10 @@ class LearnerGroup:
 
     async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
         """The weights of `version`, to where the plan says, in one pass."""
-        version = self._version
-        asked = self._submit("export", version, plan)
-        snapshot: WeightSnapshot = (await self._all(asked, f"copy of the weights v{version}", deadline_s))[0]
-        return snapshot
+        what = f"copy of the weights v{self._version}"
+        (snapshot,), *_ = await self._ask("export", self._version, plan, what=what, deadline_s=deadline_s)
+        weights: WeightSnapshot = snapshot
+        return weights
 
     async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
         """Of weights in the object store, HF name -> checksum, computed where they lie, by no rank.
@@ -333,14 +147,17 @@ class LearnerGroup:
         compute = ray.remote(num_cpus=0)(checksums_of)
         return await wait_for(compute.remote(*buckets), "checksums of the weights", deadline_s=deadline_s)
 
+    async def settled(self) -> None:
+        """Wait until the ranks have done all that they were given. Raises: ActorLost if one of them lacks a call."""
+        await self._collective.settled(deadline_s=self.step_s)
+
     async def begin_save(self, folder: Path, hf_folder: Path, *, deadline_s: float) -> None:
         """Copy all that a checkpoint holds; the ranks write it beside their next steps."""
-        await self._all(self._submit("begin_save", folder, hf_folder), "copy for a checkpoint", deadline_s)
+        await self._ask("begin_save", folder, hf_folder, what="copy for a checkpoint", deadline_s=deadline_s)
 
     async def checkpoint_bytes(self, *, deadline_s: float) -> int:
         """Size of a checkpoint of now."""
-        sizes = [rank.checkpoint_bytes.remote() for rank in self._ranks]
-        return sum(await self._all(sizes, "size of a checkpoint", deadline_s, is_collective=False))
+        return sum(await self._each("checkpoint_bytes", "size of a checkpoint", deadline_s))
 
     async def saved(self, *, deadline_s: float) -> None:
         """Wait until every rank has written what it copied. Raises: DataError if one could not; DeadlineExceeded."""
@@ -348,8 +165,7 @@ class LearnerGroup:
         while True:
             is_late = time.monotonic() > ends
             # A rank answers between two steps, so that the answer may take as long as one.
-            asked, limit_s = [rank.is_saved.remote() for rank in self._ranks], deadline_s + self.step_s
-            if all(await self._all(asked, "end of a checkpoint", limit_s, is_collective=False)):
+            if all(await self._each("is_saved", "end of a checkpoint", deadline_s + self.step_s)):
                 return
             if is_late:
                 raise DeadlineExceeded(f"checkpoint <- learner: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)")
@@ -357,10 +173,9 @@ class LearnerGroup:
 
     async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
         """Go on from a checkpoint, whose weights are of this version."""
-        self._missed = ""
-        calls = self._submit("restore", folder, version)
+        self._collective.begin_anew()
         self._version = version
-        await self._all(calls, f"restoring {folder}", deadline_s)
+        await self._ask("restore", folder, version, what=f"restoring {folder}", deadline_s=deadline_s)
 
     @property
     def ranks(self) -> dict[str, Any]:
@@ -370,31 +185,15 @@ class LearnerGroup:
     def kill(self) -> None:
         kill(*self._ranks)
 
-    def _submit(self, method: str, *arguments: Any, results: int = 1) -> list[Any]:
-        """A collective call, handed to every rank before anything else is: Ray keeps the order of one caller. Raises: ActorLost."""
-        if self._missed:
-            raise ActorLost(f"{self._missed}; its ranks can be called again after a restore")
-        self._calls += 1
-        return [getattr(rank, method).options(num_returns=results).remote(self._calls, *arguments) for rank in self._ranks]
+    async def _ask(self, method: str, *arguments: Any, what: str, deadline_s: float | None = None, results: int = 1) -> list[list[Any]]:
+        return await self._collective.ask(method, *arguments, what=what, deadline_s=deadline_s or self.step_s, results=results)
 
     async def _found(self, method: str, *arguments: Any, what: str) -> Any:
         """Reference to what rank 0 has found, when all ranks are done."""
-        pairs = self._submit(method, *arguments, results=2)
-        await self._all([done for done, _ in pairs], what)
-        return pairs[0][1]
+        (_, found), *_ = await self._ask(method, *arguments, what=what, results=2)
+        return found
 
-    async def _all(
-        self, references: list[Any], what: str, deadline_s: float | None = None, *, usual_s: float = 0.0, is_collective: bool = True
-    ) -> list[Any]:
-        """The answers of all ranks; the first error of any of them at once, not after the others' deadline."""
-        limit_s = deadline_s or self.step_s
-        named = [wait_for(r, f"{what} <- rank {i}", deadline_s=limit_s, usual_s=usual_s) for i, r in enumerate(references)]
-        waits = [asyncio.ensure_future(wait) for wait in named]
-        try:
-            return list(await asyncio.gather(*waits))
-        except ActorUnavailable as error:
-            self._missed = str(error) if is_collective else self._missed
-            raise
-        finally:
-            for wait in waits:
-                wait.cancel()
+    async def _each(self, method: str, what: str, deadline_s: float) -> list[Any]:
+        """The answers of all ranks to a question that each answers for itself, as often as it is asked."""
+        asks = (getattr(rank, method).remote for rank in self._ranks)
+        return await all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))

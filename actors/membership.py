@@ -115,6 +115,10 @@ class Membership(ABC):
         """The last progress is not so long ago that a batch is late."""
         return self._now() - self.last_progress() < self._deadlines.batch_s
 
+    @property
+    def has_failed(self) -> bool:
+        return self._failure.done()
+
     async def raise_on_failure(self) -> None:
         """Never returns; raises when the pool can't go on."""
         await asyncio.shield(self._failure)
@@ -187,7 +191,7 @@ class Membership(ABC):
             return
         if worker.state is not WorkerState.STARTING:  # it is not wanted any more
             return
-        worker.state, worker.info = WorkerState.JOINED, info
+        worker.state, worker.info, worker.sync.node = WorkerState.JOINED, info, info.node
         self._has_begun, self._progressed = True, self._now()
         self._observer.joined(info)
         self.spawn(self._follow_heartbeat(worker))

@@ -29,7 +29,7 @@ _PROGRESS = [
     ),
     _counter(
         "steps/returns_total", "returns to a checkpoint",
-        "Times that the run went back to its last checkpoint, engines staying up, because learner, queue or correction service had died.",
+        "Times that the run went back to its last checkpoint, engines staying up, because a part of it had died, usually a learner's rank.",
     ),
     _counter(
         "steps/overflowed_total", "overflowed updates",
@@ -333,11 +333,12 @@ _GROUPS = [
     _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),
     _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
     _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
-    _counter("groups/lost_total", "lost groups", "Finished groups whose tokens went with a node, and which were sampled again."),
+    _counter("groups/lost_total", "lost groups", "Finished groups whose tokens could not be read, and which were sampled again."),
     _counter("groups/failed_total", "failed groups", "Groups thrown away because no worker could sample them."),
     _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
 ]
 _ROLLOUT = [
+    _counter("queue/replaced_total", "replaced queues", "Times that queue and correction service were replaced: one of them had died."),
     _gauge("queue/groups", _U.ONE, _R.LAST, "queued groups", "Finished groups that wait in the trajectory queue."),
     _gauge(
         "queue/outstanding", _U.ONE, _R.LAST, "outstanding groups",
@@ -360,15 +361,14 @@ _ROLLOUT = [
     _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),
     _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
+    _gauge("sync/rebuilt", _U.ONE, _R.SUM, "rebuilt", "Of the receipts, those for weights that a node made of differences (deltas)."),
+    _gauge("sync/delta_bytes", _U.BYTES, _R.SUM, "delta bytes", "Bytes of those differences, which came in place of the weights."),
     _gauge("sync/read_again_tokens", _U.TOKENS, _R.SUM, "read again", "Tokens of the batch that newer weights read anew (retract)."),
     _gauge(
         "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",
         "Largest logprob difference between engine and learner on the probe, a fixed prompt, after a weight sync.",
     ),
-    _counter(
-        "sync/failures_total", "failed syncs",
-        "Weight updates that failed; each time the engine got no work until it had taken all weights again.",
-    ),
+    _counter("sync/failures_total", "failed syncs", "Failed weight updates: no work for the engine until it had taken all weights again."),
     _counter("rollout/generated_tokens_total", "generated tokens", "Response tokens sampled.", _U.TOKENS),
     _counter("rollout/finished_groups_total", "finished groups", "Groups finished, scored or not."),
     _gauge("rollout/requests_in_flight", _U.ONE, _R.SUM, "requests in flight", "Requests that an engine is working on."),

@@ -1,8 +1,8 @@
-"""Whether queue and correction service still move: their processes are asked every half a minute or so, and one that stands still is ended.
+"""Whether the parts of a run still move: their processes are asked every half a minute or so, and one that stands still is ended.
 
-Ray tells of a death, and nothing of a process that is stopped, or hangs in C. The answer comes from a thread and an event loop of its own
-(a concurrency group of Ray), so that one that is busy isn't taken for one that stands. It brings along what the part has to tell: its own
-log is a file on its node.
+Ray tells of a death, and nothing of a process that is stopped, or hangs in C. The answer comes from a thread of its own (a concurrency
+group of Ray), so that one that is busy isn't taken for one that stands: it says that Python moves in that process. It brings along what
+the part has to tell: its own log is a file on its node.
 """
 
 from __future__ import annotations
@@ -19,10 +19,29 @@ from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
 
 GROUPS = {"heartbeat": 1}
 """Concurrency groups of a part's actor."""
+BESIDE = "beside"
+"""Another one, of a part whose calls come one after the other: for what must not wait for them, in turn as well."""
 _MISSES = 4
 """Questions in a row without an answer, each a quarter of the limit."""
 _UNREACHED_S = 1.0
 _MOST_TOLD = 1000
+
+
+class BeatingInTurn:
+    """A part whose calls come one after the other: a learner's rank. They do so in one thread, which isn't the main one.
+
+    To be made with `in_turn`.
+    """
+
+    @ray.method(concurrency_group="heartbeat")
+    def heartbeat(self, heard: int) -> list[str]:
+        """It has nothing to tell."""
+        return []
+
+
+def in_turn(actor: type[BeatingInTurn]) -> Any:
+    """As ray.remote. Ray keeps no order among calls: a heartbeat would wait behind one whose arguments are on their way."""
+    return ray.remote(concurrency_groups={**GROUPS, BESIDE: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 
 
 class Beating:

@@ -5,13 +5,13 @@ Rollout workers hold none of it, and outlive these: see going_back.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actors.alarms import Replacement
-from actors.carriers import ActorInfo, Ticket
+from actors.carriers import ActorInfo
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
@@ -24,7 +24,6 @@ from actors.queue_actor import TrajectoryQueueActor
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint
 from actors.resume import TrainingState
-from actors.supervision import persistently
 from actors.weight_sync import WeightSync
 from correction.config import CorrectionConfig
 from rollout.trajectory import SyncReceipt
@@ -64,10 +63,6 @@ class StartingPoint:
     def replacement(self) -> Replacement | None:
         return self.state.replacement if self.state else None
 
-    @property
-    def prompt_position(self) -> int:
-        return self.state.prompt_position if self.state else 0
-
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}" if self.checkpoint else "its beginning (it has no checkpoint)"
 
@@ -79,15 +74,6 @@ def make_queue(config: RunConfig) -> Any:
     )
     lower_priority(queue)
     return queue
-
-
-async def fill_queue(queue: Any, config: RunConfig, point: StartingPoint) -> list[Ticket]:
-    """Give it what it held at the point. Returns: tickets that have to be sampled again."""
-    if point.state is None:
-        return []
-    content, what = point.state.queue, "contents -> trajectory queue"
-    tickets: list[Ticket] = await persistently(lambda: queue.restore.remote(content), what, deadline_s=config.deadlines.start_s)
-    return tickets
 
 
 async def start_learner(
@@ -147,8 +133,12 @@ def make_sync(
     )
 
 
-def start_service(config: RunConfig, point: StartingPoint, correction: CorrectionConfig, queue: Any) -> Any:
-    """Args: correction: the run's, or the one that an alarm has put in its place."""
+def start_service(config: RunConfig, monitor: Mapping[str, Any] | None, correction: CorrectionConfig, queue: Any) -> Any:
+    """
+    Args:
+        monitor: what the early warning knows; None: a new run.
+        correction: the run's, or the one that an alarm has put in its place.
+    """
     settings = ServiceConfig(
         correction=correction,
         has_reference=config.correction.kl.coefficient > 0,
@@ -161,7 +151,6 @@ def start_service(config: RunConfig, point: StartingPoint, correction: Correctio
         monitor=config.monitor,
         examples=config.metrics.trajectories_per_step,
     )
-    monitor = point.state.monitor if point.state else None
     service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES).remote(settings, queue, monitor)
     lower_priority(service)
     return service

@@ -23,6 +23,7 @@ from actors.delivery import Delivery
 from actors.dispatch import Questions, WaitingWork, continuing
 from actors.faults import STRIKES, GroupBook
 from actors.membership import Membership
+from actors.outstanding import Outstanding
 from actors.payloads import disregard, to_hand_on
 from actors.rollout_worker import GroupOutcome, WorkerSettings
 from actors.supervision import AGAIN_S, counted, patiently, persistently, unless_failed, wait_for
@@ -49,13 +50,22 @@ _LOOK_S = 2e-5
 class RolloutPool(Membership):
     """Starts workers, gives them groups, replaces those that fail. One event loop uses it."""
 
-    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, queue: Any, observer: PoolObserver, places: int = 1) -> None:
-        """Args: places: groups that admission allows outstanding."""
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        deadlines: DeadlinesConfig,
+        queue: Any,
+        observer: PoolObserver,
+        places: int = 1,
+        outstanding: Outstanding | None = None,
+    ) -> None:
+        """Args: places: groups that admission allows outstanding. outstanding: is told what the queue's groups come to."""
         super().__init__(settings, deadlines, observer, places)
         self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
+        self._outstanding = outstanding or Outstanding()
         self._begin_delivery()
-        self._token_bytes = 8 * (1 + settings.topk)
-        """An id and a logprob, each of four bytes, and those of the likeliest tokens."""
+        self._results = 3 if settings.has_wide_fields else 2
+        """Of a worker's call for a group."""
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._groups = GroupBook()
         self._will_look = False
@@ -81,9 +91,18 @@ class RolloutPool(Membership):
         self._groups, self._lost_with = GroupBook(), {}  # the same numbers come again
         self._renew()
 
-    def serve(self, queue: Any, generation: int) -> None:
+    def follow_queue(self, queue: Any) -> None:
+        """A new queue, which holds what was outstanding: all work goes on. It is told again what it may have missed while it was filled."""
+        self._queue = self._queue.replaced_by(queue)
+        self._delivery.close()
+        self._begin_delivery()
+        self._delivery.add(*self._outstanding.finished)
+        for group_id, reason in self._outstanding.given_up:
+            self.spawn(self._queue.give_up(group_id, reason))
+
+    def serve(self, queue: Any, generation: int, outstanding: Outstanding) -> None:
         """Finished groups go to another queue from now on; what the workers have under way is given up."""
-        self._queue, self._generation = self._queue.replaced_by(queue), generation
+        self._queue, self._generation, self._outstanding = self._queue.replaced_by(queue), generation, outstanding
         self._begin_delivery()
         self._progressed = self._now()
         for worker in self._workers.values():
@@ -124,13 +143,21 @@ class RolloutPool(Membership):
         try:
             self._work.add_groups(unfinished)
             self.wake()
-            again = self._queue.sample_again(self._observer.lost, self._work.add_groups, self.wake)
+            again = self._queue.sample_again(self._sample_lost)
             await unless_failed(self._admit(prompts, on_admitted), again)
         finally:
             self._work.is_fed = False
 
+    def _sample_lost(self, tickets: list[Ticket]) -> None:
+        """Their tokens went with a node."""
+        self._outstanding.lose(tickets)
+        self._observer.lost(tickets)
+        self._work.add_groups(tickets)
+        self.wake()
+
     async def _admit(self, prompts: Iterator[Prompt], on_admitted: Callable[[list[Ticket]], None]) -> None:
         async for tickets in self._queue.admit(prompts, self._deadlines.notice_s):
+            self._outstanding.admit(tickets)
             on_admitted(tickets)
             self._work.add_groups(tickets)
             self.wake()
@@ -140,6 +167,7 @@ class RolloutPool(Membership):
         group_id = ticket.group_id
         lived = False
         outcome = found = payload = None
+        wide = list[Any]()
         try:
             if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
                 sign = f"sign of life <- rollout worker {worker.name}"
@@ -149,15 +177,15 @@ class RolloutPool(Membership):
             lived = True
 
             def call() -> Any:
-                nonlocal found, payload
+                nonlocal found, payload, wide
                 if found is not None:
-                    disregard(found, payload)
-                found, payload = worker.actor.generate_group.options(num_returns=2).remote(ticket)
+                    disregard(found, payload, *wide)
+                found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket)
                 return found
 
             outcome = await self._worked(worker, call, f"group {group_id} <- rollout worker {worker.name}")
             if isinstance(outcome, GroupFacts):
-                payload = await to_hand_on(outcome, payload, self._token_bytes)
+                payload = await to_hand_on(outcome, payload)
         except (DeadlineExceeded, ActorUnavailable) as error:  # the worker answers its heartbeat, or will be lost by it
             await self._call_off(worker, group_id)
             is_late = lived and isinstance(error, DeadlineExceeded)
@@ -176,15 +204,16 @@ class RolloutPool(Membership):
             self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
             self._work.add_groups([ticket])
         else:
-            self._take(worker, ticket, outcome, payload)
+            is_apart = isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0
+            self._take(worker, ticket, outcome, payload, wide[0] if is_apart else None)
         finally:
             worker.groups.discard(group_id)
             if found is not None and outcome is None:
-                disregard(found, payload)
+                disregard(found, payload, *wide)
         self.wake()
 
-    def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any) -> None:
-        """What became of a group. Args: payload: if it is finished, itself or a reference to it."""
+    def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any, wide: Any) -> None:
+        """What became of a group. Args: payload: if it is finished, itself or a reference to it; wide: as StoredGroup's."""
         if isinstance(outcome, UnfinishedGroup):
             worker.handed_back.append(outcome)
             self._work.add_groups([continuing(ticket, outcome)])
@@ -197,7 +226,8 @@ class RolloutPool(Membership):
             self._groups.finished(ticket.group_id, worker.name)
             self._work.forget(ticket.group_id)
             self._observer.group_finished(GroupSummary.of(outcome, worker.name))
-            self._delivery.add(ticket, StoredGroup(outcome, payload))
+            self._outstanding.finish(group := StoredGroup(outcome, payload, wide))
+            self._delivery.add(group)
         else:
             may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)
             self._again_or_discard(worker, ticket, outcome.reason, may_go_on=may_go_on)
@@ -222,13 +252,8 @@ class RolloutPool(Membership):
                 self._engine_failed(worker, error)
 
     def _begin_delivery(self) -> None:
-        self._delivery = Delivery(self._queue, self._undelivered, spawn=lambda work: self.spawn(work, name=_CALL))
-
-    def _undelivered(self, tickets: Sequence[Ticket], error: ActorLost) -> None:
-        """The queue can't be reached; if it is gone, the run goes back, or ends."""
-        self._observer.event("warning", f"groups {[ticket.group_id for ticket in tickets]} are sampled again: {error}")
-        self._work.add_groups(tickets)
-        self.wake()
+        tell, spawn = partial(self._observer.event, "warning"), partial(self.spawn, name=_CALL)
+        self._delivery = Delivery(self._queue, tell, spawn=spawn)
 
     @contextmanager
     def learner_waits(self) -> Iterator[None]:
@@ -239,6 +264,7 @@ class RolloutPool(Membership):
     def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
         self._work.forget(ticket.group_id)
+        self._outstanding.give_up(ticket, reason)
         self.spawn(self._queue.give_up(ticket.group_id, reason))
         self._groups.discarded(ticket.group_id, why)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from actors.carriers import QueueSnapshot, StoredGroup, Ticket
+from actors.carriers import QueueContents, QueueSnapshot, StoredGroup, Ticket
 from actors.numbered import NumberedCalls
 from actors.part_heartbeat import Beating
 from actors.trajectory_queue import TrajectoryQueue
@@ -31,7 +31,7 @@ class TrajectoryQueueActor(Beating):
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         """What each caller waits for, and what wakes it."""
         self._admissions, self._losses, self._of_service = NumberedCalls(), NumberedCalls(), NumberedCalls()
-        self._restored: list[Ticket] | None = None
+        self._is_filled = False
         self._advance: tuple[int, Any] = (-1, None)
         """Version of the last one, and its answer."""
 
@@ -150,8 +150,10 @@ class TrajectoryQueueActor(Beating):
         held: Any = snapshot.finished
         return replace(snapshot, finished=()), list(held), [self._queue._entries[one.group_id].ticket for one in held]
 
-    async def restore(self, snapshot: QueueSnapshot) -> list[Ticket]:
-        """Asked again, the answer is the same."""
-        if self._restored is None:
-            self._restored = self._queue.restore(snapshot, held=lambda group: StoredGroup(group.facts, group))
-        return self._restored
+    async def fill(self, contents: QueueContents) -> None:
+        """Once, however often it is asked."""
+        if not self._is_filled:
+            self._is_filled = True
+            self._queue.fill(contents)
+            if contents.advance is not None:  # at once: groups may have come into the places of those that it has trained
+                await self.advance(contents.advance[0], list(contents.drawn), contents.advance[1])

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from actors import payloads
 from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WorkerLoad
 from actors.config import RunConfig
 from actors.devices import check_received
@@ -27,11 +28,13 @@ from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
 from rollout.stacks import tell_stacks
 from rollout.temporary_files import own_folder, remove
-from rollout.trajectory import FinishReason, Group, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
+from rollout.trajectory import FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
 GroupOutcome = GroupFacts | GroupFailure | UnfinishedGroup
+Answer = tuple[Any, ...]
+"""GroupOutcome, Group | None, and where groups have wide fields those of its trajectories, or None (payloads.py)."""
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """What one request may fail with while its engine goes on."""
 _ABORT_S = 10.0
@@ -56,6 +59,11 @@ class WorkerSettings:
     """Most likely tokens to keep with each sampled one, for corrections that look at them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the worker's process, which its engine's inherit."""
+
+    @property
+    def has_wide_fields(self) -> bool:
+        """Its groups have many values a token (correction/wide.py)."""
+        return self.topk > 0 or self.rollout.engine.return_routed_experts
 
     @classmethod
     def of(cls, config: RunConfig, model: Path, sample: Prompt) -> WorkerSettings:
@@ -84,7 +92,7 @@ class RolloutWorker:
         """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
         self._generation = 0
         self._under_way: set[asyncio.Future[Any]] = set()
-        self._groups: dict[int, asyncio.Task[tuple[GroupOutcome, Group | None]]] = {}
+        self._groups: dict[int, asyncio.Task[Answer]] = {}
         """What samples each group, by its id: who asks again, as the answer was lost, gets the same."""
         self._starting: asyncio.Task[ActorInfo] | None = None
 
@@ -123,11 +131,11 @@ class RolloutWorker:
         self._end_notice = EndNotice()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
-    async def generate_group(self, ticket: Ticket) -> tuple[GroupOutcome, Group | None]:
+    async def generate_group(self, ticket: Ticket) -> Answer:
         """Sample the G trajectories of a prompt, or go on with them, and score them. After `hand_back`: what there is of them.
 
         Asked again while it samples them, it goes on, and both calls have the same answer.
-        Returns: what became of the group, and a finished one itself, which stays in the object store (payloads.py).
+        Returns: what became of the group, and a finished one itself, which stays in the object store, as its wide fields do (payloads.py).
         Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow` and `abort`.
         """
         task = self._groups.get(ticket.group_id)
@@ -148,8 +156,8 @@ class RolloutWorker:
         if not (await asyncio.wait({task}, timeout=_ABORT_S))[0]:
             raise EngineError(f"rollout worker {self._name}: group {group_id} was given up, and doesn't end in {_ABORT_S:g} s")
 
-    async def _generate_group(self, ticket: Ticket) -> tuple[GroupOutcome, Group | None]:
-        generation = self._generation
+    async def _generate_group(self, ticket: Ticket) -> Answer:
+        generation, nothing = self._generation, (None, None) if self._settings.has_wide_fields else (None,)
         try:
             group = await self._sampler.group(
                 ticket.prompt,
@@ -159,14 +167,14 @@ class RolloutWorker:
                 begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
             )
         except UNANSWERED as error:
-            return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError)), None
+            return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError)), *nothing
         if generation != self._generation:
             raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn while it was sampled")
         if isinstance(group, UnfinishedGroup):
-            return group, None
+            return group, *nothing
         self._count(group.trajectories)
         self._endpoint.add("rollout/finished_groups_total", 1)
-        return group.facts, group
+        return payloads.apart(group) if self._settings.has_wide_fields else (group.facts, group)
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation); not put into the queue."""

@@ -186,6 +186,14 @@ async def unless_set(event: asyncio.Event, work: Awaitable[T]) -> T | None:
                 await one
 
 
+async def done_or_told(work: Awaitable[Any], what: str, deadline_s: float, tell: Callable[[str], None]) -> None:
+    """Wait for something at an end that has to come, too; what it fails with is told, and must not stand in place of another error."""
+    try:
+        await wait_for(work, what, deadline_s=deadline_s)
+    except Exception as error:
+        tell(f"{what}: given up ({error})")
+
+
 def abandon(task: asyncio.Task[Any]) -> None:
     """Cancel a task whose end nobody waits for any more; an error that it has ended with counts as known."""
     if not task.cancel() and not task.cancelled():

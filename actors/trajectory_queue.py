@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from actors.carriers import Finished, QueueSnapshot, Ticket
+from actors.carriers import Finished, QueueContents, QueueSnapshot, Ticket
 from correction.errors import DataError, LedgerError
-from rollout.trajectory import Group, Prompt
+from rollout.trajectory import Prompt
 
 ANSWER_S = 60.0
 """Within it the queue's actor answers a call, counted from the end of the wait that the call asks for."""
@@ -273,19 +273,18 @@ class TrajectoryQueue:
             unreported=tuple(self._unreported),
         )
 
-    def restore(self, snapshot: QueueSnapshot, *, held: Callable[[Group], Any] = lambda group: group) -> list[Ticket]:
-        """Take over a snapshot; returns the tickets that have to be sampled again. Args: held: what is to stand for a finished group."""
+    def fill(self, contents: QueueContents) -> None:
+        """Take over what is under way. Raises: DataError if the queue holds something already."""
         if self._entries:
-            raise DataError("TrajectoryQueue.restore needs an empty queue")
-        self.version = self.published = snapshot.version  # engines get what the learner goes on from
-        self._next_group_id = snapshot.next_group_id
-        self.admitted, self.trained, self.discarded = snapshot.admitted, snapshot.trained, snapshot.discarded
-        self.discarded_by_reason = Counter(snapshot.discarded_by_reason)
-        self._unreported = list(snapshot.unreported)
-        for ticket in snapshot.in_flight:
+            raise DataError("TrajectoryQueue.fill needs an empty queue")
+        self.version, self.published = contents.version, contents.published
+        self.trained, self.discarded_by_reason = contents.trained, Counter(contents.discarded_by_reason)
+        self.discarded = self.discarded_by_reason.total()
+        self.admitted = self._next_group_id = self.trained + self.discarded + len(contents.tickets)
+        self._unreported = list(contents.unreported)
+        for ticket in contents.tickets:
             self._hold(_Entry(ticket, GroupState.ADMITTED))
-        for group in snapshot.finished:
-            ticket = Ticket(group.group_id, group.prompt, group.admitted_version)
-            self._hold(_Entry(ticket, GroupState.FINISHED, held(group)))
-            heapq.heappush(self._finished, group.group_id)
-        return list(snapshot.in_flight)
+        for group in contents.finished:
+            self.put(group)
+        for group_id in contents.drawn:
+            self._move(self._entries[group_id], GroupState.DRAWN)

@@ -13,7 +13,7 @@ from actors.config import RunConfig
 from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare
 from correction.engines.contract import Contract, SideSettings
-from correction.errors import ConfigError, EngineError
+from correction.errors import ActorLost, ConfigError, EngineError
 from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
@@ -93,13 +93,21 @@ class BatchObserver(Protocol):
     def note(self, numbers: dict[str, float]) -> None: ...
 
 
-async def check_batch(config: RunConfig, compared: Callable[[], Awaitable[Agreement]], *, step: int, observer: BatchObserver) -> None:
+async def check_batch(
+    config: RunConfig, compared: Callable[[], Awaitable[Agreement | None]], *, step: int, observer: BatchObserver
+) -> None:
     """With true on-policy: before the new weights go anywhere. Args: compared: asks who has the batch to compare it.
 
-    Raises: EngineError at the first difference, if that ends the run.
+    Raises: EngineError at the first difference, if that ends the run; ActorLost then, too, if the batch is gone with who had it.
     """
     if config.true_on_policy:
-        agreement = checked(config, await compared(), step=step)
+        found = await compared()
+        if found is None:
+            lacking = f"step {step}: its batch is gone with the correction service, and can't be compared bit by bit"
+            if config.true_on_policy_on_difference == "stop":
+                raise ActorLost(lacking)
+            return observer.event("warning", lacking)
+        agreement = checked(config, found, step=step)
         if agreement.first is not None:
             observer.event("warning", f"step {step}: {describe(agreement)}")
         observer.note(metrics_of(agreement))

@@ -9,10 +9,13 @@ full engine may take long to answer. If newer weights come first, that compariso
 What was published stays in the object store until the next version is: whoever joins or is to be mended reads it there, and the learner
 has nothing to do with it. Its checksums are made once, in the export or by the first who needs them, for all.
 
+With deltas nodes fetch what has changed alone (actors.weight_deltas); what an engine is handed is a whole version then, too.
+
 Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool, without a copy in the store beside it. A
-broadcast group belongs to one set of workers: when that changes, or a collective fails, the group is closed, the version goes out through
-the object store, and a new group is built for the next one. An engine that needs a version that was broadcast only has it copied to the
-store, once for all who do, unless the learner has trained on already: then the next version, which is about to come, is stored as well.
+broadcast group belongs to one set of workers: when that changes, or a collective fails, a new one is built beside training, and versions
+go through the object store until it is whole. Who joins gets them so, beside the group of the others, until it is verified. An engine that
+needs a version that was broadcast only has it copied to the store, once for all who do, unless the learner has trained on already: then
+the next version, which is about to come, is stored as well.
 """
 
 from __future__ import annotations
@@ -20,22 +23,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
+from actors.broadcast_group import BroadcastGroup
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup
 from actors.supervision import abandon, counted, persistently, wait_for
+from actors.weight_deltas import WeightDeltas
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
-
-if TYPE_CHECKING:  # torch
-    from correction.engines.weight_spec import WeightSpec
 
 log = logging.getLogger("evenkeel.sync")
 _SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
@@ -63,6 +65,8 @@ class SyncTarget:
     """Versions since the last comparison that came to an end."""
     received_at: float = -math.inf
     """When its last receipt came: time of the event loop."""
+    node: str = ""
+    """Id of its node; empty: not known."""
 
 
 @dataclass(slots=True)
@@ -117,7 +121,10 @@ class WeightSync:
         self._targets: dict[str, SyncTarget] = {}
         self._published: _Publication | None = None
         self._turn, self._generation = asyncio.Lock(), generation
-        self._broadcast = _BroadcastGroup(learner, sync_s, generation, ranks_of_engine) if config.transport == "broadcast" else None
+        self._deltas = WeightDeltas(learner.node, sync_s / 3) if config.deltas else None
+        self._broadcast: BroadcastGroup | None = None
+        if config.transport == "broadcast":
+            self._broadcast = BroadcastGroup(learner, sync_s, generation, ranks_of_engine, self._wanted)
 
     @property
     def version(self) -> int:
@@ -126,7 +133,14 @@ class WeightSync:
 
     async def publish(self) -> WeightSnapshot:
         """Export the learner's present weights and start sending them to every engine. They are handed out from here on, not before."""
-        members = await self._members()
+        if self._broadcast is None:
+            return await self._publish([])
+        async with self._broadcast.in_use:
+            snapshot = await self._publish(await self._members())
+        self._broadcast.rebuild()  # if the last try failed
+        return snapshot
+
+    async def _publish(self, members: Sequence[SyncTarget]) -> WeightSnapshot:
         others = len(self._targets) - len(members)
         plan = replace(
             self._plan,
@@ -140,6 +154,8 @@ class WeightSync:
         older, self._published = self._published, _Publication(snapshot)
         if older is not None:
             older.replaced.set()
+        if self._deltas is not None:
+            self._deltas.published(snapshot, {target.node for target in self._targets.values()})
         for target, receipt in receipts:
             self._accept(target, receipt, snapshot)
         for target in self._targets.values():
@@ -153,6 +169,11 @@ class WeightSync:
 
     def leave(self, name: str) -> None:
         """An engine is gone."""
+        self._drop(name)
+        if self._broadcast is not None:
+            self._broadcast.rebuild()
+
+    def _drop(self, name: str) -> None:
         if (target := self._targets.pop(name, None)) is not None:
             self._end_probe(target)
             if target.task is not None:
@@ -176,10 +197,12 @@ class WeightSync:
 
     async def close(self) -> None:
         for name in list(self._targets):
-            self.leave(name)
+            self._drop(name)
         for task in (self._published.copying, self._published.hashing) if self._published else ():
             if task is not None:
                 abandon(task)
+        if self._deltas is not None:
+            self._deltas.close()
         if self._broadcast is not None:
             await self._broadcast.close()
 
@@ -202,6 +225,9 @@ class WeightSync:
             try:
                 published = await self._stored(self._published)
                 checksums = await self._checksums(published) if not target.is_verified else {}
+                buckets, delta_bytes = published.snapshot.buckets, None
+                if self._deltas is not None and not failures:  # else the whole, whatever was wrong with what it was handed
+                    buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
                 async with self._turn:  # one call to a turn of the event loop: hundreds at once would hold it up for a second
                     await asyncio.sleep(0)
                 if published is not self._published:  # a newer one was published meanwhile
@@ -209,11 +235,13 @@ class WeightSync:
                 version, is_asked = published.version, True
                 self._end_probe(target)
                 receipt = await persistently(
-                    partial(target.actor.update_weights.remote, version, published.snapshot.buckets, checksums, self._generation),
+                    partial(target.actor.update_weights.remote, version, buckets, checksums, self._generation),
                     f"weight sync v{version} -> rollout worker {target.name}",
                     deadline_s=self._sync_s,
                 )
-                self._accept(target, receipt, published.snapshot)
+                self._accept(target, replace(receipt, delta_bytes=delta_bytes), published.snapshot)
+                if self._deltas is not None:
+                    self._deltas.taken(target.node, published.snapshot)
                 failures = 0
             except _SYNC_FAILURES as error:
                 failures += 1
@@ -264,6 +292,8 @@ class WeightSync:
             if receipt.processor is not None and snapshot.processor is not None:
                 receipt.processor.require_same(snapshot.processor, this=f"rollout worker {target.name}", that="the learner")
             target.is_verified = True
+            if self._broadcast is not None:
+                self._broadcast.rebuild()
         if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
             return
         target.version, target.received_at = receipt.version, asyncio.get_running_loop().time()
@@ -299,15 +329,24 @@ class WeightSync:
 
     # -- broadcast ---------------------------------------------------------------------------------------------------
 
+    def _wanted(self) -> list[SyncTarget]:
+        """The engines of the next group: all, once nobody is about to join it, or to be mended."""
+        targets = list(self._targets.values())
+        return targets if all(target.is_verified for target in targets) else []
+
     async def _members(self) -> list[SyncTarget]:
-        """The engines that the next version is broadcast to: those that are verified, and have nothing under way."""
-        if self._broadcast is None or self._published is None:
+        """The engines that the next version is broadcast to: those of the group if it is whole, and they have nothing under way."""
+        assert self._broadcast is not None
+        if self._published is None:
             return []
-        targets = [t for t in self._targets.values() if t.is_verified]
+        members = [t for one in self._broadcast.members if (t := self._targets.get(one.name)) is one and t.is_verified]
+        if len(members) < len(self._broadcast.members):  # one is gone, or is to be mended
+            return []
         # An update through the object store must not overlap the broadcast.
-        if busy := [t.task for t in targets if t.task is not None and not t.task.done()]:
+        if busy := [t.task for t in members if t.task is not None and not t.task.done()]:
             await asyncio.wait(busy, timeout=self._sync_s)
-        return [t for t in targets if t.is_verified and (t.task is None or t.task.done())]
+        ready = [t for t in members if self._targets.get(t.name) is t and t.is_verified and (t.task is None or t.task.done())]
+        return ready if ready == members else []
 
     async def _export_to(
         self, targets: Sequence[SyncTarget], plan: ExportPlan
@@ -319,7 +358,7 @@ class WeightSync:
             self._end_probe(target)
         waits: list[asyncio.Task[Any]] = []
         try:
-            receiving = await self._broadcast.receiving(version, self._published.snapshot.specs, targets)
+            receiving = self._broadcast.receiving(version, self._published.snapshot.specs)
             waits = [asyncio.create_task(wait) for wait in (self._learner.export(plan, deadline_s=self._sync_s), *receiving)]
             snapshot, *receipts = await asyncio.gather(*waits)
             if snapshot.broadcast_error:
@@ -330,60 +369,8 @@ class WeightSync:
                 abandon(wait)
             for target in targets:  # before anything is waited for: none may get work at weights that it holds in part
                 self._mark_dirty(target, f"broadcast of v{version} failed, it goes through the object store: {error}")
-            await self._broadcast.close()
+            await self._broadcast.dissolve()
             return await self._learner.export(replace(plan, broadcasts=False, stores=True, checksums=True)), []
-
-
-class _BroadcastGroup:
-    """The torch.distributed group of the learner (rank 0) and one fixed set of engines."""
-
-    def __init__(self, learner: LearnerGroup, sync_s: float, generation: int, ranks: int) -> None:
-        self._learner, self._sync_s, self._generation, self._ranks = learner, sync_s, generation, ranks
-        self._members: tuple[str, ...] = ()
-        self._actors: list[Any] = []
-        self._built = 0
-
-    async def receiving(
-        self, version: int, specs: list[list[WeightSpec]], targets: Sequence[SyncTarget]
-    ) -> list[Coroutine[Any, Any, SyncReceipt]]:
-        """Have the targets wait for what rank 0 will broadcast; builds the group anew when they are others than last time.
-
-        Returns: for each target what to await for its receipt.
-        """
-        await self._ensure_group(targets)
-        calls = [t.actor.receive_weights.remote(version, specs, self._name, self._generation) for t in targets]
-        what = f"broadcast of v{version} -> rollout worker"
-        return [wait_for(call, f"{what} {t.name}", deadline_s=self._sync_s) for call, t in zip(calls, targets, strict=True)]
-
-    @property
-    def _name(self) -> str:
-        return f"weights-{self._generation}-{self._built}"
-
-    async def _ensure_group(self, targets: Sequence[SyncTarget]) -> None:
-        members = tuple(t.name for t in targets)
-        if members == self._members:
-            return
-        await self.close()
-        self._built += 1
-        rank_zero, world_size = self._learner.rank_zero, 1 + len(targets) * self._ranks
-        host, port = await wait_for(rank_zero.address.remote(), "address <- learner", deadline_s=self._sync_s)
-        joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s)]
-        joins += [t.actor.join_weight_group.remote(host, port, 1 + i * self._ranks, world_size, self._name) for i, t in enumerate(targets)]
-        # Before they have joined, so that `close` undoes a half-built group.
-        self._members, self._actors = members, [t.actor for t in targets]
-        await asyncio.gather(*(wait_for(j, f"weight group {self._name}", deadline_s=self._sync_s) for j in joins))
-
-    async def close(self) -> None:
-        """Leave the group everywhere; members that are gone don't matter."""
-        if not self._members:
-            return
-        name = self._name
-        leaving = [self._learner.rank_zero.close_broadcast.remote()] + [a.leave_weight_group.remote(name) for a in self._actors]
-        self._members, self._actors = (), []
-        waits = (wait_for(call, f"leaving weight group {name}", deadline_s=10.0) for call in leaving)
-        for error in await asyncio.gather(*waits, return_exceptions=True):
-            if error is not None:  # a dead member can't leave; the group is given up anyway
-                log.info("leaving weight group: %s", type(error).__name__)
 
 
 def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:

@@ -86,7 +86,7 @@ class WorkerHandle:
     def follow(self, generation: int) -> None:
         """It gives up what it has under way, and holds weights of no version; see actors/going_back.py."""
         if generation:
-            self.sync = SyncTarget(self.name, self.actor)
+            self.sync = SyncTarget(self.name, self.actor, node=self.sync.node)
             self.actor.follow.remote(generation)
 
 

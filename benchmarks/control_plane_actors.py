@@ -224,7 +224,8 @@ class ReplayedRun:
         """Args: ended: when the learner ended the last one. Returns: when it ended this one."""
         learner, service, figures = self.learner, self.service, self.figures
         with self.pool.learner_waits():
-            batch = await next_batch(lambda: service.next_batch.remote(learner.version), service, learner, deadline_s=_RECEIPT_S)
+            ask = lambda: service.next_batch.remote(learner.version)  # noqa: E731
+            batch = await next_batch(ask, service, learner, step=step, deadline_s=_RECEIPT_S)
         figures.gap_s.append(time.monotonic() - ended)
         result = await learner.step(batch.corrected, batch.correction, step=step)
         ended = time.monotonic()

@@ -135,6 +135,8 @@ class ElasticRun:
         """Through a process of its own: a process decides on Ray's token once, and this one may have used another Ray before."""
         assert self._node_lister.stdout is not None
         for line in self._node_lister.stdout:
+            if not line.startswith("{"):  # something else that Ray had to say
+                continue
             before, self.nodes = set(self.nodes), json.loads(line)
             for node in self.nodes.keys() - before:
                 self.timeline.add("node up", f"node {node[:8]}; {len(self.nodes)} rollout nodes", node)
@@ -241,6 +243,10 @@ def started(nodes: int, folder: Path, words: list[str], timeline: Timeline, **va
             run.close()
 
 
+_SETTLED_S = 5.0
+"""After the pool has grown, until it has decided whether it is to stay so."""
+
+
 def grown(run: ElasticRun, nodes: int) -> list[str]:
     """Until that many workers sample. Returns: what to tell."""
     run.until("the first worker", lambda: run.workers() >= 1, 240)
@@ -251,6 +257,7 @@ def grown(run: ElasticRun, nodes: int) -> list[str]:
 
 
 def lost(run: ElasticRun, nodes: int) -> list[str]:
+    time.sleep(_SETTLED_S)
     killed = run.kill_a_busy_node()
     run.until("its groups elsewhere", lambda: run.timeline.all_of("sampled again", after_s=killed), 60)
     noticed, again = (run.timeline.all_of(kind, after_s=killed)[0].at_s - killed for kind in ("lost", "sampled again"))

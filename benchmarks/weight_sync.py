@@ -8,8 +8,11 @@ between two versions left out. Replaying receivers do all that a rollout worker 
 shared memory; there are ten in a process.
 
 Then a short run of the nano recipe: the engine's pause as a share of the step. And how many bytes of the weights in bfloat16 an update
-leaves as they were, which is what sending differences only would save: that model on random batches, at the recipe's learning rate and at
-one that is usual for large models.
+leaves as they were: that model on random batches, at the recipe's learning rate and at one that is usual for large models.
+
+At last what weight_sync.deltas makes of that, with the model of 60M: bytes that a node fetches with and without, seconds to find the
+differences and to make weights of them (without, there are none), and below which speed of the network that is quicker. By the functions
+that run on the nodes; what they return isn't put into the object store here.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from actors.config import WeightSyncConfig
 from actors.learner_group import LearnerGroup
 from actors.placement import RankPlaces
 from actors.rollout_worker import RolloutWorker
+from actors.weight_deltas import differences, rebuilt
 from actors.weight_sync import SyncTarget, WeightSync
 from benchmarks.sides import NANO_RECIPE, ROOT, TimeRatio, evenkeel, options, seconds_of, steps_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
@@ -67,8 +71,8 @@ class Engine(RolloutWorker):
         self._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
         self._settings = SimpleNamespace(rollout=SimpleNamespace(engine=EngineConfig(device="cpu")))  # type: ignore[assignment]
 
-    async def start_engine(self, model: Path) -> None:
-        config = EngineConfig(device="cpu", max_total_tokens=4096)
+    async def start_engine(self, model: Path, dtype: str = "float32") -> None:
+        config = EngineConfig.model_validate({"device": "cpu", "max_total_tokens": 4096, "dtype": dtype})
         self._sampler = SimpleNamespace(engine=await RolloutEngine.start(model, config, has_weights=False))  # type: ignore[assignment]
 
     async def stop_engine(self) -> None:
@@ -210,6 +214,36 @@ def half(learner: LearnerRank) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1).to(torch.bfloat16).view(torch.uint8) for tensor in pieces])
 
 
+def print_gain(model: Path, learning_rate: float, dtype: torch.dtype, bucket_bytes: int, steps: int = 4) -> None:
+    """Medians over some steps; the first is left out, because Adam's is larger."""
+    learner = LearnerRank(LearnerConfig(learning_rate=learning_rate, warmup_steps=0, device="cpu"))
+    learner.load(model)
+    base, found = buckets_of(learner, dtype, bucket_bytes), []
+    for step in range(steps):
+        learner.step(defer(random_batch(lengths_of_groups(16, 8, (16, 24), (4, 8)), 8, 50), CORRECTION), CORRECTION, step=step)
+        new, times = buckets_of(learner, dtype, bucket_bytes), [time.perf_counter()]
+        *deltas, sent = differences(len(new), *base, *new)
+        times.append(time.perf_counter())
+        *made, problem = rebuilt(len(new), *base, *deltas)
+        times.append(time.perf_counter())
+        assert not problem and all((a == b).all() for x, y in zip(made, new, strict=True) for a, b in zip(x.parts, y.parts, strict=True))
+        found.append((sent, times[1] - times[0], times[2] - times[1]))
+        base = new
+    learner.close()
+    whole = sum(bucket.nbytes for bucket in base)
+    sent, make_s, rebuild_s = (statistics.median(values) for values in zip(*found[1:], strict=True))
+    pays = f"quicker below {8e-9 * (whole - sent) / (make_s + rebuild_s):.2g} Gbit/s" if sent < whole else "never quicker"
+    print(
+        f"{str(dtype).removeprefix('torch.'):9s}at a rate of {learning_rate:g}: the whole has {whole / 2**20:.1f} MiB, differences "
+        f"{sent / 2**20:.2f} ({sent / whole:.1%}), made in {make_s:.2f} s, weights of them in {rebuild_s:.2f} s: {pays}",
+        flush=True,
+    )
+
+
+def buckets_of(learner: LearnerRank, dtype: torch.dtype, bucket_bytes: int) -> list[WeightBucket]:
+    return [WeightBucket.of({name: one.to(dtype) for name, one in piece.items()}) for piece in learner.weights(bucket_bytes)]
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4], help="numbers of real engines")
@@ -236,6 +270,8 @@ def main() -> None:
         for rate in (3e-4, USUAL_RATE):
             elements, numbers = unchanged_share(ROOT / "models" / "nano-spell-backward", rate)
             print(f"at a rate of {rate:g} an update leaves {elements:.1%} of the bfloat16 elements alone, {numbers:.1%} of the bytes")
+        for rate, dtype in ((USUAL_RATE, torch.bfloat16), (3e-4, torch.bfloat16), (USUAL_RATE, torch.float32)):
+            print_gain(model, rate, dtype, arguments.bucket_mib << 20)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ Nothing is changed in place after hand-over; `replace` and `select` make new bat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import DataError
 from .padding import pack_like, to_padded
 from .parts import AdvantageConfig
+from .wide import WidePlace, check_fields, routed_experts_of, topk_of
 
 _PER_TOKEN_OPTIONAL = ("proximal_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs", "routed_experts")
 CPU_TOKENS = 2**19
@@ -63,6 +64,8 @@ class PackedBatch:
     routed_experts: Tensor | None = None
     """[N, layers, k] uint8 or int16: experts that a token was sent to when the model read it, to be replayed; no meaning at a sequence's
     last token, which nothing reads."""
+    wide: tuple[WidePlace, ...] | None = None
+    """[S] where topk_ids, topk_logprobs and routed_experts of each sequence are, if they exist and aren't in the batch (wide.py)."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +79,33 @@ class PackedBatch:
     def lengths(self) -> Tensor:
         """[S] int64: tokens of each sequence."""
         return self.offsets.diff()
+
+    @property
+    def has_routes(self) -> bool:
+        """It has routed experts, or says where they are."""
+        return self.routed_experts is not None or (self.wide is not None and all(one.route_keys is not None for one in self.wide))
+
+    def holding(self, read: Mapping[Any, Any]) -> PackedBatch:
+        """With what was read of the wide fields in the place of references; check_wide_fields and with_wide_fields need that."""
+        return self if self.wide is None else replace(self, wide=tuple(place.holding(read) for place in self.wide))
+
+    def check_wide_fields(self) -> None:
+        """Raises: DataError if they don't fit the tokens."""
+        if self.wide is not None:
+            check_fields([place.fields() for place in self.wide], self.lengths.tolist(), self.loss_mask)
+
+    def with_wide_fields(self, *, routes_only: bool = False) -> PackedBatch:
+        """The batch with what its places hold in it.
+
+        Args: routes_only: nobody asks for the likeliest tokens.
+        Raises: DataError if that doesn't fit the tokens.
+        """
+        if self.wide is None:
+            return self
+        found = [place.fields() for place in self.wide]
+        topk_ids, topk_logprobs = (None, None) if routes_only else topk_of(found, self.loss_mask)
+        routes = routed_experts_of(found, self.lengths.tolist())
+        return replace(self, topk_ids=topk_ids, topk_logprobs=topk_logprobs, routed_experts=routes, wide=None)
 
     def validate(self) -> PackedBatch:
         """Check shapes, types and offsets; return self.
@@ -110,12 +140,14 @@ class PackedBatch:
         index = self.token_index(sequences)
         picked = torch.as_tensor(list(sequences), dtype=torch.int64, device=self.offsets.device)
         offsets = torch.cat([self.offsets.new_zeros(1), self.lengths[picked].cumsum(0)])
-        changes: dict[str, Tensor | None] = {"offsets": offsets, "group_ids": self.group_ids[picked]}
+        changes: dict[str, Any] = {"offsets": offsets, "group_ids": self.group_ids[picked]}
+        if self.wide is not None:
+            changes["wide"] = tuple(self.wide[i] for i in sequences)
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor) and field.name not in changes:
                 changes[field.name] = value[index]
-        return replace(self, **changes)  # type: ignore[arg-type]
+        return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with every tensor on `device`."""
@@ -209,6 +241,10 @@ class CorrectedBatch:
             token_scale=self.token_scale.to(device),
         )
 
+    def holding(self, read: Mapping[Any, Any]) -> CorrectedBatch:
+        """As the packed batch's."""
+        return replace(self, batch=self.batch.holding(read))
+
     def to_padded(self, attention_mask: Tensor) -> dict[str, Tensor]:
         """The decisions as padded tensors [B, T], beside those that a trainer has: importance_weights, keep_mask, token_scale.
 
@@ -250,14 +286,14 @@ class BatchSlice:
 
     def of_batch(self, batch: PackedBatch) -> PackedBatch:
         """The part's own batch, its offsets counted from its first token."""
-        changes: dict[str, Tensor] = {}
+        changes: dict[str, Any] = {"wide": None if batch.wide is None else batch.wide[self.sequences]}
         for field in fields(batch):
             value = getattr(batch, field.name)
             if isinstance(value, Tensor) and field.name not in _PER_SEQUENCE:
                 changes[field.name] = value[self.tokens]
         bounds = batch.offsets[self.sequences.start : self.sequences.stop + 1]
         changes |= {"offsets": bounds - self.tokens.start, "group_ids": batch.group_ids[self.sequences]}
-        return replace(batch, **changes)  # type: ignore[arg-type]
+        return replace(batch, **changes)
 
     def of_tokens(self, values: Tensor | None) -> Tensor | None:
         """The part's share of per-token values [N]."""

@@ -4,6 +4,9 @@ SGLang joins such a group with a store at tcp://host:port and a group name; the 
 default group. A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. Gloo's calls
 return when the tensors are sent. NCCL's return when the GPU has been told to send them, so that what has become of each is asked until all
 are done, and a group in which one is late is aborted: its kernel would keep the GPU busy.
+
+A group may be joined and left in another thread than the one that trains. Over gloo the members are connected then; NCCL connects them with
+the first broadcast.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class WeightBroadcaster:
         """
         self._name, self._timeout_s, self._device = name, timeout_s, device
         self._group: dist.ProcessGroup | None = None
+        self._sending = threading.Lock()
         self._run(lambda: self._join(host, port, world_size), "group was not built")
 
     def send(self, bucket: Mapping[str, Tensor]) -> None:
@@ -51,28 +55,35 @@ class WeightBroadcaster:
                     f"{self._device.type} alone. Set weight_sync.transport: object_store"
                 )
 
-        def broadcast() -> None:
-            tensors = [tensor.detach().contiguous() for tensor in bucket.values()]  # kept until they are sent
-            if self._device.type == "cpu":
-                for tensor in tensors:
-                    dist.broadcast(tensor, src=0, group=self._group)
-            else:
-                works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
-                until_done([work for work in works if work is not None], self._timeout_s)
+        with self._sending:
+            if (group := self._group) is None:  # torch would take the learner's own default group
+                raise SyncError(f"weight group {self._name}: the learner has left it")
 
-        try:
-            self._run(broadcast, "broadcast failed")
-        except SyncError:
-            if self._device.type != "cpu" and self._group is not None:
-                threading.Thread(target=_abort, args=(self._group,), daemon=True).start()
-            raise
+            def broadcast() -> None:
+                tensors = [tensor.detach().contiguous() for tensor in bucket.values()]  # kept until they are sent
+                if self._device.type == "cpu":
+                    for tensor in tensors:
+                        dist.broadcast(tensor, src=0, group=group)
+                else:
+                    works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
+                    until_done([work for work in works if work is not None], self._timeout_s)
+
+            try:
+                self._run(broadcast, "broadcast failed")
+            except SyncError:
+                if self._device.type != "cpu":
+                    threading.Thread(target=_abort, args=(group,), daemon=True).start()
+                raise
 
     def close(self) -> None:
-        """Leave the group. Errors of a broken one are not raised: that is why it is closed."""
-        if self._group is None:
-            return
-        group, self._group = self._group, None
-        threading.Thread(target=_destroy, args=(group,), daemon=True).start()
+        """Leave the group, when a bucket that is being sent is out. Errors of a broken one are not raised: that is why it is closed."""
+        threading.Thread(target=self._leave, daemon=True).start()
+
+    def _leave(self) -> None:
+        with self._sending:
+            group, self._group = self._group, None
+        if group is not None:
+            _destroy(group)
 
     def _join(self, host: str, port: int, world_size: int) -> None:
         backend = Backend("nccl" if self._device.type == "cuda" else "gloo")

@@ -109,13 +109,15 @@ def find_shared_prefixes(batch: PackedBatch, *, share_prompts: bool) -> list[Sha
     """The prefixes that a batch's sequences share, each sequence in exactly one, with the rows that it takes to read them.
 
     Only what comes before the first trained token is shared, and only if the tokens are equal, and the experts where they are given (a
-    prompt that was prefilled at two weight versions was routed twice): group ids say where to look.
+    prompt that was prefilled at two weight versions was routed twice; where they are elsewhere, their keys tell): group ids say where to
+    look.
     Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts.
     """
     lengths, prompts = _extents(batch)
     if not share_prompts:
         return [SharedPrefix.alone(i, length) for i, length in enumerate(lengths)]
     token_ids, starts = batch.token_ids.tolist(), batch.offsets.tolist()
+    keys = [place.route_keys or () for place in batch.wide] if batch.wide is not None and batch.has_routes else None
     prefixes, groups = [], defaultdict(list)
     for i, group in enumerate(batch.group_ids.tolist()):
         if prompts[i]:
@@ -124,7 +126,9 @@ def find_shared_prefixes(batch: PackedBatch, *, share_prompts: bool) -> list[Sha
             prefixes.append(SharedPrefix.alone(i, lengths[i]))
     for members in groups.values():
         texts = [token_ids[starts[i] : starts[i] + prompts[i]] for i in members]
-        if batch.routed_experts is not None:
+        if keys is not None:
+            texts = [list(zip(text, keys[i], strict=False)) for i, text in zip(members, texts, strict=True)]
+        elif batch.routed_experts is not None:
             texts = [_with_routes(text, batch.routed_experts[starts[i] :]) for i, text in zip(members, texts, strict=True)]
         shared = _common_length(texts)
         if (len(members) - 1) * shared > LEAST_SAVED * sum(lengths[i] for i in members):

@@ -34,7 +34,7 @@ from learner.loss import correction_objective, supervised_objective
 from learner.megatron import DistributedDataParallel
 from learner.model_check import is_surplus_allowed
 from learner.optimizer import GuardedOptimizer, Update, mean_norms
-from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, uncorrected
+from learner.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, uncorrected
 from learner.results import Proximal, StepResult, StepValues
 from learner.step import Pass, PhaseTimer, attach_schedule, run_microbatches, train_step
 
@@ -121,7 +121,7 @@ class LearnerRank:
         """
         if self._reference is None:
             raise ConfigError("reference_logprobs: no reference model; call load_reference(folder) first")
-        return self.logprobs_with(self._reference, replace(batch, routed_experts=None))
+        return self.logprobs_with(self._reference, replace(batch, routed_experts=None, wide=None))
 
     def logprobs_with(self, weights: list[Tensor], batch: PackedBatch) -> Tensor:
         """`logprobs` under other weights of the model, as `weights_copy` gives them; its own come back untouched."""
@@ -218,6 +218,10 @@ class LearnerRank:
             seconds=watch.seconds,
         )
 
+    def sequences_read(self, batch: PackedBatch | CorrectedBatch, correction: CorrectionConfig | None = None, *, step: int) -> list[int]:
+        """Indices of the sequences that this rank computes with: in `step`, by a correction, or in a forward pass over a PackedBatch."""
+        return sequences_read(self._require().chunks[0].config, batch, correction, self.config, self.placement, step=step)
+
     def supervised_step(self, token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> float:
         """One optimizer step on the mean cross-entropy of the masked tokens.
 
@@ -295,14 +299,14 @@ class LearnerRank:
         self._saving = checkpoint.save(folder, state.chunks, state.optimizer, state.hf_config, self.placement, afterwards=write_hf)
 
     def is_saved(self, *, wait: bool = False) -> bool:
-        """Whether this rank has written all that it began to. Raises: DataError if it could not."""
-        if self._saving is not None and (wait or self._saving.done()):
-            saving, self._saving = self._saving, None
-            try:
-                saving.result()
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"learner rank {self.placement.rank}: a checkpoint could not be written: {error}") from error
-        return self._saving is None
+        """Whether this rank has written all that it began to. Raises: DataError if it could not, each time until it begins to again."""
+        if self._saving is None or not (wait or self._saving.done()):
+            return self._saving is None
+        try:
+            self._saving.result()
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"learner rank {self.placement.rank}: a checkpoint could not be written: {error}") from error
+        return True
 
     def checkpoint_bytes(self) -> int:
         """Bytes that this rank would write now, and its share of a Hugging Face folder."""
@@ -352,7 +356,7 @@ class LearnerRank:
     def _check_routes(self, batch: PackedBatch, *, is_training: bool = False) -> None:
         """Raises: DataError if routing is to be replayed, and the batch doesn't have it."""
         source = self.config.routing_replay
-        if batch.routed_experts is None and (source == "rollout" or (source == "recompute" and is_training)):
+        if not batch.has_routes and (source == "rollout" or (source == "recompute" and is_training)):
             giver = "the engine's completions (rollout.engine.return_routed_experts)" if source == "rollout" else "LearnerRank.proximal"
             raise DataError(f"learner.routing_replay = {source}: the batch has no routed_experts to replay; they come from {giver}")
 

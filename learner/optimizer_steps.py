@@ -17,7 +17,9 @@ from correction.loss import late_normalizer
 from correction.schedule import fold_obstacle
 from learner import balance
 from learner.config import LearnerConfig
-from learner.step import Pass
+from learner.megatron import TransformerConfig
+from learner.parallel import Placement
+from learner.step import Pass, microbatches_of_this_rank
 
 
 def optimizer_steps(
@@ -49,6 +51,29 @@ def optimizer_steps(
         for sequences in balance.minibatches(corrected.batch.group_ids, count, seed=seed):
             shares.append((sequences, for_step(corrected, sequences, correction)))
     return shares
+
+
+def sequences_read(
+    transformer: TransformerConfig,
+    batch: PackedBatch | CorrectedBatch,
+    correction: CorrectionConfig | None,
+    config: LearnerConfig,
+    placement: Placement,
+    *,
+    step: int,
+) -> list[int]:
+    """Indices of the sequences that this rank computes with, in a forward pass over a batch or in all optimizer steps of one."""
+    corrected = uncorrected(batch) if isinstance(batch, PackedBatch) else batch
+    shares = [(list(range(corrected.batch.num_sequences)), corrected)]
+    if corrected.batch.num_tokens == 0:
+        return []
+    if correction is not None:
+        shares = optimizer_steps(corrected, correction, config, step=step)
+    read = set[int]()
+    for sequences, share in shares:
+        for part in microbatches_of_this_rank(transformer, share.batch, config, placement)[1]:
+            read |= {sequences[i] for i in part}
+    return sorted(read)
 
 
 def first_values(

@@ -125,7 +125,7 @@ class Proximal:
 
     logprobs: Tensor
     """[N] float32, CPU, as learner.learner_rank.LearnerRank.logprobs."""
-    routed_experts: Tensor | None
-    """[N, layers, k], CPU: where the tokens were sent, if training is to follow."""
+    routed_experts: Any
+    """[N, layers, k], CPU: where the tokens were sent, if training is to follow; from another process [S] WidePlaces of them."""
     routing_agreement: float | None
     """As StepResult's."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision
+from correction.batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch
 from correction.engines import matrix_products
 from learner import balance
 from learner.attention import can_share_prompts
@@ -140,6 +140,29 @@ def run_microbatches(
         return replace(done, routed_experts=taken, routing_agreement=mean_agreement(routes, rows, parts, placement))
 
 
+def microbatches_of_this_rank(
+    transformer: TransformerConfig, batch: PackedBatch, config: LearnerConfig, placement: Placement
+) -> tuple[tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
+    """The sequences of a batch that are this rank's, micro-batch by micro-batch; and those that it reads for each, which are others where
+    a micro-batch has no tokens."""
+    prefixes = find_shared_prefixes(batch, share_prompts=_shares_prompts(config, placement))
+    multiple = placement.pipeline_parallel if config.virtual_pipeline > 1 else 1
+    plan = balance.plan(prefixes, placement.data_parallel, config.tokens_per_microbatch, transformer.hidden_size, multiple=multiple)
+    parts = plan.microbatches[placement.data_rank]
+    lengths = batch.lengths.tolist()
+    blank = tuple(i for i, length in enumerate(lengths) if length > 0)[:1]
+    return parts, [part if any(lengths[i] for i in part) else blank for part in parts]
+
+
+def _shares_prompts(config: LearnerConfig, placement: Placement) -> bool:
+    return config.shared_prompts and can_share_prompts(placement.device.type, config.torch_dtype)
+
+
+def _whole(corrected: CorrectedBatch, *, trains: bool) -> CorrectedBatch:
+    """With the wide fields that its pass looks at."""
+    return replace(corrected, batch=corrected.batch.with_wide_fields(routes_only=not trains))
+
+
 def _share_of_this_rank(
     transformer: TransformerConfig, corrected: CorrectedBatch, config: LearnerConfig, placement: Placement, *, trains: bool
 ) -> tuple[tuple[tuple[int, ...], ...], list[Microbatch]]:
@@ -151,15 +174,12 @@ def _share_of_this_rank(
     Args:
         trains: rows are filled up so that few shapes come up; where each is met once, that gains nothing.
     """
-    batch = corrected.batch
-    shares = config.shared_prompts and can_share_prompts(placement.device.type, config.torch_dtype)
-    prefixes = find_shared_prefixes(batch, share_prompts=shares)
-    multiple = placement.pipeline_parallel if config.virtual_pipeline > 1 else 1
-    plan = balance.plan(prefixes, placement.data_parallel, config.tokens_per_microbatch, transformer.hidden_size, multiple=multiple)
-    parts = plan.microbatches[placement.data_rank]
-    lengths = batch.lengths.tolist()
-    blank = [i for i, length in enumerate(lengths) if length > 0][:1]
-    chosen = [corrected.select(part) if any(lengths[i] for i in part) else without_loss(corrected.select(blank)) for part in parts]
+    parts, read = microbatches_of_this_rank(transformer, corrected.batch, config, placement)
+    chosen = [
+        one if part == sequences else without_loss(one)
+        for part, sequences, one in zip(parts, read, (_whole(corrected.select(one), trains=trains) for one in read), strict=True)
+    ]
+    shares = _shares_prompts(config, placement)
     row_parts = placement.tensor_parallel if config.sequence_parallel else 1
     fills = trains and placement.device.type == "cpu" and transformer.num_moe_experts is None  # experts would be sent what fills up
     row_multiple = math.lcm(row_parts, matrix_products.TRAINED_ROW_MULTIPLE) if fills else row_parts

@@ -6,8 +6,8 @@ baseline nor loss. Versions, logprobs and rewards are taken as they come; nothin
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from correction.batch import PackedBatch
 from correction.errors import DataError
+from correction.wide import WideFields, WidePlace
 from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong
 from rollout.trajectory import FinishReason, Group, Trajectory
+from rollout.wide_fields import fields_of, tensor_of
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [S] float32, group_ids [S] int64) -> advantages [S]."""
 
 NO_VERSION = -1
 """weight_versions of a token that no weights sampled."""
-_DTYPES = {"i": torch.int32, "f": torch.float32, "B": torch.uint8, "h": torch.int16}
 
 
 def is_trainable(group: Group) -> bool:
@@ -39,6 +40,7 @@ def pack_groups(
     overlong: OverlongConfig,
     max_tokens: int,
     temperature: float = 1.0,
+    apart: Mapping[int, Any] | None = None,
 ) -> PackedBatch:
     """One batch of all trainable groups, in the order given.
 
@@ -49,6 +51,7 @@ def pack_groups(
         advantage: (rewards [S], group_ids [S]) -> [S].
         overlong: train, mask or penalise what was cut.
         max_tokens: of the sampling; the end of a penalty's ramp.
+        apart: where groups are without their wide fields: by group id, what holds or refers to those of all trajectories of a group.
     Returns: the batch, possibly of no sequence at all.
     Raises: DataError for a trajectory whose logprobs or versions don't fit its tokens, or an unsuitable advantage.
     """
@@ -58,7 +61,8 @@ def pack_groups(
     advantages = _advantages(scored, penalties, advantage)
     is_kept = [not (isinstance(overlong, MaskOverlong) and _is_overlong(trajectory)) for _, trajectory in scored]
     kept = [pair for pair, keep in zip(scored, is_kept, strict=True) if keep]
-    return _pack(kept, advantages[torch.tensor(is_kept, dtype=torch.bool)], learner_version, temperature)
+    batch = _pack(kept, advantages[torch.tensor(is_kept, dtype=torch.bool)], learner_version, temperature)
+    return replace(batch, wide=_places(kept, apart)) if apart else batch
 
 
 def overlong_penalty(trajectory: Trajectory, overlong: OverlongConfig, max_tokens: int) -> float:
@@ -106,17 +110,17 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
         _check_lengths(trajectory)
         start = first + len(trajectory.prompt_ids)
         stop = start + len(trajectory.response_ids)
-        token_ids[first:start] = _tensor(trajectory.prompt_ids)
-        token_ids[start:stop] = _tensor(trajectory.response_ids)
+        token_ids[first:start] = tensor_of(trajectory.prompt_ids)
+        token_ids[start:stop] = tensor_of(trajectory.response_ids)
         mask[start:stop] = True
-        logprobs[start:stop] = _tensor(trajectory.behavior_logprobs)
+        logprobs[start:stop] = tensor_of(trajectory.behavior_logprobs)
         for span in trajectory.version_spans:
             if span.version > learner_version:
                 raise DataError(f"{trajectory.prompt_id}: sampled at version {span.version}, but the learner is at {learner_version}")
             versions[start + span.start : start + span.end] = span.version
         first = stop
-    topk_ids, topk_logprobs = _top_logprobs([trajectory for _, trajectory in kept], mask)
-    return PackedBatch(
+    found = [fields_of(trajectory) for _, trajectory in kept]
+    batch = PackedBatch(
         token_ids=token_ids,
         offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths_S.cumsum(0)]),
         loss_mask=mask,
@@ -126,58 +130,20 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
         group_ids=torch.tensor([group.group_id for group, _ in kept], dtype=torch.int64),
         learner_version=learner_version,
         temperature=temperature,
-        topk_ids=topk_ids,
-        topk_logprobs=topk_logprobs,
         advantages_by="own",  # the caller's, which makes them by the run's settings
-        routed_experts=_routed_experts([trajectory for _, trajectory in kept]),
-    ).validate()
+        wide=tuple(WidePlace((((one or WideFields(),), 0),)) for one in found) if any(found) else None,
+    )
+    return batch.with_wide_fields().validate()
 
 
-def _top_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Ids [N, K] int64 and logprobs [N, K] of the most likely tokens, 0 at prompts; None where none were asked for.
-
-    Raises: DataError if only some trajectories have them, K differs, or they don't fit the response.
-    """
-    found = [trajectory.top_logprobs for trajectory in trajectories if trajectory.top_logprobs is not None]
-    if not found:
-        return None, None
-    sizes = {(top.k, top.positions) for top in found}
-    if len(found) < len(trajectories) or len({k for k, _ in sizes}) > 1 or sum(top.positions for top in found) != int(mask.sum()):
-        raise DataError(
-            f"{len(found)} of {len(trajectories)} trajectories have top-K logprobs, with K of {sorted({k for k, _ in sizes})}: "
-            "they must be there for every response token of all trajectories of a batch, or of none, with one K"
-        )
-    k = found[0].k
-    ids, logprobs = torch.zeros(len(mask), k, dtype=torch.int64), torch.zeros(len(mask), k, dtype=torch.float32)
-    ids[mask] = torch.cat([_tensor(top.ids).view(-1, k) for top in found]).long()
-    logprobs[mask] = torch.cat([_tensor(top.logprobs).view(-1, k) for top in found])
-    return ids, logprobs
-
-
-def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """[N, layers, k] uint8 or int16; None where no routes were asked for. At the last token of a sequence, which has none: 0 to k - 1.
-
-    Raises: DataError if only some trajectories have them, or they don't fit the tokens.
-    """
-    found = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
-    if not found:
-        return None
-    positions = [len(trajectory.prompt_ids) + len(trajectory.response_ids) - 1 for trajectory in trajectories]
-    shapes = {(routes.layers, routes.k, routes.ids.typecode) for routes in found}
-    if [routes.positions for routes in found] != positions or len(shapes) > 1:
-        raise DataError(
-            f"{len(found)} of {len(trajectories)} trajectories have routed experts, of (layers, k, type) {sorted(shapes)}: they must be "
-            "there for every token but the last of all trajectories of a batch, or of none, from one model"
-        )
-    layers, k, typecode = shapes.pop()
-    nowhere = torch.arange(k, dtype=_DTYPES[typecode]).expand(1, layers, k)
-    rows = [_tensor(routes.ids).view(-1, layers, k) for routes in found]
-    return torch.cat([piece for one in rows for piece in (one, nowhere)])
-
-
-def _tensor(row: array[Any]) -> Tensor:
-    """Of the same memory."""
-    return torch.frombuffer(row, dtype=_DTYPES[row.typecode]) if row else torch.zeros(0)
+def _places(kept: Sequence[tuple[Group, Trajectory]], apart: Mapping[int, Any]) -> tuple[WidePlace, ...]:
+    """Of each trajectory. Raises: DataError if a group's wide fields are nowhere."""
+    if missing := [group.group_id for group, _ in kept if group.group_id not in apart]:
+        raise DataError(f"group {missing[0]} has no wide fields (top-K logprobs, routed experts), and others of its batch have")
+    numbers = {group.group_id: {id(one): i for i, one in enumerate(group.trajectories)} for group, _ in kept}
+    return tuple(
+        WidePlace(((apart[group.group_id], numbers[group.group_id][id(one)]),), one.route_keys) for group, one in kept
+    )
 
 
 def _check_lengths(trajectory: Trajectory) -> None:

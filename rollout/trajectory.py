@@ -178,6 +178,8 @@ class Trajectory(_Answer):
     routed_experts: RoutedExperts | None = None
     """Of every token of prompt and response but the last, which the model didn't read; where the learner replays them. The positions of
     a trajectory that a weight update found under way were read anew then: these are the routes of the last reading."""
+    route_keys: array[int] | None = None
+    """Of the prompt's tokens, what stands for their routed experts where these are kept apart (rollout/wide_fields.py)."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None
@@ -277,6 +279,8 @@ class GroupFacts(_Answers[AnswerFacts]):
     admitted_version: int
     generate_s: float = 0.0
     reward_s: float = 0.0
+    wide_bytes: int = 0
+    """Of its wide fields, which are kept apart; 0: they aren't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +328,8 @@ class SyncReceipt:
     """What the engine computes with, together with the checksums; for true on-policy only."""
     generation: int = 0
     """Of the run: versions after a checkpoint that it has gone back to come again, with other weights."""
+    delta_bytes: int | None = None
+    """Of the differences that its node made these weights of; None: they came whole."""
 
 
 # SGLang's answer

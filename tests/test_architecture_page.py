@@ -12,7 +12,7 @@ from tests.test_layers import imported_modules, module_name, source_files
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PACKAGES = ("correction", "rollout", "learner", "actors", "lab")
-RAY_ACTORS = {"actors.rollout_worker", "actors.trajectory_queue", "actors.correction_service", "actors.learner_group"}
+RAY_ACTORS = {"actors.rollout_worker", "actors.trajectory_queue", "actors.correction_service", "actors.learner_rank_actor"}
 FILE = re.compile(r"`([\w/]+\.py)`")
 
 

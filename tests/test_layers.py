@@ -140,7 +140,7 @@ def test_mathematics_does_not_know_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("wing", "importers"),
     [
-        ("actors.record", ("actors.controller", "actors.parts", "actors.going_back", "actors.commands.")),  # all in the driver
+        ("actors.record", (*(f"actors.{name}" for name in ("controller", "batch_source", "parts", "going_back")), "actors.commands.")),
         ("actors.commands", ("actors.commands.",)),
     ],
 )

@@ -73,7 +73,7 @@ class CheckpointWriter:
         Raises: LedgerError; what went wrong, if this is the last of ATTEMPTS. Before that it is told, and `is_due` at the next step.
         """
         began = time.monotonic()
-        self._begun, self._is_owed = step, False
+        self._begun = step
         try:
             await self._check_space(learner)
             async with contextlib.AsyncExitStack() as stack:
@@ -83,6 +83,7 @@ class CheckpointWriter:
                 await learner.begin_save(*folders, deadline_s=self._deadline_s)
                 await asyncio.to_thread((await state()).save, checkpoint.state)
                 self._writing = asyncio.create_task(self._write(checkpoint, learner, stack.pop_all(), began))
+            self._is_owed = False
         except LedgerError:
             raise  # the next one would have lost the same prompts
         except (EvenkeelError, OSError) as error:

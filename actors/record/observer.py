@@ -97,6 +97,9 @@ class Observer:
         self._probes.forget()
         self._views = views_from_an_earlier_step(self._views, self._folder)
 
+    def replaced_queue(self) -> None:
+        self._count("queue/replaced_total", 1)
+
     # -- actors ------------------------------------------------------------------------------------------------------
 
     def follow(self, pool: RolloutPool, learner: LearnerGroup) -> None:
@@ -175,9 +178,9 @@ class Observer:
         self.event("info", f"the pool goes to {counted(decision.target, 'rollout worker')} ({decision.cause}): {decision.reason}")
 
     def lost(self, tickets: Sequence[Ticket]) -> None:
-        """The tokens of finished groups went with a node, or with a worker that had them still."""
+        """The tokens of finished groups went with a node, or with a worker that had them still, or did not come in time."""
         self._count("groups/lost_total", len(tickets))
-        told = f"{counted(len(tickets), 'finished group')} went with the node of their worker and are sampled again"
+        told = f"{counted(len(tickets), 'finished group')} could not be read (gone with a node or a worker, or late) and are sampled again"
         self.event("warning", f"{told}: {', '.join(ticket.prompt.prompt_id for ticket in tickets[:4])}{' ...' * (len(tickets) > 4)}")
 
     def receipt(self, receipt: SyncReceipt) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from correction.errors import EvenkeelError
 
 if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
     from actors.carriers import PreparedBatch
@@ -20,6 +22,7 @@ if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
 
 KEPT = 8
 """Of a run: the first ones say most."""
+_FETCH_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,16 @@ async def keep_and_tell(keep: Callable[[SkippedBatch], Path | None], step: int, 
     """
     from ray.exceptions import RayError  # not for those who only look into a run's folder
 
-    from actors.payloads import value_of
+    from actors.payloads import value_of, with_wide_fields
 
     try:
         corrected = await value_of(batch.corrected)
+        if corrected.batch.wide:
+            corrected = replace(corrected, batch=await with_wide_fields(corrected.batch, deadline_s=_FETCH_S))
         kept_batch = SkippedBatch(step, batch.version, corrected, batch.correction, result.grad_norms, result.group_norms)
         path = await asyncio.to_thread(keep, kept_batch)
         kept = f"kept in {path}" if path else f"not kept: skipped_batches holds {KEPT} already"
-    except (OSError, RayError) as error:
+    except (OSError, RayError, EvenkeelError) as error:
         kept = f"not kept: {error}"
     norms = ", ".join(f"{group} {norm:.3g}" for group, norm in result.group_norms.items())
     updates = result.skipped_steps + result.optimizer_steps

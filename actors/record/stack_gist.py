@@ -7,6 +7,8 @@ from pathlib import Path
 
 FOLDER = "stacks"
 _FRAME = re.compile(r'File "(.*?)", line (\d+) in (.+)')
+_SERVES = " in run_forever", " in actor_method_executor"
+"""A function of the thread in which an actor runs its coroutines, or its methods."""
 _FRAMES = 4
 """Innermost functions that are named."""
 
@@ -18,7 +20,7 @@ def newest_gist(run_dir: Path) -> tuple[str, ...]:
 
 
 def gist(text: str, name: str) -> tuple[str, ...]:
-    """Where each process stood, innermost function first: its main thread, or, of one that serves calls, the thread of its event loop."""
+    """Where each process stood, innermost function first: its main thread, or, of one that serves calls, the thread that does."""
     what, *parts = re.split(r"^=== ", text, flags=re.MULTILINE)
     return (f"{name}, when half of the time was over for {what.strip()}:", *map(_line, parts))
 
@@ -27,7 +29,7 @@ def _line(part: str) -> str:
     title, _, stacks = part.partition("\n")
     threads = stacks.strip().split("\n\n")
     told = threads[-1]  # faulthandler tells the main thread last
-    if " in main_loop" in told:  # Ray's, of a worker process: an actor of coroutines runs them in a thread of their own
-        told = next((thread for thread in threads if " in run_forever" in thread), told)
+    if " in main_loop" in told:  # Ray's, of a worker process: an actor's calls may run in a thread of their own
+        told = next((thread for serves in _SERVES for thread in threads if serves in thread), told)
     frames = [f"{Path(file).stem}:{line} {function}" for file, line, function in _FRAME.findall(told)[:_FRAMES]]
     return f"{title}: {' < '.join(frames) or told or 'nothing'}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from actors.carriers import Observation
 from actors.record.finished_step import FinishedStep
 from actors.record.observer import Observer
 from actors.record.step_report import learned_numbers
-from correction.monitor import Event
 
 T = TypeVar("T")
 
@@ -18,9 +17,9 @@ T = TypeVar("T")
 class StepTeller:
     """Holds the last finished step until there is time to tell it: while the next one is waited for or trained, or at a flush."""
 
-    def __init__(self, observer: Observer, *, on_events: Callable[[Sequence[Event]], None]) -> None:
-        """Args: on_events: takes what the early warning says of a step, once that is known; may come after the next step has begun."""
-        self._observer, self._on_events = observer, on_events
+    def __init__(self, observer: Observer, *, on_observed: Callable[[Observation], None]) -> None:
+        """Args: on_observed: takes what is known of a step's batch, once it is; that may be after the next step has begun."""
+        self._observer, self._on_observed = observer, on_observed
         self._service: Any = None
         self._untold: FinishedStep | None = None
 
@@ -60,10 +59,10 @@ class StepTeller:
         learned = learned_numbers(batch, result)
         reference = self._service.observe.remote(step.number, batch.version, (result.values,), learned)
 
-        async def with_events() -> Observation | None:
+        async def told() -> Observation | None:
             observation: Observation | None = await reference
             if observation is not None:
-                self._on_events(observation.events)
+                self._on_observed(observation)
             return observation
 
-        return with_events()
+        return told()

@@ -29,9 +29,14 @@ class WeightSpec:
         return cls(name, dtype, tuple(int(size) for size in shape.split(",") if size))
 
     @property
-    def nbytes(self) -> int:
+    def itemsize(self) -> int:
+        """Bytes of an element."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
+        return dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"

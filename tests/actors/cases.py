@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 
-from actors.carriers import StoredGroup, Ticket
+from actors.carriers import QueueSnapshot, StoredGroup, Ticket
 from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 
@@ -40,6 +41,15 @@ def group(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Gr
     """The answer of a worker to a ticket."""
     answers = tuple(trajectory(ticket.prompt, reward=reward, version=ticket.admitted_version) for reward in rewards)
     return Group(ticket.group_id, ticket.prompt, answers, ticket.admitted_version)
+
+
+def at_hand(of: Group) -> StoredGroup:
+    return StoredGroup(of.facts, of)
+
+
+def with_tokens(snapshot: QueueSnapshot) -> QueueSnapshot:
+    """As a checkpoint has it."""
+    return replace(snapshot, finished=tuple(one.payload for one in snapshot.finished))  # type: ignore[attr-defined]
 
 
 def stored(*groups: Group, lost: Collection[int] = ()) -> list[StoredGroup]:

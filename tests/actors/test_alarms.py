@@ -15,6 +15,7 @@ from actors.controller import Controller
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from tests.actors.cases import FakeActor
+from tests.actors.test_controller import source
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"
 SWITCH = ("monitor.on_alarm=switch_preset", "monitor.preset=mis-geometric")
@@ -98,15 +99,21 @@ def test_narrower_bounds_are_no_answer_to_rejection() -> None:
     assert response.correction.importance.upper == pytest.approx(2**0.5)    # tis-token: at most 2
 
 
+MONITOR: dict[str, Any] = {"series": {}, "stands": {}}
+
+
 class Service:
     def __init__(self) -> None:
         self.switched: list[CorrectionConfig] = []
 
-    async def switch(self, correction: CorrectionConfig) -> None:
+    async def switch(self, correction: CorrectionConfig) -> dict[str, Any]:
         self.switched.append(correction)
+        return MONITOR
 
 
 class Observer:
+    disk = None
+
     def __init__(self) -> None:
         self.told: list[str] = []
 
@@ -123,7 +130,7 @@ def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, Observer]
     """One that stands between two steps, without its actors."""
     service, observer = Service(), Observer()
     one: Any = Controller(config(*overrides), None, None, observer)    # type: ignore[arg-type]
-    one._service, one._step = FakeActor(service), step
+    one._source, one._step = source(one, FakeActor(service)), step
     return one, service, observer
 
 
@@ -132,6 +139,7 @@ def test_the_controller_switches_and_says_so_after_the_alarm() -> None:
     one._alarms.take([event()])
     asyncio.run(one._answer_alarms())
     assert [correction.preset for correction in service.switched] == ["mis-geometric"] and not one._ends_early
+    assert one._source.monitor == MONITOR, "with which a service begins that has to replace this one"
     assert observer.told[0] == "(the step's own events)" and "the correction becomes preset mis-geometric" in observer.told[1]
 
 

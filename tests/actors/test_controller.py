@@ -8,10 +8,12 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from ray.exceptions import RayActorError
 
+from actors.batch_source import BatchSource
 from actors.config import DeadlinesConfig, RunConfig
 from actors.controller import Controller
 from actors.evaluation import Evaluations
@@ -55,6 +57,14 @@ class Observer:
         self.events.append("flush")
         if self.flush_fails:
             raise RuntimeError("no connection")
+
+
+def source(run: Controller, service: Any) -> BatchSource:
+    """With a queue and a ledger that nobody asks."""
+    with mock.patch("actors.batch_source.make_queue"), mock.patch("actors.batch_source.open_ledger"):
+        made = BatchSource(run._config, run._point, Path("ledger.jsonl"), mock.Mock(event=run._observer.event))
+    made.service = service
+    return made
 
 
 LATE = "weight sync v2 -> workers 3: no receipt in 390 s"
@@ -126,7 +136,7 @@ def test_the_last_evaluation_waits_for_the_one_beside_it_and_has_an_end_of_its_o
         observer = Observer()
         run = controller(observer)
         run._evaluations.begin_if_due(run._step, run._version)
-        assert await asyncio.wait_for(run._evaluate_now("after training"), 10.0) is None, "the run goes on without it"
+        assert await asyncio.wait_for(run._evaluations.whole("after training", 2, 2, run._sync), 10.0) is None, "the run goes on without it"
         assert observer.events[-1].startswith("left out: evaluation after training, weights v2 <- rollout workers: not done")
         assert any("an evaluation beside training failed" in event for event in observer.events)
 
@@ -145,7 +155,7 @@ def test_an_evaluation_that_can_not_be_made_is_left_out_before_training(error: E
         observer = Observer()
         run = controller(observer)
         run._evaluations._answerer = Dangerous()
-        assert await run._evaluate_now("before training") is None
+        assert await run._evaluations.whole("before training", 2, 2, run._sync) is None
         assert observer.events[-1].startswith("left out: ")
 
     asyncio.run(scenario())
@@ -164,7 +174,7 @@ def test_an_engine_that_has_no_weights_in_time_keeps_no_evaluation() -> None:
         observer = Observer()
         run = controller(observer)
         run._sync, run._evaluations._answerer = Late(), Quick()  # type: ignore[assignment]
-        assert await run._evaluate_now("before training") is not None
+        assert await run._evaluations.whole("before training", 2, 2, run._sync) is not None
         assert observer.events == [f"the evaluation before training goes without some engines: {LATE}", "evaluated"]
 
     asyncio.run(scenario())
@@ -206,11 +216,11 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out(monkeypatch: py
         observer = Observer()
         run = controller(observer)
 
-        async def endless(when: str) -> None:
+        async def endless(*_: Any) -> None:
             asyncio.get_running_loop().call_later(0.05, signal.raise_signal, signal.SIGTERM)
             await asyncio.sleep(60.0)
 
-        monkeypatch.setattr(run, "_evaluate_now", endless)
+        monkeypatch.setattr(run._evaluations, "whole", endless)
         with run._ending.handled():
             assert await run._evaluate_last() is None
         assert observer.events == ["interrupted (SIGTERM): leaving out the evaluation after training"]
@@ -236,9 +246,8 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
             saved.append(step)
 
         run._ending.is_training = True
-        run._service, run._learner = FakeActor(Starved()), SimpleNamespace()  # type: ignore[assignment]
+        run._source, run._learner = source(run, FakeActor(Starved())), SimpleNamespace()  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(finished=nothing, insist=insist, saved_step=1)  # type: ignore[assignment]
-        run._ledger = SimpleNamespace(flush=lambda: None)  # type: ignore[assignment]
         with run._ending.handled():
             await run._train_and_save()
         assert saved == [2] and run._step == 2
@@ -277,7 +286,7 @@ def test_the_phase_is_that_of_the_step() -> None:
     async def scenario() -> None:
         observer = Observer()
         run = controller(observer)
-        run._service, run._learner = FakeActor(Service()), SimpleNamespace(step=nothing)  # type: ignore[assignment]
+        run._source, run._learner = source(run, FakeActor(Service())), SimpleNamespace(step=nothing)  # type: ignore[assignment]
         await run._learn(await run._next_batch())
         assert observer.phases == ["step 3: waiting for its batch; rollouts go on", "step 3 in training; rollouts go on"]
 
@@ -289,7 +298,6 @@ def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
 
     async def scenario() -> None:
         run = controller(Observer())
-        run._queue = None
         asked: list[int] = []
 
         async def receipts(version: int, *, deadline_s: float, is_one_enough: bool) -> None:
@@ -335,9 +343,10 @@ def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(run, "_start", start)
         del run._pool, run._sync
+        run._source = source(run, None)  # there is a queue by then, and no service
         with pytest.raises(DeadlineExceeded, match="batch of version 4"):
             await run.run()
-        told = ["flush", *(["the last step's numbers may be incomplete: no connection"] if fails else [])]
+        told = ["flush", *(["lines of the last steps: given up (no connection)"] if fails else [])]
         assert observer.events == told
 
     asyncio.run(scenario())

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from actors.carriers import QueueSnapshot
 from actors.controller import Controller
 from actors.parts import StartingPoint
 from actors.pool import RolloutPool
 from actors.rollout_worker import WorkerSettings
 from correction.errors import ActorLost, DataError, DeadlineExceeded
-from tests.actors.test_controller import Observer, controller, nothing
+from tests.actors.test_controller import Observer, controller, nothing, source
 
 STEPS = 10
 """Of the run that `controller` makes."""
@@ -31,9 +32,10 @@ class GoneBack(Observer):
 def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
     run = controller(GoneBack())
-    monkeypatch.setattr("actors.controller.make_queue", lambda *_: object())
-    monkeypatch.setattr("actors.controller.open_ledger", lambda *_: None)
-    state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0)
+    monkeypatch.setattr("actors.batch_source.make_queue", lambda *_: object())
+    monkeypatch.setattr("actors.batch_source.open_ledger", lambda *_: None)
+    queue = QueueSnapshot(step, 2 * step, 2 * step, 2 * step, 0, (), ())
+    state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0, queue=queue, monitor={})
     point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
 
     async def finds(*_: Any) -> Any:
@@ -44,7 +46,12 @@ def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
     run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
     monkeypatch.setattr(run, "_withdraw", nothing)
-    monkeypatch.setattr(run, "_start_parts", nothing)
+
+    async def start() -> None:
+        run._source.service = SimpleNamespace(scatter=SimpleNamespace(_method_name="scatter", remote=nothing))
+
+    monkeypatch.setattr(run, "_start_parts", start)
+    run._source = source(run, None)
     return run
 
 
@@ -85,13 +92,16 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         monkeypatch.delattr(run, "_withdraw")
         settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
         pool = RolloutPool(settings, run._config.deadlines, object(), run._observer)
+        monkeypatch.setattr(pool, "_replenish", lambda: None)
         run._pool, run._sync, started = pool, SimpleNamespace(close=nothing), 0  # type: ignore[assignment]
+        start_parts = run._start_parts
 
         async def start() -> None:
             nonlocal started
             started += 1
+            await start_parts()
 
-        async def trains() -> None:
+        async def trains(**_: Any) -> None:
             if started == 1:
                 pool._fail(ActorLost("give_up <- trajectory queue: the actor's process is gone"))
                 await asyncio.sleep(60.0)
@@ -105,7 +115,6 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         monkeypatch.setattr(run, "_evaluate_last", nothing)
         monkeypatch.setattr("actors.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
         monkeypatch.setattr("actors.controller.lost_among", who)
-        run._service = SimpleNamespace(scatter=SimpleNamespace(_method_name="scatter", remote=nothing))
         summary = await run._whatever_dies()
         assert (summary.steps, started, run._generation, pool._generation) == (STEPS, 2, 1, 1)
 
@@ -121,7 +130,7 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
         run = going_back_to(saved, monkeypatch)
         deaths = 0
 
-        async def trained() -> None:
+        async def trained(**_: Any) -> None:
             if deaths:
                 raise ActorLost("once more")
             run._step, run._is_trained = STEPS, True
@@ -134,7 +143,7 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
         async def who(*_: Any) -> list[str]:
             return ["correction service"]
 
-        def allow(lost: list[str], error: BaseException, *, step: int) -> None:
+        def allow(lost: list[str], error: BaseException, **_: Any) -> None:
             if str(error) == "once more":
                 raise ActorLost("the 4th death") from error
 
@@ -142,7 +151,6 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
         monkeypatch.setattr(run, "_evaluate_last", dies)
         monkeypatch.setattr("actors.controller.lost_among", who)
         run._returns.allow = allow  # type: ignore[method-assign]
-        run._service = SimpleNamespace(scatter=SimpleNamespace(_method_name="scatter", remote=nothing))
         if is_over:
             summary = await run._whatever_dies()
             assert summary.steps == STEPS and summary.after is None
@@ -160,7 +168,7 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
     async def scenario() -> None:
         run = going_back_to(STEPS, monkeypatch)
 
-        async def trained() -> None:
+        async def trained(**_: Any) -> None:
             run._step, run._is_trained = STEPS, True
 
         async def hangs() -> None:
@@ -169,7 +177,7 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
         async def who(*_: Any) -> list[str]:
             return []
 
-        def allow(lost: list[str], error: BaseException, *, step: int) -> None:
+        def allow(lost: list[str], error: BaseException, **_: Any) -> None:
             raise error
 
         run._steps, run._returns.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
@@ -192,7 +200,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
         run._observer.events = told  # type: ignore[attr-defined]
         run._ending.is_training, run._is_trained = False, True
 
-        async def dies(_: str) -> None:
+        async def dies(*_: Any) -> None:
             raise ActorLost("in the evaluation")
 
         async def start_again() -> None:
@@ -205,7 +213,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
         starts = iter([nothing, start_again])
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
         monkeypatch.setattr(run, "_until_trained", nothing)
-        monkeypatch.setattr(run, "_evaluate_now", dies)
+        monkeypatch.setattr(run._evaluations, "whole", dies)
         monkeypatch.setattr("actors.controller.lost_among", who)
         with run._ending.handled():
             await run._whatever_dies()
@@ -225,7 +233,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
         run._observer.events = told  # type: ignore[attr-defined]
         run._checkpoints.saved_step = 2
 
-        async def trains() -> None:
+        async def trains(**_: Any) -> None:
             run._ending.is_training = True
             if comes == "before, in the step":
                 signal.raise_signal(signal.SIGTERM)

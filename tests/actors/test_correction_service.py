@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import math
 import pickle
 import random
 import threading
 import weakref
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,18 +26,20 @@ import ray
 import torch
 from torch import Tensor
 
-from actors import correction_service
+from actors import correction_service, drawing
 from actors.carriers import Observation, PreparedBatch, Ticket
 from actors.config import DeadlinesConfig, EarlyWarningConfig
 from actors.correction_service import CorrectionService, ServiceConfig
 from actors.forwards import next_batch
 from actors.gap_split import GapSplit
+from actors.payloads import GONE
 from actors.queue_actor import TrajectoryQueueActor
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
 from correction.errors import ActorLost, DeadlineExceeded, LateError
 from correction.monitor import MonitorConfig, State
+from correction.wide import WideFields, WidePlace
 from learner.config import LearnerConfig
 from learner.results import StepValues
 from rollout.config import MaskOverlong, RolloutConfig
@@ -74,11 +78,26 @@ class Learner:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, PackedBatch]] = []
+        self.fetched: list[int] = []
+        """Sequences of each batch whose wide fields it was to read."""
+        self.lost = set[int]()
+        """Groups that it will not find."""
 
     async def proximal(self, batch: PackedBatch, *, version: int) -> SimpleNamespace:
         self.asked.append((version, batch))
         await asyncio.sleep(0)
-        return SimpleNamespace(logprobs=code(batch.token_ids), routed_experts=routes(batch.token_ids))
+        bounds = itertools.pairwise(batch.offsets.tolist())
+        fields = tuple(WideFields(routes(batch.token_ids[start : end - 1])) for start, end in bounds)
+        places = tuple(WidePlace(((fields, i),), array("I")) for i in range(len(fields)))
+        return SimpleNamespace(logprobs=code(batch.token_ids), routed_experts=places)
+
+    async def fetch(self, batch: Any, correction: CorrectionConfig | None, **_: Any) -> dict[int, str]:
+        """Without Ray a batch holds what it names."""
+        packed = batch.batch if correction else batch
+        self.fetched.append(packed.num_sequences)
+        lost = sorted(set(packed.group_ids.tolist()) & self.lost)
+        self.lost -= set(lost)
+        return dict.fromkeys(lost, GONE)
 
     async def reference_logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
         return 2 * code(batch.token_ids)
@@ -135,7 +154,8 @@ class Scene:
     async def next_batch(self, version: int) -> PreparedBatch:
         """As the controller asks, which has the learner run what the service needs."""
         service: Any = FakeActor(self.service)
-        return await next_batch(lambda: service.next_batch.remote(version), service, self.learner, deadline_s=5.0)  # type: ignore[arg-type]
+        ask = lambda: service.next_batch.remote(version)  # noqa: E731
+        return await next_batch(ask, service, self.learner, step=version, deadline_s=5.0)  # type: ignore[arg-type]
 
     async def batch(self, version: int) -> PreparedBatch:
         """The whole way of a batch up to the learner."""
@@ -229,7 +249,11 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
         assert batch.proximal_logprobs is not None and batch.reference_logprobs is not None
         torch.testing.assert_close(batch.proximal_logprobs, code(batch.token_ids), rtol=0, atol=0)
         torch.testing.assert_close(batch.reference_logprobs, 2 * code(batch.token_ids), rtol=0, atol=0)
-        assert batch.routed_experts is not None and torch.equal(batch.routed_experts, routes(batch.token_ids))
+        experts, last = batch.with_wide_fields().routed_experts, batch.offsets[1:] - 1
+        assert experts is not None and scene.learner.fetched == [8], "for training alone: nothing is replayed before it"
+        expected = routes(batch.token_ids)
+        expected[last] = torch.arange(2, dtype=torch.uint8)
+        assert torch.equal(experts, expected)
         trained = batch.token_ids[batch.loss_mask].tolist()
         assert trained == [token for ticket in tickets for t in answered(ticket).trajectories for token in t.response_ids]
 
@@ -389,8 +413,8 @@ def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pyte
         await asyncio.sleep(60.0)
 
     async def scenario() -> None:
-        monkeypatch.setattr(correction_service, "_POLL_S", 0.1)
-        monkeypatch.setattr(correction_service, "ANSWER_S", 0.4)
+        monkeypatch.setattr(drawing, "_POLL_S", 0.1)
+        monkeypatch.setattr(drawing, "ANSWER_S", 0.4)
         scene = Scene(deadlines=DeadlinesConfig(batch_s=2.0))
         monkeypatch.setattr(scene.queue, "draw", silent)
         monkeypatch.setattr(scene.queue, "waiting_for", silent)
@@ -409,8 +433,8 @@ def test_a_queue_that_is_late_costs_nothing_but_time(monkeypatch: pytest.MonkeyP
     """The answer comes after its caller's patience has ended, once more than that: the call is made again and has run once."""
 
     async def scenario() -> None:
-        monkeypatch.setattr(correction_service, "_POLL_S", 0.1)
-        monkeypatch.setattr(correction_service, "ANSWER_S", 0.1)
+        monkeypatch.setattr(drawing, "_POLL_S", 0.1)
+        monkeypatch.setattr(drawing, "ANSWER_S", 0.1)
         scene = Scene(steps=1, dynamic_sampling=True)
         real, held = getattr(scene.queue, method), list[int]()
 
@@ -680,9 +704,9 @@ def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
 
 def test_without_the_setting_or_without_staleness_nothing_is_kept() -> None:
     for max_staleness, every in ((2, 0), (0, 3)):
-        split = GapSplit(None, every=every, max_staleness=max_staleness, deadline_s=1.0)  # type: ignore[arg-type]
+        split = GapSplit(None, every=every, max_staleness=max_staleness, deadline_s=1.0, fetch_s=lambda _: 0.0)  # type: ignore[arg-type]
         assert not any(split.keeps(version) or split.splits(version) for version in range(12))
-    often = GapSplit(None, every=2, max_staleness=3, deadline_s=1.0)  # type: ignore[arg-type]
+    often = GapSplit(None, every=2, max_staleness=3, deadline_s=1.0, fetch_s=lambda _: 0.0)  # type: ignore[arg-type]
     assert all(often.keeps(version) for version in range(12))  # every version may be in a later batch that is split
 
 

@@ -43,18 +43,17 @@ class Queue:
 class Scene:
     def __init__(self, *, failing: Sequence[int] = ()) -> None:
         self.queue = Queue(failing)
-        self.returned: list[list[int]] = []
+        self.told: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
         self.delivery = Delivery(
             PatientQueue(self.queue, late=lambda _: None),
-            lambda tickets, error: self.returned.append([ticket.group_id for ticket in tickets]),
+            self.told.append,
             spawn=lambda work: self.tasks.append(asyncio.ensure_future(work)),
         )
 
     def finish(self, *ids: int) -> None:
         for i in ids:
-            ticket = Ticket(i, prompt(i), 0)
-            self.delivery.add(ticket, StoredGroup(group(ticket).facts, None))
+            self.delivery.add(StoredGroup(group(Ticket(i, prompt(i), 0)).facts, None))
 
     async def end(self) -> None:
         await asyncio.gather(*self.tasks)
@@ -101,7 +100,9 @@ def test_while_the_learner_waits_no_group_does_but_for_a_call_under_way() -> Non
     simulate(scenario)
 
 
-def test_a_call_that_fails_gives_back_all_of_its_groups_and_no_others() -> None:
+def test_the_groups_of_a_call_that_fails_go_with_the_next_one() -> None:
+    """A queue that lives takes them then; one that is dead is replaced, and its successor is told of all that is under way."""
+
     async def scenario() -> None:
         scene = Scene(failing=[1])
         with scene.delivery.hurried():
@@ -111,7 +112,10 @@ def test_a_call_that_fails_gives_back_all_of_its_groups_and_no_others() -> None:
             await asyncio.sleep(CALL_S)
             scene.finish(4)
             await scene.end()
-        assert scene.queue.calls == [[0], [1, 2, 3], [4]]
-        assert scene.returned == [[1, 2, 3]]
+            scene.finish(5)
+            scene.delivery.close()
+            await scene.end()
+        assert scene.queue.calls == [[0], [1, 2, 3], [1, 2, 3, 4]]
+        assert [told.partition(" wait:")[0] for told in scene.told] == ["groups [1, 2, 3]"]
 
     simulate(scenario)

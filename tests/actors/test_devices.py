@@ -192,6 +192,8 @@ def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     learner, worker = learner_environment(on_gpu), worker_environment(on_gpu)
     assert learner["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "CUDA_DEVICE_MAX_CONNECTIONS" not in worker
     assert learner.items() >= OF_BATCHES.items(), "ranks read batches where they lie"
+    assert not worker.keys() & OF_BATCHES.keys(), "a worker's groups have no tensors"
+    assert worker_environment(config("correction.preset=dppo-topk-tv")).items() >= OF_BATCHES.items(), "but for wide fields"
     for one in (learner, worker):
         assert one["NCCL_CUMEM_ENABLE"] == "0" and one["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
         assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"

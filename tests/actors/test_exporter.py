@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import subprocess
 import time
 import urllib.parse
@@ -118,6 +119,20 @@ def test_discovery_lists_who_is_there(discovery: DiscoveryServer) -> None:
     discovery.deregister("rollout-1")
     discovery.deregister("never-there")
     assert json.loads(fetch(discovery.url)) == [{"targets": ["127.0.0.1:3"], "labels": {"role": "rollout", "name": "0"}}]
+
+
+def test_who_hangs_up_before_the_answer_leaves_no_traceback(discovery: DiscoveryServer, capfd: pytest.CaptureFixture[str]) -> None:
+    """A scrape that is given up says nothing in the run's terminal. The list is large, so that it doesn't go out with the first write."""
+    for number in range(20_000):
+        discovery.register(f"rollout-{number}", "127.0.0.1:1", {"role": "rollout", "name": str(number)})
+    port = urllib.parse.urlsplit(discovery.url).port
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", port)) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets the connection
+            one.sendall(b"GET /sd HTTP/1.1\r\nHost: here\r\n\r\n")
+            one.recv(1)
+    assert len(json.loads(fetch(discovery.url))) == 20_000
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_prometheus_names_are_conventional_and_unique() -> None:

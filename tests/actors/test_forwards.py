@@ -42,8 +42,8 @@ def test_a_request_that_was_given_up_is_not_handed_out() -> None:
         assert (taken.batch, taken.version, taken.wants_proximal, taken.wants_reference) == ("second", 3, True, False)
         assert (await requests.take()) is taken, "whoever took it may have told nobody"
         proximal: Any = SimpleNamespace(logprobs=torch.ones(1), routed_experts=None)
-        requests.answer(taken.number - 1, proximal, None, None, 1.0)
-        requests.answer(taken.number, proximal, None, None, 2.0)
+        requests.answer(taken.number - 1, proximal, None, None, 1.0, {})
+        requests.answer(taken.number, proximal, None, None, 2.0, {})
         found, seconds = await second
         assert list(found) == ["proximal_logprobs"] and seconds == 2.0 and not third.done()
         assert (await requests.take()).batch == "third"
@@ -63,7 +63,7 @@ def test_the_controller_brings_what_is_needed_and_asks_again(fails: bool) -> Non
         async def next_batch(self) -> Any:
             return answers.pop(0)
 
-        async def forwarded(self, number: int, proximal: Any, reference: Any, at_sampling: Any, seconds: float) -> None:
+        async def forwarded(self, number: int, proximal: Any, reference: Any, at_sampling: Any, seconds: float, lost: Any) -> None:
             told.append((number, proximal, reference))
 
     class Learner:
@@ -77,7 +77,7 @@ def test_the_controller_brings_what_is_needed_and_asks_again(fails: bool) -> Non
 
     async def scenario() -> None:
         service: Any = FakeActor(Service())
-        assert await next_batch(service.next_batch.remote, service, Learner(), deadline_s=5.0) is batch  # type: ignore[arg-type]
+        assert await next_batch(service.next_batch.remote, service, Learner(), step=3, deadline_s=5.0) is batch  # type: ignore[arg-type]
 
     if fails:
         with pytest.raises(EngineError, match="rank 1 is gone"):

@@ -31,7 +31,8 @@ from actors.going_back import (
     what_is_done_again,
     while_they_answer,
 )
-from actors.learner_group import LearnerGroup, LearnerRankActor
+from actors.learner_group import LearnerGroup
+from actors.learner_rank_actor import LearnerRankActor
 from actors.parts import StartingPoint, start_learner
 from actors.queue_actor import TrajectoryQueueActor
 from actors.record.patience import PatientWriter
@@ -52,6 +53,10 @@ class Part:
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
         self.__ray_ready__ = SimpleNamespace(remote=self._ready)
+        self.heartbeat = SimpleNamespace(remote=self._beat)
+
+    async def _beat(self, heard: int) -> list[str]:
+        return []
 
     async def _ready(self) -> None:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
@@ -291,7 +296,7 @@ class Sampler:
 @pytest.mark.parametrize("is_stubborn", [False, True], ids=["aborted", "finishes all the same"])
 def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_generation(is_stubborn: bool) -> None:
     async def scenario() -> None:
-        worker = RolloutWorker("0", SimpleNamespace(topk=0))  # type: ignore[arg-type]
+        worker = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=False))  # type: ignore[arg-type]
         sampler = Sampler(is_stubborn=is_stubborn)
         worker._sampler = sampler  # type: ignore[assignment]
         worker._endpoint = SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]

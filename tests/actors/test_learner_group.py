@@ -1,71 +1,219 @@
-"""The one caller of the learner's ranks, with ranks that are played: what becomes of a call that may not have come to all of them."""
+"""The one caller of the learner's ranks, with ranks that are played: what becomes of calls that a bad network swallows.
+
+A played rank is the real side of a rank, whose calls come one after the other; in a collective call it waits for the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray.exceptions
 
+from actors.collective_calls import NumberedRank, collective
 from actors.learner_group import LearnerGroup
-from correction.errors import ActorLost, ActorUnavailable
+from correction.config import CorrectionConfig
+from correction.errors import ActorLost, ActorUnavailable, EngineError
+from tests.actors.simulated_time import simulate
+
+LOST = ray.exceptions.ActorUnavailableError("the connection was lost", b"1" * 16)
+MODEL, TIS = Path("model"), CorrectionConfig()
+STEP_S = 100.0
+
+
+@dataclass(slots=True)
+class Result:
+    """Of a step."""
+
+    step: int
+    values: Any = None
+
+
+class Work(NumberedRank):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.done: list[str] = []
+
+    @collective
+    def load_reference(self, number: int, model: Path) -> None:
+        self._in_order(number, "load")
+        self.done.append(f"{number} load")
+
+    @collective
+    def step(self, number: int, corrected: Any, correction: Any, step: int) -> tuple[Result, list[int]]:
+        self._in_order(number, "step")
+        self.done.append(f"{number} step")
+        if corrected == "breaks":
+            raise EngineError("the step breaks")
+        return Result(step), [step]
+
+    @collective
+    def restore(self, number: int, folder: Path, version: int) -> None:
+        self._go_on_from(number)
+        self.done.append(f"{number} restore")
+
+    def checkpoint_bytes(self) -> int:
+        return 1
+
+    def fetch(self, batch: Any, correction: Any, step: int, limit_s: float, *, everything: bool) -> dict[int, str]:
+        return {step: "late"}
 
 
 class Rank:
-    """Takes down the numbers of its calls; the next one can't reach it if `is_away`."""
+    """Its handle. Calls come in their order, one after the other, and take a second."""
 
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.is_away = False
+    def __init__(self, number: int, meetings: dict[int, set[int]]) -> None:
+        self.work, self._number, self._meetings = Work(f"learner rank {number}"), number, meetings
+        self.fate: list[str] = []
+        """Of its next calls: "" or what is lost, the "call" or the "reply"."""
+        self._turn = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
 
     def __getattr__(self, method: str) -> Any:
-        return Method(self)
+        def called(*arguments: Any, results: int = 1, **named: Any) -> Any:
+            ends = [asyncio.get_running_loop().create_future() for _ in range(results)]
+            task = asyncio.ensure_future(self._run(ends, method, arguments, named, self.fate.pop(0) if self.fate else ""))
+            self._running.add(task)
+            return ends[0] if results == 1 else ends
+
+        def options(*, num_returns: int) -> Any:
+            return SimpleNamespace(remote=lambda *arguments: called(*arguments, results=num_returns))
+
+        return SimpleNamespace(remote=called, options=options)
+
+    async def _run(
+        self, ends: list[asyncio.Future[Any]], method: str, arguments: tuple[Any, ...], named: dict[str, Any], fate: str
+    ) -> None:
+        error: Exception | None = LOST if fate else None
+        found: Any = None
+        try:
+            if fate != "call":
+                async with self._turn:
+                    await asyncio.sleep(1.0)
+                    found = await self._together(method, arguments, named)
+        except Exception as raised:
+            error = error or raised
+        for end, value in zip(ends, found if len(ends) > 1 and found is not None else [found] * len(ends), strict=True):
+            if end.cancelled():
+                continue
+            end.set_exception(error) if error is not None else end.set_result(value)
+            end.exception()
+
+    async def _together(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        before = len(self.work.done)
+        found = getattr(self.work, method)(*arguments, **named)
+        if len(self.work.done) > before:  # it has not only told again what it had found
+            there = self._meetings.setdefault(arguments[0], set())
+            there.add(self._number)
+            while len(there) < 2:
+                await asyncio.sleep(0.1)
+        return found
 
 
-class Method:
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+def played(scenario: Any) -> list[Rank]:
+    """Two ranks and their group."""
+    ranks: list[Rank] = []
 
-    def options(self, **_: Any) -> Method:
-        return self
+    async def play() -> None:
+        meetings: dict[int, set[int]] = {}
+        ranks.extend(Rank(number, meetings) for number in range(2))
+        await scenario(LearnerGroup(ranks, version=0, step_s=STEP_S), *ranks)
 
-    async def remote(self, *arguments: Any) -> Any:
-        if self._rank.is_away:
-            self._rank.is_away = False
-            raise ActorUnavailable("the actor can't be reached")
-        self._rank.numbers += arguments[:1]
-        return True
+    simulate(play)
+    return ranks
 
 
-def test_after_a_call_that_may_not_have_come_no_other_one_does_until_a_restore() -> None:
-    """The ranks would refuse the next number, which looks like a fault of the code and ended the run; a loss takes it back."""
-    ranks = [Rank(), Rank()]
-    group = LearnerGroup(ranks, version=0, step_s=5.0)
+@pytest.mark.parametrize("lost", ["call", "reply"])
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_lost_call_is_made_again_and_a_lost_reply_told_again(lost: str, times: int, who: int) -> None:
+    """Each rank does each call once, in one order, though the next one is asked for while the first is on its way."""
 
-    async def scenario() -> None:
-        await group.load_reference(Path("model"))
-        ranks[1].is_away = True
+    async def scenario(group: LearnerGroup, *ranks: Rank) -> None:
+        ranks[who].fate = [lost] * times
+        steps = [asyncio.ensure_future(group.step("batch", TIS, step=step)) for step in range(2)]
+        for number, result in enumerate(await asyncio.gather(*steps)):
+            assert (result.step, await result.values) == (number, [number])
+        await group.load_reference(MODEL)
+        assert group.version == 2
+
+    assert [rank.work.done for rank in played(scenario)] == [["1 step", "2 step", "3 load"]] * 2
+
+
+def test_who_is_cancelled_leaves_no_rank_behind() -> None:
+    """Ctrl-C while a forward is asked for again: what is saved then has to find all ranks at the same call."""
+
+    async def scenario(group: LearnerGroup, first: Rank, second: Rank) -> None:
+        second.fate = ["call", "call"]
+        asking = asyncio.ensure_future(group.load_reference(MODEL))
+        await asyncio.sleep(0.5)
+        asking.cancel()
+        await group.load_reference(MODEL)
+
+    assert [rank.work.done for rank in played(scenario)] == [["1 load", "2 load"]] * 2
+
+
+def test_an_error_whose_reply_is_lost_is_told_again() -> None:
+    async def scenario(group: LearnerGroup, first: Rank, second: Rank) -> None:
+        for rank in (first, second):
+            rank.fate = ["reply"]
+        with pytest.raises(EngineError, match="the step breaks"):
+            await group.step("breaks", TIS, step=0)
+
+    assert [rank.work.done for rank in played(scenario)] == [["1 step"]] * 2
+
+
+def test_after_a_call_that_did_not_come_no_other_one_does_until_a_restore() -> None:
+    """The ranks would refuse the next number, which looks like a fault of the code and ended the run; a loss takes it back. The call that
+    comes in the end, after the restore, is refused."""
+
+    async def scenario(group: LearnerGroup, first: Rank, second: Rank) -> None:
+        await group.load_reference(MODEL)
+        second.fate = ["call"] * 6
         with pytest.raises(ActorUnavailable):
-            await group.load_reference(Path("model"))
+            await group.load_reference(MODEL)
         with pytest.raises(ActorLost, match=r"can't be reached.*after a restore"):
-            await group.load_reference(Path("model"))
-        await group.restore(Path("checkpoint"), 0, deadline_s=5.0)
-        await group.load_reference(Path("model"))
+            await group.load_reference(MODEL)
+        first._meetings[2].add(1)  # who had waited for the other one gives up
+        await group.restore(Path("checkpoint"), 0, deadline_s=50.0)
+        await group.load_reference(MODEL)
+        with pytest.raises(EngineError, match="call 2, but 5 is the next"):
+            await second.load_reference.remote(2, MODEL)
+        with pytest.raises(EngineError, match="call 3 came after call 4"):
+            await second.restore.remote(3, Path("checkpoint"), 0)
 
-    asyncio.run(scenario())
-    assert [rank.numbers[-2:] for rank in ranks] == [[3, 4], [3, 4]]
+    first, second = played(scenario)
+    assert first.work.done == ["1 load", "2 load", "3 restore", "4 load"] and second.work.done == ["1 load", "3 restore", "4 load"]
+
+
+def test_what_was_asked_before_a_restore_is_not_done_after_it() -> None:
+    """A step that waits for its turn, when the run goes back."""
+
+    async def scenario(group: LearnerGroup, *ranks: Rank) -> None:
+        asked = [asyncio.ensure_future(group.step("batch", TIS, step=step)) for step in range(3)]
+        await asyncio.sleep(0.5)
+        for one in asked:
+            one.cancel()
+        await group.restore(Path("checkpoint"), 7, deadline_s=50.0)
+        await group.load_reference(MODEL)
+        assert group.version == 7
+
+    assert [rank.work.done for rank in played(scenario)] == [["1 step", "2 restore", "3 load"]] * 2
 
 
 def test_a_question_that_is_no_collective_call_may_miss_a_rank() -> None:
-    ranks = [Rank(), Rank()]
-    group = LearnerGroup(ranks, version=0, step_s=5.0)
-
-    async def scenario() -> None:
-        ranks[0].is_away = True
+    async def scenario(group: LearnerGroup, first: Rank, second: Rank) -> None:
+        first.fate = ["call"]
+        assert await group.checkpoint_bytes(deadline_s=5.0) == 2
+        second.fate = ["reply", "call"]
+        assert await group.fetch("batch", TIS, step=3, limit_s=5.0) == {3: "late"}, "read again, nothing else changes"
+        first.fate = ["call"] * 6
         with pytest.raises(ActorUnavailable):
             await group.checkpoint_bytes(deadline_s=5.0)
-        await group.load_reference(Path("model"))
+        await group.load_reference(MODEL)
 
-    asyncio.run(scenario())
-    assert [rank.numbers for rank in ranks] == [[1], [1]]
+    assert [rank.work.done for rank in played(scenario)] == [["1 load"]] * 2

@@ -35,6 +35,7 @@ from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
+from tests.actors.two_nodes import stored_bytes, two_nodes
 from tests.learner.learner_cases import TIS, random_batch, save_model, with_noisy_behavior
 
 STEPS, JOINS = 10, 50
@@ -42,22 +43,9 @@ PLAN = ExportPlan(8_000, checksums=True)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A node for the learner, to which this process belongs, and one for engines."""
-    variables = {"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-    try:
-        own.add_node(num_cpus=4, resources={"rollout": 4})
-        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}}
-        ray.init(own.address, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
+def cluster() -> Iterator[Cluster]:
+    with two_nodes() as own:
         yield own
-    finally:
-        ray.shutdown()
-        own.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @asynccontextmanager
@@ -117,7 +105,7 @@ async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], 
         on_dirty=lambda target, reason: None if reason == "the test says so" else failures.append(reason),
         on_failure=lambda target, reason: failures.append(reason),
     )
-    calls = group._calls
+    calls = group._collective.calls
     await sync.publish()
     crowd = Joins(group, sync)
     coming = asyncio.create_task(crowd.come()) if joins else None
@@ -132,7 +120,7 @@ async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], 
         await coming
     await sync.receipts(STEPS, deadline_s=60.0)
     assert failures == [] and all(target.version == STEPS and target.is_verified for target in crowd.targets)
-    assert group._calls - calls == 1 + 3 * STEPS + crowd.exports, "joins made no calls"
+    assert group._collective.calls - calls == 1 + 3 * STEPS + crowd.exports, "joins made no calls"
     await sync.close()
     return (await group.export(PLAN)).checksums, crowd
 
@@ -234,14 +222,6 @@ class Reader:
         """(bytes, process): fetched as a rollout worker fetches."""
         fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
         return sum(part.nbytes for bucket in fetched for part in bucket.parts), os.getpid()
-
-
-def stored_bytes(node: Any) -> int:
-    """All that was ever put, or fetched, into a node's object store."""
-    from ray._private.internal_api import node_stats
-
-    info = next(info for info in ray.nodes() if info["NodeID"] == node.node_id)
-    return int(node_stats(info["NodeManagerAddress"], info["NodeManagerPort"], False).store_stats.cumulative_created_bytes)
 
 
 def test_a_node_fetches_a_version_once_for_all_of_its_engines(cluster: Cluster) -> None:

@@ -17,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors import ledger as ledger_module
 from actors.carriers import QueueSnapshot
 from actors.ledger import Ledger, LedgerMark, outstanding_ids
+from actors.outstanding import Outstanding
 from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import LedgerError
-from tests.actors.cases import group, prompts
+from tests.actors.cases import at_hand, group, prompts, with_tokens
 
 
 def lines_of(path: Path) -> list[tuple[int, str, str]]:
@@ -235,7 +236,7 @@ class Books(RuleBasedStateMachine):
     def finish(self, pick: int) -> None:
         waiting = [e.ticket for e in self.queue._entries.values() if e.group is None]
         if waiting:
-            self.queue.put(group(waiting[pick % len(waiting)]))
+            self.queue.put(at_hand(group(waiting[pick % len(waiting)])))
 
     @rule(pick=st.integers(0, 9))
     def discard(self, pick: int) -> None:
@@ -251,7 +252,7 @@ class Books(RuleBasedStateMachine):
         self.step += 1
         self.ledger.settle(
             self.step,
-            trained=[g.prompt.prompt_id for g in drawn],
+            trained=[g.prompt_id for g in drawn],
             discarded=self.queue.take_discarded(),
             outstanding=self.queue.outstanding(),
             counts=self.queue.counts(),
@@ -260,7 +261,7 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def checkpoint(self) -> None:
-        snapshot = self.queue.snapshot()
+        snapshot = with_tokens(self.queue.snapshot())
         self.saved = self.step, snapshot, self.ledger.flush(snapshot)
 
     @precondition(lambda self: self.saved is not None)
@@ -271,7 +272,7 @@ class Books(RuleBasedStateMachine):
         with self.path.open("ab") as file:
             file.write(torn)
         self.queue = TrajectoryQueue(groups_per_step=2, max_staleness=2)
-        self.queue.restore(snapshot)
+        self.queue.fill(Outstanding(snapshot).contents())
         self.ledger, warning = Ledger.resumed(self.path, snapshot, mark)
         assert warning is None
 

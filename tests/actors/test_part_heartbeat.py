@@ -21,6 +21,7 @@ from actors.supervision import HALF_OVER
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
+from tests.ray_sessions import leave_ray
 
 LIMIT_S = 120.0
 
@@ -140,7 +141,7 @@ def test_a_busy_part_beats_and_a_stopped_one_is_dead_for_ray_too() -> None:
     try:
         asyncio.run(scenario())
     finally:
-        ray.shutdown()
+        leave_ray()
 
 
 async def as_coroutine(reference: Any) -> Any:

@@ -24,13 +24,14 @@ from actors.carriers import StoredGroup
 from actors.cluster import beside_the_driver
 from actors.environment import OF_BATCHES
 from actors.part_heartbeat import GROUPS
-from actors.payloads import fetched
+from actors.payloads import GONE, fetched
 from actors.queue_actor import TrajectoryQueueActor
 from actors.trajectory_queue import TrajectoryQueue
 from correction.batch import CorrectedBatch, PackedBatch
 from rollout.trajectory import Group, GroupFacts, ids_of, logprobs_of
 from tests.actors.cases import group, prompts
 from tests.failures.measured import Measured
+from tests.ray_sessions import leave_ray
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LARGE = 100_000
@@ -52,7 +53,7 @@ def cluster() -> Iterator[Cluster]:
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     ray.init(address=found.address, logging_level="ERROR", log_to_driver=False)
     yield found
-    ray.shutdown()
+    leave_ray()
     found.shutdown()
 
 
@@ -84,12 +85,12 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     stored = ray.get(queue.draw.remote(0, 4, 10.0), timeout=60)
     assert [one.facts for one in stored] == [one.facts for one in finished]
     groups, lost = asyncio.run(fetched(stored[:2], deadline_s=60.0))
-    assert (groups, lost) == (finished[:2], [])
+    assert (groups, lost) == (finished[:2], {})
 
     cluster.remove_node(node)
     groups, lost = asyncio.run(fetched(stored[2:], deadline_s=60.0))
-    assert (groups, lost) == ([finished[2]], [3])
-    ray.get(queue.lose.remote(lost), timeout=60)
+    assert (groups, lost) == ([finished[2]], {3: GONE})
+    ray.get(queue.lose.remote(list(lost)), timeout=60)
     assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(1, 5.0), timeout=60)] == [3]
     follows = "its workers' groups go to others; of finished groups those whose tokens lay there are sampled again"
     Measured("node of rollout workers removed", follows, None, "1 group of 2 that were finished there", "a real node").write()

@@ -20,6 +20,7 @@ from actors.devices import check_received
 from actors.doctor.gather import nodes_of_cluster
 from actors.placement import RankPlaces, reserve
 from correction.errors import DeadlineExceeded
+from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
         ray.init(own.address, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
         yield own
     finally:
-        ray.shutdown()
+        leave_ray()
         own.shutdown()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
@@ -107,6 +108,7 @@ def test_every_node_tells_what_it_has(cluster: Cluster, tmp_path: Path) -> None:
     found = nodes_of_cluster(config("ray.address=auto"), tmp_path)
     assert sorted((node.offered_gpus, node.free_gpus, node.cpus) for node in found) == [(0, 0, 1), (4, 4, 5), (4, 4, 5)]
     assert all(node.reads_run_folder and node.model_obstacle and abs(node.clock_ahead_s) < 60 for node in found)
+    assert [node.no_way for node in found] == [""] * 3, "the listener is on one with GPUs, and the other two reach it"
     assert 0 in [node.offered_gpus for node in found] and all(node.object_store > 0 for node in found) and list(tmp_path.iterdir()) == []
 
 

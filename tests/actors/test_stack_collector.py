@@ -55,6 +55,18 @@ def test_an_actor_of_coroutines_stands_where_its_event_loop_stands(tmp_path: Pat
     assert newest_gist(tmp_path)[1] == "ray::CorrectionService (process 7): correct:9 correct < base_events:600 run_forever"
 
 
+def test_an_actor_with_a_heartbeat_stands_where_its_call_stands(tmp_path: Path) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks/01.txt").write_text(
+        'a step\n\n=== ray::LearnerRankActor.step (process 7)\n'
+        'Thread 0x0 (most recent call first):\n  File "/lib/threading.py", line 9 in wait\n\n'
+        'Thread 0x1 (most recent call first):\n  File "/repo/learner/step.py", line 9 in step\n'
+        '  File "/lib/ray/_private/function_manager.py", line 700 in actor_method_executor\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "/lib/ray/_private/worker.py", line 900 in main_loop\n'
+    )
+    assert newest_gist(tmp_path)[1] == "ray::LearnerRankActor.step (process 7): step:9 step < function_manager:700 actor_method_executor"
+
+
 def test_a_long_wait_is_told_once_when_half_of_its_deadline_is_over() -> None:
     """Neither one that ends before, nor a short one, nor one that was asked for elsewhere."""
     told: list[tuple[str, float]] = []

@@ -22,6 +22,7 @@ from actors.record.stack_gist import newest_gist
 from actors.supervision import HALF_OVER, wait_for
 from correction.errors import DeadlineExceeded
 from rollout.stacks import tell_stacks
+from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def cluster() -> Iterator[Cluster]:
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     ray.init(found.address, logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
     yield found
-    ray.shutdown()
+    leave_ray()
     found.shutdown()
 
 

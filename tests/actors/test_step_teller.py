@@ -26,7 +26,7 @@ class Scene:
         self.events: list[Event] = []
         self.observation = observation
         self.observed: Any = None
-        self.teller = StepTeller(self, on_events=self.events.extend)  # type: ignore[arg-type]
+        self.teller = StepTeller(self, on_observed=lambda observation: self.events.extend(observation.events))  # type: ignore[arg-type]
         self.teller.follow(FakeActor(SimpleNamespace(observe=self._observe)))
 
     async def _observe(self, step: int, *_: Any) -> Observation | None:

@@ -21,14 +21,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.carriers import Ticket
+from actors.carriers import QueueContents, StoredGroup, Ticket
 from actors.dispatch import WaitingWork
+from actors.outstanding import Outstanding, worthless
 from actors.payloads import fetched, whole_snapshot
 from actors.queue_actor import TrajectoryQueueActor
 from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LateError, LedgerError
-from rollout.trajectory import Group
-from tests.actors.cases import FakeActor, group, prompt, prompts, stored
+from tests.actors.cases import FakeActor, at_hand, group, prompt, prompts, stored, with_tokens
 
 
 class QueueLife(RuleBasedStateMachine):
@@ -39,13 +39,14 @@ class QueueLife(RuleBasedStateMachine):
         self.every_steps = min(every_steps, max_staleness + 1)
         self.queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self.sampling: list[Ticket] = []
-        self.drawn: list[Group] = []
-        self.training: list[Group] | None = None
+        self.drawn: list[StoredGroup] = []
+        self.training: list[StoredGroup] | None = None
         self.preparing = 0
         """Version of the batch that is being drawn: the one after that in training."""
         self.is_published = False
         self.admitted: list[str] = []
         self.gone: list[str] = []
+        self.outstanding = Outstanding(dynamic_sampling=True)
 
     @rule(count=st.integers(1, 8))
     def admit(self, count: int) -> None:
@@ -54,23 +55,27 @@ class QueueLife(RuleBasedStateMachine):
         tickets = self.queue.admit(prompts(start, start + count))
         assert len(tickets) == min(count, max(0, free))
         self.sampling += tickets
+        self.outstanding.admit(tickets)
         self.admitted += [ticket.prompt.prompt_id for ticket in tickets]
 
     @precondition(lambda self: self.sampling)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         ticket = self.sampling.pop(data.draw(st.integers(0, len(self.sampling) - 1)))
-        assert self.queue.put(group(ticket))
+        rewards = data.draw(st.sampled_from([(1.0, 0.0)] * 4 + [(1.0, 1.0)]))
+        finished = at_hand(group(ticket, rewards=rewards))
+        assert self.queue.put(finished)
+        self.outstanding.finish(finished)
         before = self.queue.counts()
-        assert not self.queue.put(group(ticket)) and self.queue.counts() == before
+        assert not self.queue.put(finished) and self.queue.counts() == before
 
-    @rule(data=st.data())
-    def draw(self, data: st.DataObject) -> None:
-        """The service takes what is there, and discards some of it (failed or uniform), which frees their places."""
+    @rule()
+    def draw(self) -> None:
+        """The service takes what is there, and discards some of it, which frees their places."""
         for drawn in self.queue.draw(self.preparing, self.queue.groups_per_step - len(self.drawn)):
-            if data.draw(st.integers(0, 4)) == 0:
-                self.queue.discard([drawn.group_id], "rewards all alike")
-                self.gone.append(drawn.prompt.prompt_id)
+            if reason := worthless(drawn.facts, dynamic_sampling=True):
+                self.queue.discard([drawn.group_id], reason)
+                self.gone.append(drawn.prompt_id)
             else:
                 self.drawn.append(drawn)
 
@@ -78,7 +83,7 @@ class QueueLife(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         assert self.preparing == self.queue.version
-        staleness = [self.preparing - drawn.admitted_version for drawn in self.drawn]
+        staleness = [self.preparing - drawn.facts.admitted_version for drawn in self.drawn]
         assert min(staleness) >= 0 and max(staleness) <= self.queue.max_staleness
         self.training, self.drawn = self.drawn, []
         self.preparing += 1
@@ -96,7 +101,10 @@ class QueueLife(RuleBasedStateMachine):
     def settle(self) -> None:
         assert self.training is not None
         self.queue.settle([trained.group_id for trained in self.training])
-        self.gone += [trained.prompt.prompt_id for trained in self.training]
+        trained = [trained.prompt_id for trained in self.training]
+        self.gone += trained
+        discarded = self.queue.take_discarded()
+        self.outstanding.settle(self.queue.version, self.queue.published, trained=trained, discarded=discarded)
         self.training, self.is_published = None, False
 
     @precondition(lambda self: self.training is None)
@@ -106,8 +114,10 @@ class QueueLife(RuleBasedStateMachine):
         self.admit(12)
         for i in finish:
             if i < len(self.sampling):
-                self.queue.put(group(self.sampling.pop(i)))
-        self.drawn += self.queue.draw(self.preparing, self.queue.groups_per_step - len(self.drawn))
+                ticket = self.sampling.pop(i)
+                self.queue.put(at_hand(group(ticket)))
+                self.outstanding.finish(at_hand(group(ticket)))
+        self.draw()
         if len(self.drawn) == self.queue.groups_per_step:
             self.train()
             self.publish()
@@ -117,14 +127,31 @@ class QueueLife(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """From a checkpoint of this moment: what was being sampled is sampled again, what was drawn is drawn again."""
-        snapshot = pickle.loads(pickle.dumps(self.queue.snapshot()))
+        snapshot = pickle.loads(pickle.dumps(with_tokens(self.queue.snapshot())))
         restored = TrajectoryQueue(groups_per_step=self.queue.groups_per_step, max_staleness=self.queue.max_staleness)
-        tickets = restored.restore(snapshot)
-        assert sorted(t.group_id for t in tickets) == sorted(t.group_id for t in self.sampling)
+        self.outstanding = Outstanding(snapshot, dynamic_sampling=True)
+        restored.fill(self.outstanding.contents())
+        assert sorted(t.group_id for t in self.outstanding.in_flight) == sorted(t.group_id for t in self.sampling)
         unpublished = self.queue.version - self.queue.published  # engines get the newest
-        assert restored.free_places == self.queue.free_places + unpublished * self.queue.groups_per_step
+        judged = self.judge(restored)
+        assert restored.free_places == self.queue.free_places + unpublished * self.queue.groups_per_step + judged
         assert restored.version == restored.published == self.queue.version
-        self.queue, self.sampling, self.drawn = restored, tickets, []
+        self.queue, self.drawn = restored, []
+
+    def judge(self, new: TrajectoryQueue) -> int:
+        """What the new queue has discarded of groups that the old one held: how many."""
+        judged = set(self.queue.outstanding()) - set(new.outstanding())
+        self.gone += judged
+        return len(judged)
+
+    @rule()
+    def replace(self) -> None:
+        """Queue and service die, before or after the update that is under way: new ones go on from what the driver knows."""
+        queue = TrajectoryQueue(groups_per_step=self.queue.groups_per_step, max_staleness=self.queue.max_staleness)
+        queue.fill(self.outstanding.contents([trained.group_id for trained in self.training or []]))
+        assert sorted(t.group_id for t in self.outstanding.in_flight) == sorted(t.group_id for t in self.sampling)
+        self.judge(queue)
+        self.queue, self.drawn, self.is_published = queue, [], False
 
     @invariant()
     def the_bound_holds(self) -> None:
@@ -133,7 +160,7 @@ class QueueLife(RuleBasedStateMachine):
 
     @invariant()
     def every_prompt_is_somewhere_once(self) -> None:
-        snapshot = self.queue.snapshot()
+        snapshot = with_tokens(self.queue.snapshot())
         held = [t.prompt.prompt_id for t in snapshot.in_flight] + [g.prompt.prompt_id for g in snapshot.finished]
         assert sorted(held + self.gone) == sorted(self.admitted)
         assert snapshot.admitted == len(self.admitted)
@@ -279,7 +306,7 @@ def test_mistakes_of_the_callers_are_errors() -> None:
     with pytest.raises(LedgerError, match="versions only grow"):
         queue.publish(0)
     with pytest.raises(DataError, match="needs an empty queue"):
-        queue.restore(queue.snapshot())
+        queue.fill(QueueContents())
     assert queue.put(group(tickets[0]))
 
 
@@ -355,9 +382,12 @@ def test_a_checkpoint_has_the_groups_that_are_left_and_samples_the_others_again(
         assert snapshot.finished == (finished[0], finished[2])
         assert [ticket.group_id for ticket in snapshot.in_flight] == [1, 3]
         again = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
-        assert [ticket.group_id for ticket in await again.restore(snapshot)] == [1, 3]
+        under_way = Outstanding(snapshot)
+        assert [ticket.group_id for ticket in under_way.in_flight] == [1, 3]
+        await again.fill(under_way.contents())
+        await again.fill(under_way.contents())  # a call that ran, and whose answer was lost
         drawn = await again.draw(0, 2, 5.0)
-        assert await fetched(drawn, deadline_s=5.0) == ([finished[0], finished[2]], [])
+        assert await fetched(drawn, deadline_s=5.0) == ([finished[0], finished[2]], {})
 
     asyncio.run(scenario())
 
@@ -372,7 +402,7 @@ def test_a_repeated_delivery_changes_nothing() -> None:
         await actor.put(stored(finished[0]))
         await actor.put(stored(other, finished[1], finished[1]))
         drawn = await actor.draw(0, 2, 5.0)
-        assert await fetched(drawn, deadline_s=5.0) == (finished, [])
+        assert await fetched(drawn, deadline_s=5.0) == (finished, {})
         await actor.put(stored(*finished))
         assert actor._queue.counts() == {"admitted": 2, "trained": 0, "discarded": 0, "in_flight": 0, "finished": 0, "drawn": 2}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,9 @@ import torch
 
 from actors.config import RunConfig
 from actors.metrics import StepMetrics
-from actors.true_on_policy import checked, compare_batch, metrics_of, resolved
+from actors.true_on_policy import check_batch, checked, compare_batch, metrics_of, resolved
 from correction.batch import PackedBatch
-from correction.errors import ConfigError, EngineError
+from correction.errors import ActorLost, ConfigError, EngineError
 
 
 def run_config(folder: Path, **changes: Any) -> RunConfig:
@@ -33,6 +35,24 @@ def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
     config = resolved(run_config(tmp_path))
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
     assert config.rollout.engine.dtype == config.learner.dtype == "float32"
+
+
+@pytest.mark.parametrize("difference", ["stop", "correct"])
+def test_a_batch_that_is_gone_with_the_service_is_not_taken_for_an_equal_one(tmp_path: Path, difference: str) -> None:
+    """The run goes back and compares what it trains then, unless differences are to be corrected anyway."""
+    config = run_config(tmp_path, true_on_policy_on_difference=difference)
+    told: list[str] = []
+
+    async def gone() -> None: ...
+
+    observer: Any = SimpleNamespace(event=lambda _, text: told.append(text))
+    checking = check_batch(config, gone, step=3, observer=observer)
+    if difference == "stop":
+        with pytest.raises(ActorLost, match="step 3: its batch is gone"):
+            asyncio.run(checking)
+    else:
+        asyncio.run(checking)
+        assert told == ["step 3: its batch is gone with the correction service, and can't be compared bit by bit"]
 
 
 def test_without_the_switch_nothing_is_touched(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import torch
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.learner_group import LearnerGroup, LearnerRankActor
+from actors.learner_group import LearnerGroup
+from actors.learner_rank_actor import LearnerRankActor
 from actors.supervision import counted
 from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.engines.checksum import tensor_checksum
@@ -153,6 +154,13 @@ class Scene:
         for target in self.targets.values():
             self.sync.join(target)
         await self.sync.receipts(0, deadline_s=10.0)
+        await self.grouped()
+
+    async def grouped(self) -> None:
+        """Until there is a broadcast group, and it is of all engines."""
+        group = self.sync._broadcast
+        while group is not None and group.members != list(self.sync._targets.values()):
+            await asyncio.sleep(0.01)
 
     async def publish(self, version: int) -> None:
         self.learner.version = version
@@ -787,6 +795,7 @@ def test_a_broadcast_that_fails_goes_through_the_object_store_and_the_next_one_w
         await scene.join()
         await scene.publish(1)
         await scene.sync.receipts(1, deadline_s=5.0)
+        await scene.grouped()
         await scene.publish(2)
         assert [t.version for t in scene.targets.values()] == [2, 2]
         assert [name for name, _ in scene.dirty] == ["good", "bad"] and "broadcast of v1 failed" in scene.dirty[0][1]
@@ -845,8 +854,9 @@ def test_the_group_numbers_its_calls_and_stays_in_its_process() -> None:
 
     async def scenario() -> None:
         forwards = [group.proximal(None, version=4), group.reference_logprobs(None, version=4)]
-        found, *_ = await asyncio.gather(*forwards, group.export(ExportPlan(8)), group.restore(Path("a"), 2, deadline_s=5.0))
+        found, *_ = await asyncio.gather(*forwards, group.export(ExportPlan(8)))
         assert await found == "proximal", "a reference, for who has asked"
+        await group.restore(Path("a"), 2, deadline_s=5.0)
 
     play(scenario)
     names = ["proximal", "reference_logprobs", "export", "restore"]

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -84,8 +85,10 @@ def test_a_process_that_is_called_late_can_be_killed(process: subprocess.Popen[b
 
 
 def test_a_process_without_calls_is_no_actor() -> None:
-    with pytest.raises(OSError, match=r"has no thread server\.poll"):
-        LateCalls(os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as process:
+        with pytest.raises(OSError, match=r"has no thread server\.poll"):
+            LateCalls(process.pid)
+        process.kill()
 
 
 def test_a_seed_gives_the_same_blows_with_every_deed() -> None:
@@ -178,7 +181,9 @@ def test_shared_memory_is_that_of_all_processes_together() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="as the kernel of Linux tells it")
 def test_memory_of_ones_own_is_what_was_touched() -> None:
     own, shared = memory_of(os.getpid())
-    block = b"\1" * (64 << 20)
+    block = mmap(-1, 64 << 20, MAP_PRIVATE | MAP_ANONYMOUS)  # fresh pages, whatever the allocator keeps
+    for offset in range(0, len(block), PAGESIZE):
+        block[offset] = 1
     memory = SharedMemory(create=True, size=32 << 20)
     try:
         memory.buf[:] = b"\1" * memory.size

@@ -7,8 +7,8 @@ PATIENCE_S = 2.0
 
 def impatient() -> None:
     """Before an actor's class is imported, or after it."""
-    from actors import admission, correction_service, pool, trajectory_queue
+    from actors import admission, drawing, pool, trajectory_queue
 
-    for module in (admission, correction_service, pool, trajectory_queue):
+    for module in (admission, drawing, pool, trajectory_queue):
         module.ANSWER_S = PATIENCE_S  # type: ignore[attr-defined]
-    admission._POLL_S = correction_service._POLL_S = PATIENCE_S
+    admission._POLL_S = drawing._POLL_S = PATIENCE_S

@@ -24,6 +24,7 @@ from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, Run, environment
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery
+from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def cluster() -> Iterator[Cluster]:
     found = Cluster(initialize_head=True, head_node_args=head)
     ray.init(found.address, logging_level="ERROR", log_to_driver=False)
     yield found
-    ray.shutdown()
+    leave_ray()
     found.shutdown()
 
 

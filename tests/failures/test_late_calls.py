@@ -30,6 +30,7 @@ from benchmarks.late_calls import LateCalls
 from tests.e2e.launch import ROOT
 from tests.failures.impatient import PATIENCE_S, impatient
 from tests.failures.measured import REAL, Measured
+from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         try:
             yield Path(folder) / "session_latest" / "logs"
         finally:
-            ray.shutdown()
+            leave_ray()
 
 
 @asynccontextmanager
@@ -94,7 +95,7 @@ class ImpatientRun(ReplayedRun):
             self.asked[version] += 1
             return await wait_for(self.service.next_batch.remote(version), f"batch of version {version}", deadline_s=PATIENCE_S)
 
-        batch = await next_batch(ask, self.service, learner, deadline_s=PATIENCE_S, is_moving=lambda: True)
+        batch = await next_batch(ask, self.service, learner, step=step, deadline_s=PATIENCE_S, is_moving=lambda: True)
         result = await learner.step(batch.corrected, batch.correction, step=step)
         await self.sync.publish()
         settle = partial(self.queue.advance.remote, learner.version, [group.group_id for group in batch.groups])
@@ -139,6 +140,7 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
 
         try:
             await unless_failed(steps(), run._failing())
+            run.said += await run.service.heartbeat.remote(0)
             return run
         finally:
             await run.close()

@@ -16,6 +16,7 @@ from actors.going_back import lost_among
 from actors.supervision import wait_for
 from correction.errors import ActorLost
 from tests.failures.measured import REAL, Measured
+from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         monkeypatch.setenv(name, value)
     found.add_node(num_cpus=1, resources={"scarce": 1.0})
     yield found
-    ray.shutdown()
+    leave_ray()
     found.shutdown()
 
 

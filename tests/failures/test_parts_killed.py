@@ -1,7 +1,7 @@
 """kill -9 of the processes that hold a run's state, one after the other in one run: learner rank, trajectory queue, correction service.
 
-Each time the run goes back to its last checkpoint by itself, with the engine that it has, and its books are those of an undisturbed run. A
-learner that lives reads the checkpoint in the process that it has.
+Of the learner's death the run goes back to its last checkpoint; queue and service are replaced where it stands. It does both by itself,
+with the engine that it has, and its books are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from tests.failures.measured import Recovery
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, GROUPS, EVERY = 18, 4, 6
+GOES_BACK = "the run goes back to its last checkpoint, in the same process; engines stay up"
+REPLACED = "queue and service are replaced; learner and engines go on with what they have under way"
 PARTS = {"LearnerRankActor": "learner rank 0", "TrajectoryQueueActor": "trajectory queue", "CorrectionService": "correction service"}
 
 
-def kill(run: Run, process: str, *, after: int, generation: int) -> None:
+def kill(run: Run, process: str, *, after: int) -> None:
     run.wait_until(lambda: len(run.metrics()) >= after, f"{after} steps")
     (pid,) = run.pids(process)
-    follows = "the run goes back to its last checkpoint, in the same process; engines stay up"
+    follows = GOES_BACK if process == "LearnerRankActor" else REPLACED
     recovery = Recovery(run, f"{PARTS[process].removesuffix(' 0')} killed", follows)
     os.kill(pid, signal.SIGKILL)
-    run.wait_until(lambda: f"(generation {generation})" in run.events(), f"the end of {process} to be noticed")
+    run.wait_until(lambda: f"lost: {PARTS[process]} " in run.events(), f"the end of {process} to be noticed")
     recovery.wait()
 
 
@@ -40,18 +42,18 @@ def test_every_part_dies_once(small_model: Path, tmp_path: Path) -> None:
     run = Run(run_dir, str(RECIPE), *words)
     try:
         for number, process in enumerate(PARTS):  # the first after the first step, without a checkpoint to go back to
-            kill(run, process, after=max(1, number * (EVERY + 1)), generation=number + 1)
+            kill(run, process, after=max(1, number * (EVERY + 1)))
         assert run.wait() == 0, run.output()[-4000:]
         folder = RunFolder.view(run_dir)
         state = TrainingState.load(folder.latest_checkpoint().state)
         assert run.steps() == list(range(1, STEPS + 1)) and state.step == STEPS
         check_books(run, state, groups_per_step=GROUPS)
-        went_back = [event.text for event in folder.read_events() if "The run goes back to" in event.text]
-        assert [text.split(" (")[0] for text in went_back] == [f"lost: {name}" for name in PARTS.values()]
-        assert "its beginning (it has no checkpoint)" in went_back[0] and "the checkpoint of step" in went_back[1]
-        assert run.metrics()[-1]["steps/returns_total"] == len(PARTS)
+        losses = [event.text for event in folder.read_events() if event.text.startswith("lost: ")]
+        assert [text.split(" (")[0] for text in losses] == [f"lost: {name}" for name in PARTS.values()]
+        assert "its beginning (it has no checkpoint)" in losses[0] and all("New ones go on after step" in text for text in losses[1:])
+        assert run.metrics()[-1]["steps/returns_total"] == 1 and run.metrics()[-1]["queue/replaced_total"] == 2
         assert "rollout worker 0 is gone" not in run.events() and "rollout 1 is up" not in run.events(), "its engine stays"
-        assert run.events().count("learner 0 is up") == 2, "the second time for the killed one; it stays when others die"
+        assert run.events().count("learner 0 is up") == 2, "the second time for the killed one; others' deaths don't concern it"
         assert all(line["staleness/max"] <= 1 for line in run.metrics())
         assert "Traceback" not in run.output() and run.orphans(30.0) == []
     finally:

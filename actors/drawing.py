@@ -1,0 +1,83 @@
+"""Groups for a batch: drawn from the trajectory queue, those that are not worth training left out, those that are lost sampled again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from actors import payloads
+from actors.carriers import StoredGroup
+from actors.numbered import NumberedCaller
+from actors.outstanding import worthless
+from actors.trajectory_queue import ANSWER_S
+from correction.errors import ActorLost
+from rollout import wide_fields
+from rollout.trajectory import Group
+
+_POLL_S = 30.0
+_MOST_LOSSES = 3
+"""Of one group. Two may go with two nodes; one that is never there in time would be sampled for ever."""
+
+
+class Drawing:
+    """The correction service's side of the queue."""
+
+    def __init__(self, books: NumberedCaller, *, dynamic_sampling: bool, bytes_per_s: float) -> None:
+        self._books, self._dynamic_sampling, self._bytes_per_s = books, dynamic_sampling, bytes_per_s
+        self._losses = Counter[int]()
+        """By group id."""
+        self.apart: dict[int, Any] = {}
+        """Of the batch that is being put together: references to its groups' wide fields, by group id; empty if they have none."""
+
+    async def draw(self, version: int, places: int) -> list[Group]:
+        """Groups worth training, without their wide fields. The others are discarded here, which frees their places for new prompts; those
+        whose tokens are lost are sampled again."""
+        while True:
+            # Without a group for long the batch's deadline speaks; this one is for a queue that doesn't answer.
+            what, limit_s = f"groups of version {version} <- trajectory queue", _POLL_S + ANSWER_S
+            drawn = await self._books.ask("draw", version, places, _POLL_S, what=what, deadline_s=limit_s, notice_s=ANSWER_S)
+            if not drawn:
+                continue
+            kept, given_up = list[StoredGroup](), dict[str, list[int]]()
+            for group in drawn:
+                if reason := worthless(group.facts, dynamic_sampling=self._dynamic_sampling):
+                    given_up.setdefault(reason, []).append(group.group_id)
+                else:
+                    kept.append(group)
+            for reason, group_ids in given_up.items():
+                await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
+            groups, lost = await payloads.fetched(kept, deadline_s=payloads.fetch_s(kept, self._bytes_per_s))
+            if lost:
+                await self.lose(lost)
+            if groups:
+                self.apart |= {one.group_id: one.wide for one in kept if one.wide is not None and one.group_id not in lost}
+                return [await self._without_wide_fields(group) for group in groups]
+
+    async def lose(self, why: Mapping[int, str]) -> None:
+        """Drawn groups can't be read: they are sampled again.
+
+        Args: why: by group id.
+        Raises: ActorLost for one that has been sampled several times: it is not the node that it lay on.
+        """
+        for group_id, reason in why.items():
+            self.apart.pop(group_id, None)
+            self._losses[group_id] += 1
+            if self._losses[group_id] >= _MOST_LOSSES:
+                raise ActorLost(
+                    f"group {group_id} was sampled {_MOST_LOSSES} times, and each time its tokens could not be read, at last because they "
+                    f"were {reason}: look at the nodes and the network between them; where they are late, lower deadlines.bytes_per_s"
+                )
+        what = f"loss of {len(why)} groups -> trajectory queue"
+        await self._books.ask("lose", sorted(why), what=what, deadline_s=ANSWER_S)
+
+    async def _without_wide_fields(self, group: Group) -> Group:
+        """Small groups, and those of a checkpoint, come with them."""
+        if not wide_fields.has_wide_fields(group):
+            return group
+        light, fields = wide_fields.apart(group)
+        self.apart[group.group_id] = await asyncio.to_thread(ray.put, fields)
+        return light

@@ -1,0 +1,40 @@
+"""A real Ray cluster of two nodes on one machine: what crosses the network from one to the other can be counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from tests.ray_sessions import leave_ray
+
+
+@contextmanager
+def two_nodes() -> Iterator[Cluster]:
+    """A node for the learner, to which this process belongs, and one for engines."""
+    variables = {"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    try:
+        own.add_node(num_cpus=4, resources={"rollout": 4})
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}}
+        ray.init(own.address, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
+        yield own
+    finally:
+        leave_ray()
+        own.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def stored_bytes(node: Any) -> int:
+    """All that was ever put, or fetched, into a node's object store."""
+    from ray._private.internal_api import node_stats
+
+    info = next(info for info in ray.nodes() if info["NodeID"] == node.node_id)
+    return int(node_stats(info["NodeManagerAddress"], info["NodeManagerPort"], False).store_stats.cumulative_created_bytes)
