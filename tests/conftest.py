@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import actors  # noqa: F401  # before Ray: a test that forgets to start one gets an error, not a Ray of somebody else's
 from correction.engines.weight_bucket import WeightBucket
 from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer

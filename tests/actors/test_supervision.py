@@ -7,6 +7,8 @@ import gc
 import inspect
 import logging
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -221,3 +223,18 @@ def test_of_two_that_run_side_by_side_the_first_error_ends_the_other() -> None:
         assert ended == ["slow"]
 
     asyncio.run(scenario())
+
+
+def test_outside_a_session_nothing_starts_or_joins_a_ray() -> None:
+    """A kill of actors after the end of their Ray would else join the machine's last cluster, or wait for one that is gone."""
+    program = (
+        "from actors.supervision import kill\n"
+        "import ray\n"
+        "kill(object())\n"
+        "try:\n"
+        "    ray.get_actor('queue')\n"
+        "except ray.exceptions.RaySystemError as error:\n"
+        "    print('refused:', error, ray.is_initialized())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("refused:") and done.stdout.endswith("False\n"), done.stdout + done.stderr
