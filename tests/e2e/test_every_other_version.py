@@ -41,4 +41,5 @@ def test_tokens_are_of_the_versions_that_went_out(small_model: Path, tmp_path: P
         assert ages and max(ages) <= 2 and {(trained_at - age) % 2 for age in ages} == {0}, (line["step"], ages)
         assert line.get("mismatch/max_abs_log_ratio", 0.0) < 2e-5 and line.get("sync/probe_max_abs_difference", 0.0) < 2e-5
     assert any("sync/probe_max_abs_difference" in line for line in lines)
-    assert [line["step"] for line in lines[1:] if line.get("sync/receipts")] == [2, 4, 6], "the first step's is of the worker's start"
+    told = [line["step"] for line in lines[1:] if line.get("sync/receipts")]  # the first step's is of the worker's start
+    assert [step // 2 * 2 for step in told] in ([2, 4, 6], [2, 4]), "a receipt is in its step's line or, if it is late, in the next"
