@@ -28,7 +28,7 @@ from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
 from rollout.stacks import tell_stacks
 from rollout.temporary_files import own_folder, remove
-from rollout.trajectory import FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
+from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
@@ -202,8 +202,8 @@ class RolloutWorker:
             return await self._sampler.answer(prompt, how)
         except UNANSWERED as error:
             asked, no_ids, no_logprobs = ids_of(prompt.token_ids), ids_of(()), logprobs_of(())
-            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT, error=str(error))
-            return (nothing,) * how.samples
+            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT)
+            return (replace(nothing, error=str(error), failure=FailureKind.ENGINE),) * how.samples
 
     def _count(self, trajectories: Sequence[Trajectory]) -> None:
         self._endpoint.add("rollout/generated_tokens_total", sum(len(t.response_ids) for t in trajectories))

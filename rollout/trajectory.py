@@ -32,6 +32,17 @@ class FinishReason(StrEnum):
     """The engine gave the request up; the trajectory is not trained."""
 
 
+class FailureKind(StrEnum):
+    """What kept a trajectory from being scored."""
+
+    ENGINE = "engine"
+    """The engine gave no complete answer."""
+    REWARD = "reward"
+    """The reward function raised, or its process died."""
+    REWARD_TIMEOUT = "reward_timeout"
+    """The reward function passed its deadline."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One question, as the task gives it."""
@@ -122,6 +133,7 @@ class _Answer:
         version_spans: tuple[VersionSpan, ...]
         reward: float | None
         error: str | None
+        failure: FailureKind | None
 
         @property
         def response_tokens(self) -> int: ...
@@ -151,6 +163,7 @@ class AnswerFacts(_Answer):
     reward: float | None
     reward_components: dict[str, float]
     error: str | None
+    failure: FailureKind | None = None
     read_again_tokens: int = 0
 
 
@@ -187,7 +200,9 @@ class Trajectory(_Answer):
     reward_components: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, if the function returns them; their sum trains."""
     error: str | None = None
-    """Why the trajectory failed (reward raised or timed out, engine aborted); None when it is valid."""
+    """Why the trajectory failed, for people; None when it is valid."""
+    failure: FailureKind | None = None
+    """The kind of that error; None when it is valid, and for a failed one that a checkpoint without kinds holds."""
 
     @classmethod
     def from_sglang(
@@ -230,6 +245,7 @@ class Trajectory(_Answer):
             top_logprobs=_top_logprobs(meta, len(response_ids), topk, engine_name) if topk else None,
             routed_experts=_routed_experts(meta, len(response_ids), experts, engine_name) if experts and wants_routes else None,
             error="the engine aborted the request" if is_aborted else None,
+            failure=FailureKind.ENGINE if is_aborted else None,
         )
 
     @property
@@ -240,7 +256,7 @@ class Trajectory(_Answer):
     def facts(self) -> AnswerFacts:
         return AnswerFacts(
             self.response_tokens, self.version_spans, self.finish_reason, self.reward, self.reward_components, self.error,
-            self.read_again_tokens,
+            self.failure, self.read_again_tokens,
         )
 
     @property
@@ -262,6 +278,11 @@ class _Answers(Generic[A]):
     @property
     def valid(self) -> tuple[A, ...]:
         return tuple(t for t in self.trajectories if t.is_valid)
+
+    @property
+    def failures(self) -> tuple[tuple[FailureKind, str], ...]:
+        """Kind and message of each trajectory without a reward."""
+        return tuple((t.failure or FailureKind.REWARD, t.error) for t in self.trajectories if t.error)
 
     @property
     def is_uniform(self) -> bool:
