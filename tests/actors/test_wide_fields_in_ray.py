@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup, Ticket
 from actors.cluster import beside_the_driver
-from actors.config import DeadlinesConfig, EarlyWarningConfig
-from actors.correction_service import CorrectionService, ServiceConfig
+from actors.config import EarlyWarningConfig, RunConfig
+from actors.correction_service import CorrectionService
 from actors.environment import OF_BATCHES
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
@@ -88,9 +88,10 @@ class Run:
         places = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in self.nodes]
         self.workers = [ray.remote(Sampling).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
         self.queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=100).remote(groups_per_step=GROUPS, max_staleness=0)
-        correction, deadlines = CorrectionConfig.model_validate({"preset": "tis-token"}), DeadlinesConfig()
-        quiet = EarlyWarningConfig(detailed=False)
-        settings = ServiceConfig(correction, False, GROUPS, 0, False, ROLLOUT, config, deadlines, quiet)
+        settings = RunConfig(
+            model=Path("none"), steps=10, groups_per_step=GROUPS, max_staleness=0, rollout=ROLLOUT, learner=config,
+            correction=CorrectionConfig.model_validate({"preset": "tis-token"}), monitor=EarlyWarningConfig(detailed=False),
+        )
         service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
         self.service = service.remote(settings, self.queue)
 
