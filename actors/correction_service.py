@@ -164,7 +164,10 @@ class CorrectionService(Beating):
         seconds: float,
         lost: Mapping[int, str],
     ) -> None:
-        """What the learner has found for a ForwardRequest, in so many seconds; or which groups it has not been able to read, and why."""
+        """What the learner has found for a ForwardRequest, in so many seconds; or which groups it has not been able to read, and why.
+
+        References to the first three are enough: each is an argument of its own, and Ray brings what an argument refers to.
+        """
         self._forwards.answer(number, proximal, reference, at_sampling, seconds, lost)
 
     async def stop(self) -> None:
@@ -261,7 +264,7 @@ class CorrectionService(Beating):
         self._correction = self._next_correction
         keeping = asyncio.create_task(self._gap_split.keep(version)) if self._gap_split.keeps(version) else None
         groups = list[Group]()
-        self._drawing.apart = {}
+        self._drawing.wide_of = {}
         forwards: list[Forward] = []
         while True:
             try:
@@ -356,7 +359,7 @@ class CorrectionService(Beating):
             overlong=self._config.rollout.overlong,
             max_tokens=self._config.rollout.sampling.max_tokens,
             temperature=self._config.rollout.sampling.temperature,
-            apart=self._drawing.apart,
+            wide_of=self._drawing.wide_of,
         )
 
     def _fetch_s(self, batch: PackedBatch) -> float:

@@ -174,7 +174,7 @@ class RolloutWorker:
             return group, *nothing
         self._count(group.trajectories)
         self._endpoint.add("rollout/finished_groups_total", 1)
-        return payloads.apart(group) if self._settings.has_wide_fields else (group.facts, group)
+        return payloads.split_answer(group) if self._settings.has_wide_fields else (group.facts, group)
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation); not put into the queue."""

@@ -192,7 +192,7 @@ class Trajectory(_Answer):
     """Of every token of prompt and response but the last, which the model didn't read; where the learner replays them. The positions of
     a trajectory that a weight update found under way were read anew then: these are the routes of the last reading."""
     route_keys: array[int] | None = None
-    """Of the prompt's tokens, what stands for their routed experts where these are kept apart (rollout/wide_fields.py)."""
+    """Of the prompt's tokens, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None
@@ -301,7 +301,7 @@ class GroupFacts(_Answers[AnswerFacts]):
     generate_s: float = 0.0
     reward_s: float = 0.0
     wide_bytes: int = 0
-    """Of its wide fields, which are kept apart; 0: they aren't."""
+    """Of its wide fields, where these are objects of their own; 0: they aren't."""
 
 
 @dataclass(frozen=True, slots=True)

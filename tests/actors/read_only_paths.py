@@ -52,7 +52,7 @@ class FarLearner(Learner):
 
     async def proximal(self, batch: PackedBatch, *, version: int) -> SimpleNamespace:
         found = await super().proximal(batch, version=version)
-        return SimpleNamespace(logprobs=read_only(found.logprobs), routed_experts=found.routed_experts)
+        return SimpleNamespace(logprobs=read_only(found.logprobs), route_places=found.route_places)
 
     async def reference_logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
         return read_only(await super().reference_logprobs(batch, version=version))

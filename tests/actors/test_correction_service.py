@@ -89,7 +89,7 @@ class Learner:
         bounds = itertools.pairwise(batch.offsets.tolist())
         fields = tuple(WideFields(routes(batch.token_ids[start : end - 1])) for start, end in bounds)
         places = tuple(WidePlace(((fields, i),), array("I")) for i in range(len(fields)))
-        return SimpleNamespace(logprobs=code(batch.token_ids), routed_experts=places)
+        return SimpleNamespace(logprobs=code(batch.token_ids), route_places=places)
 
     async def fetch(self, batch: Any, correction: CorrectionConfig | None, **_: Any) -> dict[int, str]:
         """Without Ray a batch holds what it names."""

@@ -29,7 +29,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from correction.config import CorrectionConfig
 from learner.config import LearnerConfig
 from rollout.trajectory import Group, GroupFacts
-from rollout.wide_fields import apart
+from rollout.wide_fields import split_wide_fields
 from tests.actors.cases import prompts
 from tests.actors.test_correction_service import ROLLOUT
 from tests.actors.test_learner_ranks_in_ray import stored_bytes
@@ -65,7 +65,7 @@ class Sampling:
     """A worker's answer: facts, the group without its wide fields, and these."""
 
     async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts, Group, Any]:
-        light, fields = apart(routed_group(ticket))
+        light, fields = split_wide_fields(routed_group(ticket))
         size = sum(one.nbytes for one in fields)
         assert size > SMALL
         return replace(light.facts, wide_bytes=size), light, fields

@@ -102,7 +102,7 @@ class SimulatedLearner:
         )
 
     def proximal(self, batch: Any) -> Any:
-        return SimpleNamespace(logprobs=torch.full_like(batch.behavior_logprobs, -1.0), routed_experts=None)
+        return SimpleNamespace(logprobs=torch.full_like(batch.behavior_logprobs, -1.0), route_places=None)
 
     def begin_save(self, folder: Path, hf_folder: Path) -> None:
         process = HERE.get()
