@@ -1,4 +1,4 @@
-"""Rules of the third layer: what was measured on ranks and an engine, against what has to be right and what would be slow.
+"""Rules of the third layer: what was measured on ranks and an engine has to be right, and fast enough.
 
 Each rule is a function of (facts, config) that yields complaints; the config has its deadlines.
 """
@@ -80,7 +80,7 @@ def seeds_repeat(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
 
 
 def updates_meet_their_deadlines(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
-    """By the object store, which also serves an engine that joins where the others are broadcast to."""
+    """By the object store; with weight_sync.transport: broadcast an engine that joins gets its first weights that way, too."""
     if facts.update is not None:
         of_whom = " to an engine that joins" if config.weight_sync.transport == "broadcast" else ""
         yield from _expected(facts, config, facts.update.bytes, facts.update.export_s + facts.update.take_s, facts.update.pause_s, of_whom)

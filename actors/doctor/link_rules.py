@@ -22,7 +22,7 @@ _WAYS = {
     "NODE": "PCIe bridges of one socket",
     "SYS": "two sockets",
 }
-"""nvidia-smi's words, from the shortest way to the longest."""
+"""nvidia-smi's names of links, from the shortest path to the longest."""
 
 
 def gpus_of_a_group_are_linked(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
