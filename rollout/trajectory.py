@@ -144,10 +144,6 @@ class _Answer:
         return self.error is None and self.reward is not None and self.response_tokens > 0
 
     @property
-    def oldest_version(self) -> int:
-        return min(span.version for span in self.version_spans)
-
-    @property
     def is_mixed(self) -> bool:
         """True when a weight update fell into the middle of it."""
         return len({span.version for span in self.version_spans}) > 1
