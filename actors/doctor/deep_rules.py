@@ -63,14 +63,14 @@ def both_sides_agree(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]
         limits = of_engine if one.sides == ENGINE_AND_LEARNER else of_learner
         text = f"{one.sides} differ by up to {one.largest:.2g} nats, median {one.median:.2g}, on a model of two layers in {facts.dtype}"
         if not (one.largest <= limits.largest and one.median <= limits.median):  # not a number is no agreement
-            yield Complaint("fail", f"{text}: more than rounding does", "evenkeel diff-engines names the first operator that differs")
+            yield Complaint("fail", f"{text}: more than rounding explains", "evenkeel diff-engines names the first operator that differs")
         else:
             yield Complaint("note", text)
         if one.gradient is not None and not one.gradient <= GRADIENT[facts.dtype]:
             yield Complaint(
                 "fail",
-                f"the learner's gradient has a norm {100 * one.gradient:.2g} % off float32's on a CPU: more than rounding does",
-                "Set learner.layers: local, and tell of it",
+                f"the learner's gradient has a norm {100 * one.gradient:.2g} % off float32's on a CPU: more than rounding explains",
+                "Set learner.layers: local, and report it as a bug",
             )
 
 

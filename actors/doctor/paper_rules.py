@@ -142,9 +142,9 @@ def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) 
         yield Complaint(
             "note",
             f"an answer of {config.rollout.sampling.max_tokens:,} tokens takes {found.longest_answer_s:.0f} s at {TOKENS_PER_S:g} tokens a "
-            f"second, and max_staleness = {config.max_staleness} lets {found.steps} steps pass meanwhile: where batches have such answers, "
-            f"a step takes {found.tail_s:.0f} s, and engines and learner would do it in {found.others_s:.0f} (with answers of "
-            f"{MEAN_SHARE:.0%} of that on average)",
+            f"second, and with max_staleness = {config.max_staleness} it has to be ready after {found.steps} steps: if batches have such "
+            f"answers, steps take {found.tail_s:.0f} s, where engines and learner alone need {found.others_s:.0f} s (for answers of "
+            f"{MEAN_SHARE:.0%} of that length on average)",
             f"{raise_it}ower rollout.sampling.max_tokens; evenkeel simulate tells it of measured lengths and speeds",
         )
 

@@ -21,7 +21,7 @@ def verdict(complaints: Sequence[Complaint]) -> str:
     fails = sum(one.severity == "fail" for one in complaints)
     warns = sum(one.severity == "warn" for one in complaints)
     if fails:
-        return f"{fails} thing{'s' * (fails > 1)} can't work so"
+        return f"{fails} failure{'s' * (fails > 1)}: the run can't work like this"
     return f"ready, with {warns} warning{'s' * (warns > 1)}" if warns else "ready"
 
 
