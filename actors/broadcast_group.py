@@ -1,8 +1,8 @@
 """The torch.distributed group through which weights are broadcast: the learner's rank 0 and the engines of a fixed pool.
 
-It is of one set of engines, and built anew beside training when another set is wanted: rank 0 joins in a thread of its own, the engines
-between two batches. Until it is whole nothing is broadcast. One that a member doesn't join is left by all; the next try comes when others
-are wanted, or when it is asked for again.
+A group has a fixed set of engines. When the set changes, a new group is built during training: rank 0 joins in a thread of its own, the
+engines between two requests. Nothing is broadcast until all have joined. If a member doesn't join, all leave the group; it is tried again
+when the set changes, or at the next call of `rebuild`.
 """
 
 from __future__ import annotations
@@ -27,38 +27,40 @@ log = logging.getLogger("evenkeel.sync")
 
 
 class Member(Protocol):
-    """An engine, as the sync sees it."""
+    """A rollout worker whose engine receives broadcasts."""
 
     name: str
     actor: Any
 
 
 class BroadcastGroup:
-    """Of the learner (rank 0) and one set of engines."""
+    """The learner's rank 0 (rank 0 of the group) and one set of engines."""
 
     def __init__(
         self, learner: LearnerGroup, sync_s: float, generation: int, ranks: int, wanted: Callable[[], Sequence[Member]] = tuple
     ) -> None:
         """
         Args:
-            ranks: of an engine, all of them members.
-            wanted: whom `rebuild` takes; nobody while it is not known who they will be.
+            sync_s: deadline of each step, seconds.
+            generation: of the run; part of the group's name.
+            ranks: of an engine; each is a member.
+            wanted: returns the engines that `rebuild` takes; none while they are not known yet.
         """
         self._learner, self._sync_s, self._generation, self._ranks, self._wanted = learner, sync_s, generation, ranks, wanted
         self._asked: list[Member] = []
-        """To join the present group."""
+        """Engines that were asked to join the present group."""
         self._is_whole, self._built = False, 0
         self._building: asyncio.Task[None] | None = None
         self.in_use = asyncio.Lock()
-        """Held by who broadcasts: `rebuild` takes no group away meanwhile."""
+        """Held during a broadcast, so that `rebuild` doesn't dissolve the group meanwhile."""
 
     @property
     def members(self) -> list[Member]:
-        """Nobody while the group isn't whole."""
+        """Engines of the group; none until all have joined."""
         return self._asked if self._is_whole else []
 
     def rebuild(self) -> None:
-        """Have a group of those who are wanted, in time; nothing waits for it."""
+        """Start building a group of the wanted engines in the background."""
         if self._building is None or self._building.done():
             self._building = asyncio.create_task(self._follow(), name="weight group")
 
@@ -76,11 +78,11 @@ class BroadcastGroup:
                     return
 
     async def build(self, targets: Sequence[Member]) -> None:
-        """Leave the group, and make one with these. Raises: the first error of a member, and all have left it then."""
+        """Dissolve the present group and build one with these engines. Raises: the first error of a member; all have left it then."""
         await self.dissolve()
         self._built += 1
         rank_zero, world_size = self._learner.rank_zero, 1 + len(targets) * self._ranks
-        # Its thread may still wait in a group that was given up: then no engine is asked, which would wait with it.
+        # Rank 0's thread may still wait in a group that was given up. Then this call fails, before any engine waits for rank 0.
         host, port = await wait_for(rank_zero.address.remote(), "address <- learner", deadline_s=self._sync_s)
         self._asked = list(targets)
         joins = [rank_zero.open_broadcast.remote(host, port, world_size, self._name, self._sync_s)]
@@ -94,9 +96,10 @@ class BroadcastGroup:
         log.info("weight group %s is whole: %s", self._name, ", ".join(t.name for t in targets))
 
     def receiving(self, version: int, specs: list[list[WeightSpec]]) -> list[Coroutine[Any, Any, SyncReceipt]]:
-        """Have the members wait for what rank 0 will broadcast.
+        """Have the members receive a version that rank 0 will broadcast.
 
-        Returns: for each of them what to await for its receipt.
+        Args: specs: of the tensors, bucket by bucket, in the order of the broadcast.
+        Returns: for each member a coroutine that waits for its receipt.
         """
         calls = [t.actor.receive_weights.remote(version, specs, self._name, self._generation) for t in self.members]
         what = f"broadcast of v{version} -> rollout worker"
@@ -107,7 +110,7 @@ class BroadcastGroup:
         return f"weights-{self._generation}-{self._built}"
 
     async def dissolve(self) -> None:
-        """All leave the group; members that are gone don't matter."""
+        """Have all members leave the group; errors of members are ignored."""
         asked, self._asked, self._is_whole = self._asked, [], False
         if not asked:
             return

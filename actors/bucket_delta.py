@@ -1,10 +1,10 @@
-"""What an update has changed in a bucket of weights: the places and the differences, compressed, and a checksum of the whole bucket.
+"""The delta of a bucket of weights between two versions: positions and changes of its elements, compressed, and a checksum of the result.
 
-Elements are compared as whole numbers, by their bits: an element is as it was or it isn't, whatever it stands for. In bfloat16 an update
-of usual size changes a few elements in a hundred, most of them to the next number up or down. So what travels are the gaps between
-changed elements and the differences as whole numbers, sign in the lowest bit: small ones, whose upper bytes are zeros. Bytes of equal rank
-lie together, and are coded by how often they occur (zlib, runs and Huffman codes alone: its search for repetitions finds none here, and
-takes most of its time).
+Elements are compared by their bits, read as unsigned integers, so the result is exact for every dtype. In bfloat16 a usual update changes
+a few per cent of the elements, most of them to the next representable number. A delta holds the distances between changed elements and
+the integer differences, zigzag-coded (sign in the lowest bit): small numbers whose upper bytes are 0. The lowest bytes of all numbers come
+first, then the next higher ones, compressed by zlib with run lengths and Huffman codes only (Z_RLE): its search for repeated strings finds
+none here, and takes most of its time.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import SyncError
 
 CHUNK = 2**22
-"""Elements that are compared and coded at once: what that takes besides is a few times their bytes."""
+"""Elements that are compared and coded at once; this takes a few times their bytes of memory."""
 _GAP = np.dtype(np.uint32)
 
 ForEach = Callable[[Callable[..., Any], Iterable[Any], Iterable[Any]], Iterable[Any]]
-"""`map`, or that of a pool of threads: numpy and zlib let others run meanwhile."""
+"""`map`, or that of a thread pool: numpy and zlib release the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketDelta:
-    """Makes a new bucket of an older one."""
+    """Turns an older bucket into a newer one."""
 
     specs: tuple[WeightSpec, ...]
-    """Of the tensors of both."""
+    """Of the tensors; the same in both buckets."""
     chunks: tuple[tuple[bytes, ...], ...]
-    """For each tensor, of each CHUNK elements what has changed; empty: nothing."""
+    """For each tensor, compressed changes of every CHUNK elements; empty bytes: none."""
     checksum: str
     """Of the new bucket."""
 
     @classmethod
     def between(cls, base: WeightBucket, new: WeightBucket, each: ForEach = map) -> BucketDelta:
-        """Raises: SyncError if they are not of the same tensors."""
+        """The delta from `base` to `new`. Raises: SyncError if their tensors differ in name, type or shape."""
         _require_same(base.specs, new.specs)
         chunks = tuple(
             tuple(each(_changes, _chunks(old, spec), _chunks(part, spec)))
@@ -52,11 +52,11 @@ class BucketDelta:
 
     @property
     def nbytes(self) -> int:
-        """Of what travels, names and shapes left out."""
+        """Size of the compressed changes."""
         return sum(len(chunk) for chunks in self.chunks for chunk in chunks)
 
     def applied(self, base: WeightBucket, each: ForEach = map) -> WeightBucket:
-        """The new bucket, in memory of its own. Raises: SyncError if its checksum is another than that of the one that was meant."""
+        """The new bucket, a copy. Raises: SyncError if the changes can't be decoded, or the result's checksum is wrong."""
         _require_same(base.specs, self.specs)
         parts = tuple(part.copy() for part in base.parts)
         try:
@@ -64,15 +64,15 @@ class BucketDelta:
                 for _ in each(_change, _chunks(part, spec), chunks):
                     pass
         except (zlib.error, ValueError, IndexError) as error:
-            raise SyncError(f"{self.specs[0].name} and others: what has changed in them can't be read: {error}") from error
+            raise SyncError(f"{self.specs[0].name} and others: the delta can't be decoded: {error}") from error
         made = WeightBucket(self.specs, parts)
         if bucket_checksum(made) != self.checksum:
-            raise SyncError(f"{self.specs[0].name} and others: what differences made of older weights are other bytes than were meant")
+            raise SyncError(f"{self.specs[0].name} and others: the weights made from a delta have another checksum than the learner's")
         return made
 
 
 def bucket_checksum(bucket: WeightBucket) -> str:
-    """Of names, types, shapes and all bytes, at the speed of the memory: against chance and mistakes, not against malice."""
+    """XXH3 (128 bits) of names, types, shapes and all bytes: it detects errors, not attacks."""
     digest = xxhash.xxh3_128()
     for spec, part in zip(bucket.specs, bucket.parts, strict=True):
         digest.update(f"{spec.name} {spec}".encode())
@@ -82,7 +82,7 @@ def bucket_checksum(bucket: WeightBucket) -> str:
 
 def _require_same(base: tuple[WeightSpec, ...], new: tuple[WeightSpec, ...]) -> None:
     if base != new:
-        raise SyncError(f"differences between buckets of other tensors: {len(base)} and {len(new)} of them, {base[:1]} and {new[:1]} first")
+        raise SyncError(f"a delta of different tensors: {len(base)} and {len(new)} of them, the first {base[:1]} and {new[:1]}")
 
 
 def _chunks(part: Any, spec: WeightSpec) -> Iterator[Any]:
@@ -103,7 +103,7 @@ def _changes(base: Any, new: Any) -> bytes:
 
 
 def _change(elements: Any, changes: bytes) -> None:
-    """In place."""
+    """Apply compressed changes to the elements, in place."""
     if not changes:
         return
     numbers, size = np.frombuffer(zlib.decompress(changes, -zlib.MAX_WBITS), np.uint8), elements.itemsize

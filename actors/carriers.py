@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # torch: seconds that not every process needs
     from correction.engines.weight_spec import WeightSpec
     from correction.monitor import Event, State
     from rollout.continuation import UnfinishedGroup
-    from rollout.trajectory import Group, GroupFacts, Prompt
+    from rollout.trajectory import FailureKind, Group, GroupFacts, Prompt
 
 INVALID = "fewer than two valid trajectories"
 UNIFORM = "rewards all alike"
@@ -155,8 +155,8 @@ class GroupSummary:
     response_tokens: int
     """Of all its trajectories together."""
     trajectories: int
-    reward_errors: tuple[str, ...]
-    """Of the trajectories without a reward."""
+    failures: tuple[tuple[FailureKind, str], ...]
+    """Kind and message of each trajectory without a reward."""
     generate_s: float
     """Seconds from the first request to the last answer."""
     worker: str
@@ -171,7 +171,7 @@ class GroupSummary:
             group_id=group.group_id,
             response_tokens=sum(t.response_tokens for t in group.trajectories),
             trajectories=len(group.trajectories),
-            reward_errors=tuple(t.error for t in group.trajectories if t.error),
+            failures=group.failures,
             generate_s=group.generate_s,
             worker=worker,
             prompt_id=group.prompt_id,

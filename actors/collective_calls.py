@@ -1,8 +1,8 @@
-"""Calls that all of the learner's ranks get, once each, in one order, also when the network loses some of them.
+"""Calls that every rank of the learner runs once, all ranks in the same order, also when the network loses a call or an answer.
 
-Who asks numbers them from 1 and lets each have its turn: the next one is made when all ranks have answered the one before, when one has
-failed, or its time is over. A rank that can't be reached is asked again under the same number, while the others may wait for it in the
-middle of that call. It may have done its part, and only the answer was lost: so each rank keeps its last answer.
+The caller numbers them from 1 and makes one at a time: the next one starts when all ranks have answered the last one, when a rank has
+failed, or at its deadline. A rank that can't be reached is called again under the same number; the other ranks may be in the middle of
+that call and wait for it. If it has run the call and only its answer was lost, it must not run it again: each rank keeps its last answer.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 class NumberedRank:
-    """A rank's side. Its calls run one after the other."""
+    """The rank's side. Its calls run one after the other."""
 
     def __init__(self, name: str) -> None:
-        """Args: name: in errors."""
+        """Args: name: of the rank, for error messages."""
         self._name, self._calls = name, 0
         self._last: tuple[str, Future[Any]] = "", Future()
-        """Method of the last call, and how it ended."""
+        """Method of the last call, and its result or error."""
 
     def calls(self) -> int:
-        """Collective ones so far."""
+        """Number of the last collective call."""
         return self._calls
 
     def _in_order(self, number: int, what: str) -> None:
-        """Raises: EngineError for a call that isn't the next."""
+        """Count a call. Raises: EngineError if its number is not the next."""
         due = self._calls + 1
         if number != due:
             raise EngineError(
@@ -43,16 +43,16 @@ class NumberedRank:
         self._calls = number
 
     def _go_on_from(self, number: int) -> None:
-        """Calls before this one don't count. Raises: EngineError if a later one has been here: this one comes too late."""
+        """Count a call that may skip numbers. Raises: EngineError if a call of this or a later number has run."""
         if number <= self._calls:
             raise EngineError(f"{self._name}: collective call {number} came after call {self._calls}")
         self._calls = number
 
 
 def collective(method: M) -> M:
-    """A method of a NumberedRank that takes its number first, and begins with `_in_order` or `_go_on_from`.
+    """Decorates a method of a NumberedRank whose first argument is the call's number, and which begins with `_in_order` or `_go_on_from`.
 
-    Asked again under the last number it does nothing, and ends as it has ended.
+    Called again under the last number it doesn't run, and returns or raises what it did before.
     """
 
     @wraps(method)
@@ -64,7 +64,7 @@ def collective(method: M) -> M:
             end.set_result(method(rank, number, *arguments))
         except BaseException as error:
             end.set_exception(error)
-        if number == rank._calls:  # it was the next; who isn't changes nothing, and may come again
+        if number == rank._calls:  # it was counted; a call that was refused is not kept
             rank._last = method.__name__, end
         return end.result()
 
@@ -72,49 +72,50 @@ def collective(method: M) -> M:
 
 
 class CollectiveCaller:
-    """The side that asks."""
+    """The caller's side."""
 
     def __init__(self, ranks: Mapping[str, Any]) -> None:
-        """Args: ranks: by what they are called in messages."""
+        """Args: ranks: actors, by their names in messages."""
         self._ranks = ranks
         self.calls = 0
-        """Made so far."""
-        self._turn = asyncio.Lock()
+        """Number of the last call."""
+        self._one_at_a_time = asyncio.Lock()
         self._asking: set[asyncio.Task[Any]] = set()
         self._missed = ""
-        """Why some rank may lack a call that others have: none takes another one until `begin_anew`. Empty: none does."""
+        """Why some rank may have missed a call that others have run: no further call is made until `begin_anew`. Empty: none has."""
 
     async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, results: int) -> list[list[Any]]:
-        """Have all ranks do it, when all that they were asked before is over. That goes on if who asks is cancelled: a rank that can't be
-        reached for a moment would lack a call that the others have.
+        """Call a method on all ranks, after all calls before. The call goes on if this task is cancelled: otherwise a rank that can't be
+        reached at that moment would miss a call that the others run.
 
         Args:
-            deadline_s: of each attempt, from its turn on.
-            results: of each rank; the first is fetched, and for the others there are references.
-        Returns: those of each rank.
-        Raises: the first error of any rank, as persistently; ActorLost while a rank may lack a call.
+            what: is called, in words, for messages.
+            deadline_s: of each attempt, from the end of the call before.
+            results: number of results of a rank; the first is fetched, for the others references are returned.
+        Returns: for each rank the list of its results.
+        Raises: the first error of any rank, as `persistently`; ActorLost while a rank may have missed a call.
         """
-        asking = asyncio.ensure_future(self._in_turn(method, arguments, what, deadline_s, results))
+        asking = asyncio.ensure_future(self._ask_in_order(method, arguments, what, deadline_s, results))
         self._asking.add(asking)
         asking.add_done_callback(self._over)
         return await asyncio.shield(asking)
 
     async def settled(self, *, deadline_s: float) -> None:
-        """Wait until the ranks have done all that they were asked. Raises: ActorLost if one of them lacks a call."""
-        async with self._turn:
+        """Wait until the ranks have run all calls. Raises: ActorLost if one of them has missed one."""
+        async with self._one_at_a_time:
             asked = {name: rank.calls.remote for name, rank in self._ranks.items()}
             done = await all_of(persistently(call, f"count of its calls <- {name}", deadline_s=deadline_s) for name, call in asked.items())
             if self._missed or any(calls != self.calls for calls in done):
                 raise ActorLost(self._missed or f"learner: of {self.calls} collective calls its ranks have had {done}")
 
     def begin_anew(self) -> None:
-        """Of what the ranks were asked before nobody waits for anything; the next call may come to them wherever they stand."""
+        """Wait for no earlier call any more. The next one has to be a method that may skip numbers (`_go_on_from`)."""
         for asking in self._asking:
             asking.cancel()
         self._missed = ""
 
-    async def _in_turn(self, method: str, arguments: tuple[Any, ...], what: str, deadline_s: float, results: int) -> list[list[Any]]:
-        async with self._turn:
+    async def _ask_in_order(self, method: str, arguments: tuple[Any, ...], what: str, deadline_s: float, results: int) -> list[list[Any]]:
+        async with self._one_at_a_time:
             if self._missed:
                 raise ActorLost(f"{self._missed}; its ranks can be called again after a restore")
             self.calls += 1
@@ -131,7 +132,7 @@ class CollectiveCaller:
     def _over(self, asking: asyncio.Task[Any]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
-            asking.exception()  # read, or asyncio would report it: who has asked may be gone
+            asking.exception()  # asyncio logs an error that nobody retrieves; the caller may be cancelled
 
 
 async def all_of(waits: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -141,6 +141,12 @@ class DeadlinesConfig(DerivedSettings):
         return 3 * self.sync_s + 30.0
 
     @property
+    def forward_s(self) -> float:
+        """Until the learner has run the forward passes of the batch ahead: two steps until it is at its version, one of which is under way,
+        and a checkpoint; then proximal and reference policy."""
+        return 4 * self.step_s + self.checkpoint_s
+
+    @property
     def disk_s(self) -> float:
         """Until the run folder's disk has taken what waits for it; a checkpoint that is being written has as long."""
         return 3 * self.checkpoint_s

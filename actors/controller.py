@@ -68,7 +68,7 @@ class Controller:
         """Actors without which the run can't go on, by name."""
         self._kept: LearnerGroup | None = None
         """A learner that outlived what took the run back, and goes on."""
-        self._update: tuple[PreparedBatch, asyncio.Task[Any]] | None = None
+        self._step_under_way: tuple[PreparedBatch, asyncio.Task[Any]] | None = None
         """The batch that the learner has or had, until the books have it, and what has become of it."""
         self._are_up = False
         """All parts have started: of them queue and service can be replaced."""
@@ -195,7 +195,7 @@ class Controller:
         self._observer.doing(f"{' and '.join(lost)} gone: new ones start, rollouts go on")
         self._source.replace(self._alarms.correction)
         self._parts |= self._source.parts
-        batch, updated = self._update or (None, None)
+        batch, updated = self._step_under_way or (None, None)
         is_done = updated is not None and updated.done() and updated.result() is not None
         await self._source.fill(batch, (self._version, self._sync.version) if is_done else None)
         self._pool.follow_queue(self._source.queue)
@@ -209,7 +209,7 @@ class Controller:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
         self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
         self._are_up = False
-        self._drop_update()
+        self._drop_step()
         await self._evaluations.abandon()
         await self._pool.withdraw()
         self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost)
@@ -221,13 +221,13 @@ class Controller:
         self._observer.abandon()
 
     async def _train(self) -> None:
-        while self._update or (self._step < self._config.steps and not self._ends_early):
+        while self._step_under_way or (self._step < self._config.steps and not self._ends_early):
             await self._checkpoints.finished(at_once=True)
-            if self._update is None:
+            if self._step_under_way is None:
                 if (batch := await unless_set(self._ending.is_asked, self._next_batch())) is None:
                     break  # without a step under way the last one can be saved at once: after SIGTERM there may be seconds
-                self._update = batch, asyncio.create_task(self._learn_and_publish(batch))
-            await self._settle(*self._update)
+                self._step_under_way = batch, asyncio.create_task(self._learn_and_publish(batch))
+            await self._settle(*self._step_under_way)
             self._evaluations.begin_if_due(self._step, self._version)
             if self._checkpoints.is_due(self._step):
                 await self._save()
@@ -246,15 +246,15 @@ class Controller:
         result = await asyncio.shield(updated)
         of_step = self._step + 1, self._version, batch, result, self._watch.read()
         counts, discarded = await self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
-        self._step, self._update = self._step + 1, None
+        self._step, self._step_under_way = self._step + 1, None
         self._steps.end_step(partial(self._observer.end_step, *of_step, counts, discarded))
         self._fruitless.note(self._step, batch, result)
 
-    def _drop_update(self) -> None:
+    def _drop_step(self) -> None:
         """Nobody waits for it any more."""
-        if self._update is not None:
-            abandon(self._update[1])
-            self._update = None
+        if self._step_under_way is not None:
+            abandon(self._step_under_way[1])
+            self._step_under_way = None
 
     async def _publish(self) -> None:
         """The new weights, as the next version, if the engines are to have it."""
@@ -380,7 +380,7 @@ class Controller:
 
     async def _end(self) -> None:
         """Stop what was started, whatever state it is in. What ended the run need not cost the checkpoint that is being written."""
-        self._drop_update()
+        self._drop_step()
         self._observer.doing("ending")
         if not (at_once := self._ending.is_at_once):
             await done_or_told(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from actors import payloads
 from actors.carriers import Example, ForwardRequest, Observation, PreparedBatch, ScatterSample
-from actors.config import DeadlinesConfig, EarlyWarningConfig
+from actors.config import RunConfig
 from actors.drawing import Drawing
 from actors.forwards import Forward, ForwardRequests, GroupsLost, with_forwards
 from actors.gap_split import GapSplit
@@ -43,8 +43,6 @@ from correction.divergence import Estimator, estimate
 from correction.errors import LateError
 from correction.monitor import Monitor
 from correction.schedule import needs_proximal_forward
-from learner.config import LearnerConfig
-from rollout.config import RolloutConfig
 from rollout.packing import pack_groups
 from rollout.stacks import tell_stacks
 from rollout.trajectory import Group
@@ -57,30 +55,6 @@ log = logging.getLogger("evenkeel.correction")
 _VALUES = "what the learner computed of a batch <- rank 0"
 _OF_THE_BOUNDS = ("rejected_share",)
 """Symptoms whose usual level other bounds change; another proximal policy changes that of all."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceConfig:
-    """What the service needs of the run's configuration."""
-    correction: CorrectionConfig
-    """To begin with: the run's, or the one that an alarm has put in its place."""
-    has_reference: bool
-    """The learner has a reference policy, whose logprobs belong to a batch."""
-    groups_per_step: int
-    max_staleness: int
-    dynamic_sampling: bool
-    rollout: RolloutConfig
-    learner: LearnerConfig
-    deadlines: DeadlinesConfig
-    monitor: EarlyWarningConfig
-    examples: int = 0
-    """Answers that a batch shows to people."""
-
-    @property
-    def forward_s(self) -> float:
-        """Longest wait for a forward of the batch ahead: two steps until the learner is at its version, one of which is under way, and a
-        checkpoint; then proximal and reference policy."""
-        return 4 * self.deadlines.step_s + self.deadlines.checkpoint_s
 
 
 def mean_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
@@ -104,14 +78,19 @@ class _Undiagnosed:
 class CorrectionService(Beating):
     """Draws, packs and corrects; used as a Ray actor (async)."""
 
-    def __init__(self, config: ServiceConfig, queue: Any, monitor_state: Mapping[str, Any] | None = None) -> None:
-        """Args: monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run."""
+    def __init__(
+        self, config: RunConfig, queue: Any, monitor_state: Mapping[str, Any] | None = None, correction: CorrectionConfig | None = None
+    ) -> None:
+        """Args:
+        monitor_state: what the monitor knew at the checkpoint that the run goes on from; None: a new run.
+        correction: what an alarm has put in the place of the run's; None: the run's.
+        """
         super().__init__()
         tell_stacks()
         self._config, self._queue = config, queue
         books, bytes_per_s = NumberedCaller(queue, late=self.tell), config.deadlines.bytes_per_s
         self._drawing = Drawing(books, dynamic_sampling=config.dynamic_sampling, bytes_per_s=bytes_per_s)
-        self._correction = self._next_correction = config.correction
+        self._correction = self._next_correction = correction or config.correction
         self._monitor = Monitor(config.monitor.thresholds)
         if monitor_state is not None:
             self._monitor.load_state_dict(monitor_state)
@@ -130,7 +109,7 @@ class CorrectionService(Beating):
             self._forwards,
             every=config.monitor.split_every,
             max_staleness=config.max_staleness,
-            deadline_s=config.forward_s,
+            deadline_s=config.deadlines.forward_s,
             replays_engine=self._replays_engine,
             fetch_s=self._fetch_s,
         )
@@ -185,7 +164,10 @@ class CorrectionService(Beating):
         seconds: float,
         lost: Mapping[int, str],
     ) -> None:
-        """What the learner has found for a ForwardRequest, in so many seconds; or which groups it has not been able to read, and why."""
+        """What the learner has found for a ForwardRequest, in so many seconds; or which groups it has not been able to read, and why.
+
+        References to the first three are enough: each is an argument of its own, and Ray brings what an argument refers to.
+        """
         self._forwards.answer(number, proximal, reference, at_sampling, seconds, lost)
 
     async def stop(self) -> None:
@@ -282,7 +264,7 @@ class CorrectionService(Beating):
         self._correction = self._next_correction
         keeping = asyncio.create_task(self._gap_split.keep(version)) if self._gap_split.keeps(version) else None
         groups = list[Group]()
-        self._drawing.apart = {}
+        self._drawing.wide_of = {}
         forwards: list[Forward] = []
         while True:
             try:
@@ -317,7 +299,7 @@ class CorrectionService(Beating):
         proximal_s = 0.0
         if forwards:
             batch, proximal_s = await with_forwards(batch, forwards)
-        if not self._config.has_reference and batch.reference_logprobs is not None:
+        if not self._penalises_kl and batch.reference_logprobs is not None:
             self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
             batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
         split, split_s = await self._gap_split.split(batch, version) if self._gap_split.splits(version) else ({}, 0.0)
@@ -328,7 +310,7 @@ class CorrectionService(Beating):
         correct_s = time.monotonic() - began
         stored = await asyncio.to_thread(ray.put, corrected)
         if fetch_s := self._fetch_s(batch):
-            limit_s = self._config.forward_s
+            limit_s = self._config.deadlines.forward_s
             await self._forwards.ask(None, stored=stored, version=version, trained_by=self._correction, fetch_s=fetch_s, deadline_s=limit_s)
             corrected = replace(corrected, batch=replace(corrected.batch, wide=None))  # diagnostics need no tensor that it names
         self._undiagnosed[version] = _Undiagnosed(corrected, split, self._correction)
@@ -342,7 +324,7 @@ class CorrectionService(Beating):
             correct_s=correct_s,
             split=split,
             split_s=split_s,
-            examples=tuple(Example(g.prompt, g.trajectories[0].text) for g in groups[: self._config.examples]),
+            examples=tuple(Example(g.prompt, g.trajectories[0].text) for g in groups[: self._config.metrics.trajectories_per_step]),
         )
 
     @property
@@ -351,6 +333,11 @@ class CorrectionService(Beating):
         return needs_proximal_forward(
             self._correction, learner.total_optimizer_steps_per_batch, has_auxiliary_loss=learner.moe_aux_loss_coefficient > 0
         )
+
+    @property
+    def _penalises_kl(self) -> bool:
+        """The reference policy's logprobs belong to every batch."""
+        return self._config.correction.kl.coefficient > 0
 
     @property
     def _replays_engine(self) -> bool:
@@ -362,7 +349,7 @@ class CorrectionService(Beating):
     def _wants_reference(self, version: int) -> bool:
         """The start model's logprobs: for a penalty in every batch, for a report of the KL in some."""
         every = self._config.learner.report_kl_every
-        return self._config.has_reference or (every > 0 and version % every == 0)
+        return self._penalises_kl or (every > 0 and version % every == 0)
 
     def _pack(self, groups: list[Group], version: int) -> PackedBatch:
         return pack_groups(
@@ -372,7 +359,7 @@ class CorrectionService(Beating):
             overlong=self._config.rollout.overlong,
             max_tokens=self._config.rollout.sampling.max_tokens,
             temperature=self._config.rollout.sampling.temperature,
-            apart=self._drawing.apart,
+            wide_of=self._drawing.wide_of,
         )
 
     def _fetch_s(self, batch: PackedBatch) -> float:
@@ -396,5 +383,5 @@ class CorrectionService(Beating):
             wants_proximal=self._needs_forward,
             wants_reference=self._wants_reference(version),
             fetch_s=self._fetch_s(packed),
-            deadline_s=self._config.forward_s,
+            deadline_s=self._config.deadlines.forward_s,
         )

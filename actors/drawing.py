@@ -1,4 +1,4 @@
-"""Groups for a batch: drawn from the trajectory queue, those that are not worth training left out, those that are lost sampled again."""
+"""Draws the groups of a batch from the trajectory queue. Groups not worth training are discarded, lost ones are sampled again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from rollout.trajectory import Group
 
 _POLL_S = 30.0
 _MOST_LOSSES = 3
-"""Of one group. Two may go with two nodes; one that is never there in time would be sampled for ever."""
+"""Times that one group may be lost before the run ends. Two losses may be two lost nodes; tokens that are always late would be sampled
+again for ever."""
 
 
 class Drawing:
@@ -29,15 +30,17 @@ class Drawing:
     def __init__(self, books: NumberedCaller, *, dynamic_sampling: bool, bytes_per_s: float) -> None:
         self._books, self._dynamic_sampling, self._bytes_per_s = books, dynamic_sampling, bytes_per_s
         self._losses = Counter[int]()
-        """By group id."""
-        self.apart: dict[int, Any] = {}
-        """Of the batch that is being put together: references to its groups' wide fields, by group id; empty if they have none."""
+        """Number of losses by group id."""
+        self.wide_of: dict[int, Any] = {}
+        """References to the wide fields of the groups of the batch in preparation, by group id; empty if they have none."""
 
     async def draw(self, version: int, places: int) -> list[Group]:
-        """Groups worth training, without their wide fields. The others are discarded here, which frees their places for new prompts; those
-        whose tokens are lost are sampled again."""
+        """Up to `places` groups worth training, without their wide fields; waits for the first.
+
+        Groups not worth training are discarded, which frees their places for new prompts; those whose tokens are lost are sampled again.
+        """
         while True:
-            # Without a group for long the batch's deadline speaks; this one is for a queue that doesn't answer.
+            # This deadline is for a queue that doesn't answer; that no group is finished is for the batch's deadline.
             what, limit_s = f"groups of version {version} <- trajectory queue", _POLL_S + ANSWER_S
             drawn = await self._books.ask("draw", version, places, _POLL_S, what=what, deadline_s=limit_s, notice_s=ANSWER_S)
             if not drawn:
@@ -54,17 +57,17 @@ class Drawing:
             if lost:
                 await self.lose(lost)
             if groups:
-                self.apart |= {one.group_id: one.wide for one in kept if one.wide is not None and one.group_id not in lost}
+                self.wide_of |= {one.group_id: one.wide for one in kept if one.wide is not None and one.group_id not in lost}
                 return [await self._without_wide_fields(group) for group in groups]
 
     async def lose(self, why: Mapping[int, str]) -> None:
-        """Drawn groups can't be read: they are sampled again.
+        """Have drawn groups that can't be read sampled again.
 
-        Args: why: by group id.
-        Raises: ActorLost for one that has been sampled several times: it is not the node that it lay on.
+        Args: why: reasons by group id.
+        Raises: ActorLost for a group that was lost _MOST_LOSSES times: lost nodes don't explain that.
         """
         for group_id, reason in why.items():
-            self.apart.pop(group_id, None)
+            self.wide_of.pop(group_id, None)
             self._losses[group_id] += 1
             if self._losses[group_id] >= _MOST_LOSSES:
                 raise ActorLost(
@@ -75,9 +78,9 @@ class Drawing:
         await self._books.ask("lose", sorted(why), what=what, deadline_s=ANSWER_S)
 
     async def _without_wide_fields(self, group: Group) -> Group:
-        """Small groups, and those of a checkpoint, come with them."""
+        """The group without its wide fields, which are put into the object store. Only small groups and those of a checkpoint have any."""
         if not wide_fields.has_wide_fields(group):
             return group
-        light, fields = wide_fields.apart(group)
-        self.apart[group.group_id] = await asyncio.to_thread(ray.put, fields)
+        light, fields = wide_fields.split_wide_fields(group)
+        self.wide_of[group.group_id] = await asyncio.to_thread(ray.put, fields)
         return light

@@ -15,15 +15,16 @@ T = TypeVar("T")
 
 
 class Ending:
-    """Of one run. The first signal in training ends it with a checkpoint, after the step under way; one in the last evaluation leaves that
-    out. The second, and one while the run starts or goes back, ends it at once: a resume takes what is on disk by then."""
+    """What signals do to one run. The first one during training ends it after the step under way, with a checkpoint. The first one during
+    the last evaluation cancels that evaluation. A second signal, or one while the run starts or returns to a checkpoint, ends it at once,
+    without a further checkpoint."""
 
     def __init__(self, tell: Callable[[str, str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
         """
         Args:
             tell: takes level and sentence.
-            hurry: called when there may be seconds only.
-            saved_step: of the newest checkpoint on disk; 0: there is none.
+            hurry: called at SIGTERM, whose sender may kill the process a few seconds later.
+            saved_step: returns the step of the newest checkpoint on disk; 0: there is none.
         """
         self._tell, self._hurry, self._saved_step = tell, hurry, saved_step
         self.by: int | None = None
@@ -31,19 +32,19 @@ class Ending:
         self.is_asked = asyncio.Event()
         self.is_at_once = False
         self.is_training = False
-        """There is a last finished step to save, and all parts are there for it."""
+        """All parts are up, so that a checkpoint can be saved."""
         self.last_evaluation: asyncio.Task[Any] | None = None
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Signals are heeded while this lasts; the present task is what one cancels that ends the run at once."""
+        """Handle signals in this context. One that ends the run at once cancels the task that has entered it."""
         main = asyncio.current_task()
         assert main is not None
         with interrupts.handled_in(asyncio.get_running_loop(), lambda number: self._take(number, main)):
             yield
 
     async def last(self, evaluation: Coroutine[Any, Any, T]) -> T | None:
-        """The evaluation after training; None if an interrupt leaves it out: the last checkpoint is on disk, which was waited for."""
+        """Result of the evaluation after training, when the last checkpoint is on disk; None if a signal has cancelled it."""
         self.last_evaluation = task = asyncio.create_task(evaluation)
         try:
             await asyncio.wait({task})

@@ -18,6 +18,7 @@ from typing import Protocol
 from ray.exceptions import RayError
 
 from actors.config import DeadlinesConfig, EvaluationConfig
+from actors.metrics import with_interval
 from actors.supervision import abandon, counted, wait_for
 from actors.weight_sync import WeightSync
 from correction.errors import DeadlineExceeded, EvenkeelError
@@ -38,7 +39,7 @@ class Proportion:
     def __str__(self) -> str:
         if not self.n:
             return "unknown, n = 0"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}], n = {self.n}"
+        return f"{with_interval(self.value, self.low, self.high)}, n = {self.n}"
 
 
 UNKNOWN = Proportion(math.nan, 0.0, 1.0, 0)

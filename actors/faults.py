@@ -1,13 +1,13 @@
-"""What became of work and workers, and what follows: plain books, without Ray and without a clock.
+"""Counts of lost workers and failed groups, and what follows from them. Without Ray; callers pass the time.
 
-* Engine lost (its process or its engine ended, or missed its heartbeat): its groups go to others; a replacement comes, later and later
-  while losses come and no group is finished; a node that lost two is avoided.
-* Request failed (refused, garbage, too late): the group again, on another worker; after two it is discarded with the reason.
-* Data failed (the prompt can be sampled by nobody): discarded with the reason.
+* Engine lost (its process ended, or it missed its heartbeat): other workers sample its groups. A replacement starts, after a pause that
+  doubles with each loss while no group is finished in between. Nodes that lost two engines are avoided.
+* Request failed (refused, malformed or late answer): another worker samples the group; after two failures it is discarded with the reason.
+* Data failed (no worker could sample the prompt): the group is discarded with the reason.
 * Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service).
-* Queue or reward late: waiting, said; nobody is killed.
-* Infrastructure (an actor can't be reached just now): asked again (supervision.persistently), and a heartbeat says whether it is lost. A
-  group whose calls reached no worker so often is discarded: nothing else is known of what becomes of it.
+* Queue or reward late: the run waits and says so; nothing is killed.
+* Infrastructure (an actor can't be reached at present): the call is repeated (supervision.persistently), and the heartbeat decides whether
+  the actor is lost. A group is discarded after _UNREACHED such calls.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from collections.abc import Sequence
 from correction.errors import EngineError, RequestError
 
 WINDOW_S = 3600.0
-"""Losses older than this say nothing about a node or a run."""
+"""Seconds after which a loss no longer counts."""
 _LONGEST_PAUSE_S = 300.0
 _LEAST_BUDGET = 10
 _LOSSES_OF_A_NODE = 2
 ATTEMPTS = 2
-"""At a group whose request fails."""
+"""Failed requests of one group after which it is discarded."""
 STRIKES = 3
-"""Engines that a group may be lost with before it is taken for the reason."""
+"""Engines lost while they sampled one group after which the group is taken for the cause, and discarded."""
 _UNREACHED = 5
-"""Times that a group's worker could not be reached for half a minute, though it answered its heartbeat, before the group is discarded."""
+"""Calls for one group that could not reach a worker for half a minute, though it answered its heartbeat, before the group is discarded."""
 _OUTCOMES = 64
 _FEWEST_FAILED = 16
 SICK_AFTER = 4
-"""Failed requests of a worker in a row, of different groups, after which its weights are sent again."""
+"""Failed requests of one worker in a row, for different groups, after which all weights are sent to it again."""
 
 
 class LossBook:
-    """Lost workers, on which nodes, and how often since work was last done."""
+    """Lost workers: when, on which nodes, and how many since a group was last finished."""
 
     def __init__(self) -> None:
         self._losses: deque[tuple[float, str]] = deque()
@@ -54,11 +54,11 @@ class LossBook:
 
     @property
     def in_vain(self) -> int:
-        """Losses of the last WINDOW_S before the last one, since a group was last finished."""
+        """Losses since a group was last finished, within WINDOW_S before the last of them."""
         return len(self._in_vain)
 
     def pause_s(self, size: int) -> float:
-        """Seconds before the next replacement starts; none while no more were lost in a row than the pool has workers.
+        """Seconds to wait before the next replacement starts: 0 while `in_vain` is at most the pool's size, then 2, 4, 8 ... up to 300.
 
         Args: size: workers that the pool is to have.
         """
@@ -66,8 +66,13 @@ class LossBook:
         return 0.0 if repeated <= 0 else min(_LONGEST_PAUSE_S, 2.0 ** min(repeated, 16))
 
     def check(self, size: int, last: str) -> None:
-        """Raises: EngineError when so many were replaced within WINDOW_S without a single finished group. Rare losses end no run: if nobody
-        can work meanwhile, that is for deadlines.no_workers_s."""
+        """Raises: EngineError after more than 10 losses (or 3 times the pool's size, if that is more) within WINDOW_S without one finished
+        group. Rarer losses never end a run; deadlines.no_workers_s may.
+
+        Args:
+            size: workers that the pool is to have.
+            last: why the last one was lost, in words.
+        """
         budget = max(_LEAST_BUDGET, 3 * size)
         if self.in_vain > budget:
             raise EngineError(
@@ -76,7 +81,7 @@ class LossBook:
             )
 
     def avoided(self, now: float) -> list[str]:
-        """Ids of nodes that lost several workers lately."""
+        """Ids of nodes that lost two workers or more within WINDOW_S."""
         self._forget(now)
         counts = Counter(node for _, node in self._losses if node)
         return sorted(node for node, losses in counts.items() if losses >= _LOSSES_OF_A_NODE)
@@ -89,7 +94,7 @@ class LossBook:
 
 
 class GroupBook:
-    """Groups that failed or were lost, and how many of the latest could be used at all."""
+    """Groups that failed or were lost, and how many of the latest _OUTCOMES were usable."""
 
     def __init__(self) -> None:
         self._failures: Counter[int] = Counter()
@@ -103,39 +108,41 @@ class GroupBook:
         self._in_a_row.pop(worker, None)
 
     def failed(self, group_id: int, worker: str) -> bool:
-        """A request of it got no usable answer. Returns: it may be tried again."""
+        """A request of the group got no usable answer. Returns: whether it may be tried again."""
         self._failures[group_id] += 1
         self._in_a_row.setdefault(worker, set()).add(group_id)
         return self._failures[group_id] < ATTEMPTS
 
     def unreached(self, group_id: int) -> bool:
-        """Nobody knows what has become of it. Returns: it may be tried again."""
+        """A worker could not be reached for this group. Returns: whether it may be tried again."""
         self._unreached[group_id] += 1
         return self._unreached[group_id] < _UNREACHED
 
     def is_sick(self, worker: str) -> bool:
-        """Its last requests have all failed, of so many groups that the groups are hardly the reason; counted anew then."""
+        """Whether the worker's last requests, for SICK_AFTER different groups, have all failed, so that the worker is the likely cause. Its
+        count starts again then."""
         is_sick = len(self._in_a_row.get(worker, ())) >= SICK_AFTER
         if is_sick:
             del self._in_a_row[worker]
         return is_sick
 
     def lost(self, group_ids: Sequence[int], worker: str) -> list[int]:
-        """The engine that sampled them was lost. Returns: those that are taken for the reason, as they were suspects already."""
+        """The engine that sampled these groups was lost. Returns: those that have been lost with STRIKES engines by now."""
         self._in_a_row.pop(worker, None)
         self._strikes.update(group_ids)
         return [group_id for group_id in group_ids if self._strikes[group_id] >= STRIKES]
 
     def were_lost(self, group_ids: Sequence[int]) -> bool:
-        """An engine was lost with one of them. Whether another one falls to it shows only with a worker that lived when it took it."""
+        """Whether one of these groups was lost with an engine before."""
         return any(self._strikes[group_id] > 0 for group_id in group_ids)
 
     def is_suspect(self, group_id: int) -> bool:
-        """The next loss with it is laid at its door: only one such group may be with a worker."""
+        """Whether the next loss makes this group the cause. A worker is given only one such group at a time."""
         return self._strikes[group_id] >= STRIKES - 1
 
     def discarded(self, group_id: int, reason: str) -> None:
-        """Raises: RequestError when most of the latest groups had to be discarded: the run would use up its prompts for nothing."""
+        """The group was discarded. Raises: RequestError when 16 or more, and over half, of the latest 64 groups were: the run would use up
+        its prompts without training."""
         self._close(group_id, is_usable=False)
         failed = self._outcomes.count(False)
         if failed >= _FEWEST_FAILED and 2 * failed > len(self._outcomes):

@@ -197,8 +197,8 @@ class ForwardRequests:
         found: dict[str, Any] = {}
         if proximal is not None:
             found["proximal_logprobs"] = proximal.logprobs
-            if proximal.routed_experts is not None:
-                found["wide"] = proximal.routed_experts
+            if proximal.route_places is not None:
+                found["wide"] = proximal.route_places
         if reference is not None:
             found["reference_logprobs"] = reference
         if at_sampling is not None:

@@ -1,13 +1,14 @@
-"""A part that holds a run's state dies, and the run goes back to its last checkpoint in the same process; its engines stay up.
+"""What a run does when a part that holds its state dies: it goes back to its last checkpoint in the same process; the engines stay up.
 
-Queue and correction service alone are replaced where the run stands (batch_source.py): the driver knows what they held. What dies with a
-learner's rank nobody else has, so all three begin anew then, at one moment that is whole on disk, as after a resume: the ledger is cut back
-to it, the position in the data is the queue's. So they do if a part dies while the run starts, or an answer of the learner is lost. Lost is
-the work since then, and its diagnostics; all of it is done again. A learner whose ranks all live reads the checkpoint where it is.
+The parts are the learner's ranks, the trajectory queue and the correction service. If only queue or service die, the driver replaces both
+at the present step (batch_source.py), because it knows what they held. The weights and the optimizer's state of a rank that dies are
+nowhere else. Then queue, service and learner start again from the last complete checkpoint, as after a resume: the ledger is cut back to
+it, and the data go on at its position. The same happens if a part dies while the run starts, or if an answer of the learner is lost. All
+steps since the checkpoint are done again. A learner whose ranks are all alive loads the checkpoint without a restart.
 
-Weights that were published after that moment are withdrawn: the same version numbers will come again with other weights. A generation,
-which grows by one each time, tells them apart: the weight sync takes receipts of its own generation, and a worker gives up all that it has
-under way before it hears of the next one. The pool waits for no answer of an earlier one any more.
+Weights published after the checkpoint are withdrawn: their version numbers will come again, with other weights. The generation, a number
+that grows by one at each return, distinguishes them: the weight sync accepts receipts of its own generation only, a worker drops all
+requests under way before it is told of the next generation, and the pool waits for no answer of an earlier one.
 """
 
 from __future__ import annotations
@@ -45,27 +46,30 @@ from rollout.tasks import Task
 T = TypeVar("T")
 Found = tuple[StartingPoint, list[tuple[str, str]]]
 MOST_RETURNS = 3
-"""To one checkpoint, within the time of RETURNS_S or from the same step: what has died four times so would die again."""
+"""To one checkpoint, within RETURNS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
 RETURNS_S = 3600.0
 _LOOK_S = 1.0
-"""Between two looks at a part."""
+"""Seconds between two questions whether a part's process is there."""
 _ANSWER_S = 10.0
-"""A part that is alive and has nothing to do answers within it; and Ray knows of a death."""
+"""Seconds in which an idle part that is alive answers, and in which Ray notices a death."""
 _IDLE_S = 30.0
-"""A learner that is to go on ends what it has under way within it, or within the time that its start took, or is started anew."""
+"""Seconds that the learner's ranks have to finish their calls (at least; as long as their start took, if that was longer). Ranks that
+don't are killed and started again."""
 _DISK_ATTEMPTS, _DISK_AGAIN_S = 30, 10.0
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
 """What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
 _ATTEMPTS = 10
-"""Of a call to an actor that answers `__ray_ready__`, each with its whole deadline."""
+"""Of one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
 _ANSWER = "an answer"
-"""What is lost when no part is."""
+"""Stands among the names of lost parts when all parts are alive and an answer is lost."""
 
 
 async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, tell: Callable[[str, str], None]) -> None:
-    """Never returns. Raises: ActorLost naming the first of these actors, by name, whose process ends, or gives no sign for so long.
+    """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
 
-    Args: tell: told, with a level, what a part tells with its heartbeat.
+    Args:
+        parts: actors by name.
+        tell: takes level and sentence: what a part reports with its heartbeat.
     """
     await unless_failed(_raise_when_gone(parts), raise_when_silent(parts, heartbeat_s, tell))
 
@@ -81,9 +85,9 @@ async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
 
 
 async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str]:
-    """Names of these actors whose process is gone; if none is, and the error is a deadline, of those that don't answer.
+    """Names of the actors whose process is gone. If none is and the error is a deadline: names of those that don't answer within _ANSWER_S.
 
-    An answer that is lost for good, though all of them are there, is a loss, too: nobody knows whether the call has run.
+    If all actors are there and the error says that an answer is lost for good, [_ANSWER]: whether that call has run is not known.
     """
     asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
     with contextlib.suppress(TimeoutError):
@@ -91,17 +95,17 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str
     gone = [name for name, task in asked.items() if task.done() and task.result()]
     is_late = isinstance(error, DeadlineExceeded | ActorUnavailable)
     silent = [name for name, task in asked.items() if not task.done()] if is_late else []
-    silent = [name for name in silent if "learner" not in name] or silent  # ranks compute for longer than that
+    silent = [name for name in silent if "learner" not in name] or silent  # a busy rank answers only after its step
     for task in asked.values():
         task.cancel()
     return gone or silent or ([_ANSWER] if lost_answer(error) else [])
 
 
 def lost_answer(error: BaseException) -> str:
-    """What is lost by an error though all actors may be there, in a sentence; empty: nothing.
+    """What this error says is lost though all actors may be alive, in a sentence; empty: nothing.
 
-    A call that never ran, as its argument had gone with who made it, and one whose result found no room, have failed, says Ray, as if
-    their own code had.
+    Two such errors look as if the called code had raised them: the argument of a call was lost with its owner, so that the call never ran;
+    or there was no room for its result in the object store.
     """
     cause = getattr(error, "cause", None)
     if isinstance(error, ActorLost) or not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
@@ -112,10 +116,13 @@ def lost_answer(error: BaseException) -> str:
 async def while_they_answer(
     parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, tell: Callable[[str, str], None]
 ) -> T:
-    """As `persistently`; past its deadline the call is made again, ten times at most, if all of these parts live and answer by now.
+    """As `persistently`, and past the deadline the call is made again, up to _ATTEMPTS times in all, if all parts answer `__ray_ready__`.
 
-    Args: parts: actors by name. tell: told each time, with a level.
-    Raises: as `persistently`; ActorLost if one of these parts answers nothing any more.
+    Args:
+        parts: actors by name.
+        deadline_s: of each attempt.
+        tell: takes level and sentence, at each further attempt.
+    Raises: as `persistently`; ActorLost if a part doesn't answer within _ANSWER_S after the deadline; it is killed.
     """
     attempts = 0
     while True:
@@ -123,9 +130,9 @@ async def while_they_answer(
             return await persistently(call, what, deadline_s=deadline_s)
         except DeadlineExceeded as error:
             attempts += 1
-            if attempts == _ATTEMPTS:  # an actor may answer whose method hangs
+            if attempts == _ATTEMPTS:  # an actor whose method hangs may still answer __ray_ready__
                 raise
-            if lost := await lost_among(parts, error):  # judged once: who is looked at again may have come back meanwhile
+            if lost := await lost_among(parts, error):  # asked once only: a part may answer again a moment later
                 kill(*(parts[name] for name in lost if name in parts))
                 raise ActorLost(f"{error}; {' and '.join(lost)} answered nothing for {_ANSWER_S:g} s more") from error
             tell("warning", f"{error}; who was late answers again, and is asked again")
@@ -134,14 +141,14 @@ async def while_they_answer(
 async def end_parts(
     parts: Mapping[str, Any], learner: LearnerGroup | None, lost: Sequence[str]
 ) -> tuple[LearnerGroup | None, dict[str, Any]]:
-    """Kill all but the learner's ranks, if these may go on: none of them is lost, and all have soon nothing under way any more.
+    """Kill all parts. The learner's ranks are kept if none of them is lost and all finish their calls in time (_IDLE_S).
 
-    What was under way with them is discarded, and a restore overwrites all that it has changed.
+    The results of these calls are dropped, and the restore that follows overwrites what they changed.
     Args:
-        parts: by name.
-        learner: the run's; of a start that failed there may be other ranks among the parts, or none.
+        parts: actors by name.
+        learner: the run's. After a start that failed, the parts may contain other ranks than its own, or none.
         lost: names of parts.
-    Returns: the learner, if it goes on; and what is left of the parts.
+    Returns: the learner if it is kept, and the parts that are left.
     """
     ranks = learner.ranks if learner is not None else {}
     may_stay = bool(ranks) and all(parts.get(name) is rank and name not in lost for name, rank in ranks.items()) and _ANSWER not in lost
@@ -160,19 +167,23 @@ async def end_parts(
 
 
 class Returns:
-    """How often a run has gone back, and to where it goes."""
+    """Counts the returns of a run to a checkpoint, and finds the checkpoint."""
 
     def __init__(self, folder: RunFolder, task: Task) -> None:
         self._folder, self._task = folder, task
         self._goal = -1
         self._before: list[tuple[float, int]] = []
-        """Returns to the goal: when, and from which step."""
+        """Returns to the present goal: (time in seconds, step from which the run returned)."""
 
     def allow(self, lost: list[str], error: BaseException, *, step: int, is_replaced: bool = False) -> None:
-        """Count one more. Deaths that are hours apart, and come at another step each time, are chance.
+        """Count one more return. Deaths that are hours apart, each at another step, are taken for chance.
 
-        Args: step: that the run had come to. is_replaced: what is lost is replaced there, so that another step is progress.
-        Raises: the error, if nothing is lost by it; ActorLost if it has been often enough for one checkpoint.
+        Args:
+            lost: names of parts.
+            error: by which they were found lost.
+            step: the last one that the run has finished.
+            is_replaced: queue and service are replaced at that step, so that only deaths at the same step count.
+        Raises: the error itself, if nothing is lost; ActorLost after more than MOST_RETURNS to one checkpoint.
         """
         if not lost:
             raise error
@@ -189,10 +200,11 @@ class Returns:
             ) from error
 
     async def found(self, model: Path, disk: PatientWriter, tell: Callable[[str, str], object]) -> Found:
-        """The point, when all lines before it are written. The disk has to take what is taken back: while it refuses it is asked again.
+        """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.
 
+        While the disk refuses, this is tried again every _DISK_AGAIN_S, _DISK_ATTEMPTS times in all.
         Args: tell: takes level and sentence.
-        Raises: DataError when it has refused for some minutes.
+        Raises: DataError after the last attempt.
         """
         for attempt in itertools.count(1):
             try:
@@ -207,11 +219,11 @@ class Returns:
         raise AssertionError
 
     def _newest(self) -> ResumePoint | None:
-        """Waits for the disk, and reads all of a checkpoint. Returns: None if there is none."""
+        """Reads all of a checkpoint; blocks meanwhile. Returns: None if there is none."""
         return newest_readable(self._folder) if self._folder.checkpoints() else None
 
     def _take_back(self, model: Path, whole: ResumePoint | None) -> Found:
-        """The folder has nothing of later steps any more. Waits for the disk.
+        """Remove all of later steps from the run folder. Blocks while the disk works.
 
         Args:
             model: that the run began with.
@@ -241,7 +253,7 @@ def what_is_done_again(lost: list[str], error: BaseException, point: StartingPoi
 
 
 def what_goes_on(lost: list[str], error: BaseException, *, step: int) -> str:
-    """As what_is_done_again, when queue and service are replaced. Args: step: the last one that is settled."""
+    """One sentence for the run's events when queue and service are replaced. Args: step: the last finished one."""
     return (
         f"lost: {', '.join(lost)} ({lost_answer(error) or error}). New ones go on after step {step}, with all groups that are under way; "
         "no step is lost, but diagnostics of the batches that the service held are"
@@ -261,7 +273,7 @@ async def _is_gone_for_good(actor: Any) -> bool:
 
 
 async def _is_gone(actor: Any) -> bool | None:
-    """Answers when the actor's calls before are done; None: can't be reached, for now."""
+    """Whether the actor's process is gone; an actor answers after the calls before this one. None: it can't be reached at present."""
     try:
         await actor.__ray_ready__.remote()
     except ActorUnavailableError:

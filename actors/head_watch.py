@@ -1,8 +1,8 @@
-"""The head of a joined cluster: when it is gone the run ends with a sentence, before Ray ends this process without one.
+"""Ends the run with a message when the head node of a joined Ray cluster is gone, before Ray kills this process without one.
 
-Each of Ray's processes ends, the driver too, when it hasn't reached the control service for a minute. Until then any call of Ray's that
-needs that service stands still, and the event loop with it, if a worker is lost meanwhile; so a thread looks after the head, and ends the
-process itself. Nothing could be saved any more: actors that are asked for it are found through that service.
+Every process of Ray, the driver too, exits when it has not reached the head's control service (GCS) for a minute. Until then calls that
+need the service block, and may block the event loop. So a thread watches the head's port and ends the process. A checkpoint is no longer
+possible then: calls to actors need that service.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from actors.cluster import check_listening
 from actors.config import RayConfig
 
 _LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's variable: those seconds; 60 if it isn't set."""
+"""Ray's variable: seconds after which its processes exit; 60 if it isn't set."""
 _SHARE = 0.5
-"""Of them: a head that doesn't come back within it, as one that keeps what it knows elsewhere (GCS fault tolerance), counts as gone."""
+"""Share of those seconds after which the head counts as gone. A head with GCS fault tolerance may come back before."""
 _LOOKS = 6
+"""Attempts to connect within that time."""
 
 
 @contextlib.contextmanager
 def ends_with_the_head(settings: RayConfig, run_dir: Path, tell: Callable[[str], object]) -> Iterator[None]:
-    """While this lasts, the loss of the head of the cluster that was joined ends this process. A private one is this process' own.
+    """In this context the loss of the head ends this process. Nothing is watched for a private cluster, or one joined by ray://.
 
-    Args: tell: is told the reason, in a thread of its own, for which the end waits two seconds.
+    Args: tell: takes the reason, in another thread; the process ends at most two seconds later.
     """
     if settings.address is None or settings.address.startswith("ray://"):
         yield
@@ -60,5 +61,5 @@ def _look(address: str, over: threading.Event, run_dir: Path, tell: Callable[[st
         f"this run went with it. Start a head again (deploy/README.md), then: evenkeel train --resume {run_dir}, with "
         "ray.address=HOST:PORT if it is another one"
     )
-    # The folder may be on a disk that went with the head: the terminal has it first, and the folder if it can.
+    # Printed first: the run folder's disk may be gone with the head.
     interrupts.end_all(text, interrupts.NO_CLUSTER if interrupts.is_attempt else 1, last=partial(tell, text))

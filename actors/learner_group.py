@@ -1,8 +1,8 @@
 """The learner as Ray actors, one a rank, and the handle that drives them together.
 
-In a collective call every rank waits for the others: two callers whose calls reach the ranks in different orders would let them wait for
-each other for ever, or mix up their numbers. So there is one `LearnerGroup`, in the controller's process, whose collective calls come in
-turn (collective_calls.py).
+In a collective call every rank waits for the others. If the calls of two callers reached the ranks in different orders, the ranks would
+deadlock, or reduce tensors of different calls together. So there is one `LearnerGroup`, in the controller's process, and it makes one
+collective call at a time (collective_calls.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ray
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.collective_calls import CollectiveCaller, all_of
 from actors.learner_rank_actor import LearnerRankActor
-from actors.part_heartbeat import in_turn
+from actors.part_heartbeat import sequential_actor
 from actors.payloads import checksums_of
 from actors.placement import RankPlaces
 from actors.supervision import USUAL_START, kill, persistently, wait_for
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
 
 
 _SAVED_POLL_S = 0.2
-"""Between two questions whether a checkpoint is written; a rank answers between its steps."""
+"""Seconds between two questions whether a checkpoint is written; a rank answers between two calls."""
 
 
 class LearnerGroup:
@@ -51,10 +51,10 @@ class LearnerGroup:
     ) -> tuple[LearnerGroup, list[ActorInfo]]:
         """Start the ranks and load the model.
 
-        Args: made: is given the group while its ranks start; one that doesn't come up has to be ended, too.
+        Args: made: is given the group before its ranks have started, so that ranks that never come up can be killed.
         Returns: the group, and for each rank its process id and metrics endpoint.
         """
-        config, world_size, actor = places.config, places.config.world_size, in_turn(LearnerRankActor)
+        config, world_size, actor = places.config, places.config.world_size, sequential_actor(LearnerRankActor)
         ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
         group, began = cls(ranks, version=version, step_s=step_s), time.monotonic()
         made(group)
@@ -75,19 +75,20 @@ class LearnerGroup:
 
     @property
     def version(self) -> int:
-        """Of the weights when all that has been called so far is done."""
+        """Version of the weights after all calls made so far."""
         return self._version
 
     async def fetch(
         self, batch: Any, correction: CorrectionConfig | None, *, step: int, limit_s: float, everything: bool = False
     ) -> dict[int, str]:
-        """Every rank reads the wide fields of the sequences that it will compute with, for the next call on this batch: a forward pass, or
-        training where `correction` says by what.
+        """Have every rank read the wide fields of the sequences that it computes with in the next call on this batch: a forward pass, or
+        training if `correction` is given.
 
         Args:
             batch: reference to a PackedBatch, or to the CorrectedBatch that will be trained in `step`.
+            limit_s: for a rank to read them.
             everything: every rank reads those of all sequences.
-        Returns: why groups can't be read, by id; of some only a part can't.
+        Returns: why groups can't be read (all of it or a part), by group id.
         """
         asks = (partial(rank.fetch.remote, batch, correction, step, limit_s, everything=everything) for rank in self._ranks)
         what, deadline_s = "wide fields of a batch", limit_s + self.step_s
@@ -111,7 +112,7 @@ class LearnerGroup:
 
         Args:
             batch: reference to a PackedBatch.
-        Returns: reference to a Proximal; only who computes with it needs it in its process.
+        Returns: reference to a Proximal.
         """
         return await self._found("proximal", batch, version, what=f"proximal logprobs v{version}")
 
@@ -119,7 +120,7 @@ class LearnerGroup:
         await self._ask("load_reference", model, what="reference policy")
 
     async def reference_logprobs(self, batch: Any, *, version: int) -> Any:
-        """The same under the reference's weights, from references to references; `version` is that of the learner."""
+        """Reference to log pi of the batch's tokens under the reference policy's weights, [N] float32; arguments as of `proximal`."""
         return await self._found("reference_logprobs", batch, version, what=f"reference logprobs v{version}")
 
     async def keep_weights(self, version: int, *, oldest: int) -> None:
@@ -127,19 +128,19 @@ class LearnerGroup:
         await self._ask("keep_weights", version, oldest, what=f"copy of the weights v{version} to keep")
 
     async def at_sampling(self, batch: Any, *, version: int, oldest: int) -> Any:
-        """From a reference to a reference, as `proximal`: log pi of the trained tokens at the weights that sampled them (not a number where
-        those aren't kept), and at the present ones."""
+        """Reference to two tensors, [N] float32 each: log pi of the trained tokens at the weights that sampled them (NaN where no copy of
+        these is kept), and at the present weights. Arguments as of `proximal`; copies older than `oldest` are freed."""
         return await self._found("at_sampling", batch, version, oldest, what=f"logprobs at the weights that sampled, v{version}")
 
     async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
-        """The weights of `version`, to where the plan says, in one pass."""
+        """Gather the present weights and store or broadcast them as the plan says, in one pass."""
         what = f"copy of the weights v{self._version}"
         (snapshot,), *_ = await self._ask("export", self._version, plan, what=what, deadline_s=deadline_s)
         weights: WeightSnapshot = snapshot
         return weights
 
     async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
-        """Of weights in the object store, HF name -> checksum, computed where they lie, by no rank.
+        """Checksums of weights in the object store by Hugging Face name, computed in a Ray task, not by a rank.
 
         Args:
             buckets: references to WeightBuckets.
@@ -148,15 +149,15 @@ class LearnerGroup:
         return await wait_for(compute.remote(*buckets), "checksums of the weights", deadline_s=deadline_s)
 
     async def settled(self) -> None:
-        """Wait until the ranks have done all that they were given. Raises: ActorLost if one of them lacks a call."""
+        """Wait until the ranks have run all collective calls. Raises: ActorLost if one of them has missed one."""
         await self._collective.settled(deadline_s=self.step_s)
 
     async def begin_save(self, folder: Path, hf_folder: Path, *, deadline_s: float) -> None:
-        """Copy all that a checkpoint holds; the ranks write it beside their next steps."""
+        """Have every rank copy its part of a checkpoint; the ranks write it to disk during their next steps."""
         await self._ask("begin_save", folder, hf_folder, what="copy for a checkpoint", deadline_s=deadline_s)
 
     async def checkpoint_bytes(self, *, deadline_s: float) -> int:
-        """Size of a checkpoint of now."""
+        """Bytes of a checkpoint of the present state."""
         return sum(await self._each("checkpoint_bytes", "size of a checkpoint", deadline_s))
 
     async def saved(self, *, deadline_s: float) -> None:
@@ -164,7 +165,7 @@ class LearnerGroup:
         ends = time.monotonic() + deadline_s
         while True:
             is_late = time.monotonic() > ends
-            # A rank answers between two steps, so that the answer may take as long as one.
+            # A rank answers between two calls, so that the answer may take as long as a step.
             if all(await self._each("is_saved", "end of a checkpoint", deadline_s + self.step_s)):
                 return
             if is_late:
@@ -172,14 +173,14 @@ class LearnerGroup:
             await asyncio.sleep(_SAVED_POLL_S)
 
     async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
-        """Go on from a checkpoint, whose weights are of this version."""
+        """Load a checkpoint, whose weights have this version, in all ranks. Calls under way are given up."""
         self._collective.begin_anew()
         self._version = version
         await self._ask("restore", folder, version, what=f"restoring {folder}", deadline_s=deadline_s)
 
     @property
     def ranks(self) -> dict[str, Any]:
-        """Their actors, by what they are called in sentences."""
+        """Their actors, by their names in messages."""
         return {f"learner rank {number}": rank for number, rank in enumerate(self._ranks)}
 
     def kill(self) -> None:
@@ -189,11 +190,11 @@ class LearnerGroup:
         return await self._collective.ask(method, *arguments, what=what, deadline_s=deadline_s or self.step_s, results=results)
 
     async def _found(self, method: str, *arguments: Any, what: str) -> Any:
-        """Reference to what rank 0 has found, when all ranks are done."""
+        """Reference to rank 0's second result, when all ranks are done."""
         (_, found), *_ = await self._ask(method, *arguments, what=what, results=2)
         return found
 
     async def _each(self, method: str, what: str, deadline_s: float) -> list[Any]:
-        """The answers of all ranks to a question that each answers for itself, as often as it is asked."""
+        """All ranks' answers to a call that is not collective, and may be repeated."""
         asks = (getattr(rank, method).remote for rank in self._ranks)
         return await all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))

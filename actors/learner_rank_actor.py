@@ -129,7 +129,7 @@ class LearnerRankActor(NumberedRank, BeatingInTurn):
         if self._rank != 0:
             return None, None
         routes = result.routed_experts
-        return None, result if routes is None else replace(result, routed_experts=self._stored(batch, routes))
+        return None, result if routes is None else replace(result, routed_experts=None, route_places=self._stored(batch, routes))
 
     def _stored(self, batch: PackedBatch, routed_experts: Tensor) -> tuple[WidePlace, ...]:
         """[S] places of the routed experts in the object store, an object for each group."""

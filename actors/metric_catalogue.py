@@ -1,8 +1,7 @@
-"""The one catalogue of metrics: every number that a run shows is declared here, once, with its unit and how it is reduced.
+"""The one catalogue of metrics: every number that a run shows is declared here once, with its unit, reduction and way of writing.
 
-Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix whose last
-part is open ("reward/component/" + the name that a reward function chose). The correction's own numbers are listed in
-correction/quantities.py, and are taken from there.
+Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix whose last part is open
+("reward/component/" + the name that a reward function chose). The correction's own numbers come from correction/quantities.py.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from actors.metric_kinds import by_k as _by_k
 from actors.metric_kinds import by_worker as _by_worker
 from actors.metric_kinds import counter as _counter
 from actors.metric_kinds import gauge as _gauge
+from actors.metric_kinds import score as _score
 from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, SEQUENCES, TRAINED, UNITS, Quantity
 
 _U, _R = Unit, Reduction
@@ -103,13 +103,13 @@ _TIME = [
     ),
 ]
 _REWARD = [
-    _gauge("reward/mean", _U.ONE, _R.MEAN, "reward", "Mean reward of the batch's valid trajectories."),
-    _gauge("reward/std", _U.ONE, _R.MEAN, "reward spread", "Standard deviation of the reward over the batch's valid trajectories."),
-    _gauge(
+    _score("reward/mean", _U.ONE, _R.MEAN, "reward", "Mean reward of the batch's valid trajectories."),
+    _score("reward/std", _U.ONE, _R.MEAN, "reward spread", "Standard deviation of the reward over the batch's valid trajectories."),
+    _score(
         "reward/group_std", _U.ONE, _R.MEAN, "spread within groups",
         "Standard deviation of the reward inside a group, averaged over groups; at 0 all advantages are 0 and nothing is learnt.",
     ),
-    _gauge(
+    _score(
         "reward/component/", _U.ONE, _R.MEAN, "reward part",
         "Mean of one named part of the reward; the reward is the sum of the parts.",
     ),
@@ -123,15 +123,15 @@ _REWARD = [
     ),
 ]
 _HELD_OUT = [
-    _gauge(
+    _score(
         "held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy",
         "Share of right answers among a held-out problem's scored ones (one, or evaluation.samples), averaged over the problems.",
     ),
-    _gauge(
+    _score(
         "held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from",
         "Lower end of the 95 % Wilson interval of the held-out accuracy; problems are its unit, not answers.",
     ),
-    _gauge("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
+    _score("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
     _by_k("pass_at", "pass@k", "Chance that at least one of k answers to a held-out problem is right, without bias (Chen et al. 2021)."),
     _by_k("pass_at_low", "95 % from", "Lower end of the 95 % Wilson interval of pass@k; problems are its unit."),
     _by_k("pass_at_high", "95 % to", "Upper end of the 95 % Wilson interval of pass@k."),
@@ -153,7 +153,7 @@ _STALENESS = [
     ),
     _gauge(
         "staleness/max", _U.VERSIONS, _R.MAX, "largest staleness",
-        "Staleness of the oldest token in the batch; admission keeps it at or below max_staleness.",
+        "Staleness of the oldest token in the batch; admission keeps it at or below max_staleness.", digits=".0f",
     ),
     Metric("staleness/tokens/", Kind.HISTOGRAM, _U.VERSIONS, _R.SUM, "Trained tokens by staleness.", "staleness"),
     _gauge(
@@ -226,7 +226,8 @@ _CORRECTION = [
         "Effective sample size of the raw rho of the trained tokens, before any bound: (sum rho)^2 / (n sum rho^2). 1 is on-policy; "
         "0.1: a few tokens would carry the batch if nothing bounded them.", TRAINED,
     ),
-    _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Tokens that rejection or veto took out of the loss.", TRAINED),
+    _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Tokens that rejection or veto took out of the loss.", TRAINED,
+           digits=".2%"),
     _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Tokens of the sequences that the veto drops.", TRAINED),
     _gauge(
         "rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut",
@@ -272,6 +273,7 @@ _LEARNER = [
     _gauge(
         "learner/entropy", _U.NATS, _R.MEAN, "entropy",
         "Mean entropy of the target policy at trained tokens; at 0 the policy always gives the same answer and explores no more.",
+        digits=".2f",
     ),
     _gauge(
         "learner/clip_share", _U.SHARE, _R.MEAN, "clipped",

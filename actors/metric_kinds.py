@@ -57,6 +57,23 @@ _PROMETHEUS_SUFFIX = {
     Unit.BYTES: "_bytes",
     Unit.TIMESTAMP: "_timestamp_seconds",
 }
+_DIGITS = {
+    Unit.ONE: ",.6g",
+    Unit.SECONDS: ".2f",
+    Unit.SHARE: ".0%",
+    Unit.NATS: ".1e",
+    Unit.NATS_SQUARED: ".1e",
+    Unit.TOKENS: ",.0f",
+    Unit.TOKENS_PER_SECOND: ",.0f",
+    Unit.VERSIONS: ".2f",
+    Unit.BYTES: ",.0f",
+    Unit.TIMESTAMP: ".0f",
+}
+"""How people read values of a unit, as format specifications of Python; a metric may have its own."""
+_UNWRITTEN = {Unit.ONE, Unit.SHARE, Unit.VERSIONS, Unit.TIMESTAMP}
+"""Units that are not written after a value."""
+_SCORE = ".3f"
+"""Digits of rewards and accuracies."""
 # What the catalogue's own names end in, taken off before the suffix above is put on.
 _NAME_SUFFIX = re.compile(r"(/tokens|_tokens_per_s|_share|_versions|_tokens|_bytes|_time_s|_s|_total)$")
 
@@ -77,6 +94,16 @@ class Metric:
     """Of a family: what its open part names; the Prometheus label."""
     of: str = ""
     """Of a share: what of, such as "trained tokens"."""
+    digits: str = ""
+    """Format specification of a value; empty: that of its unit, and whole numbers for a counter."""
+
+    def number(self, value: float) -> str:
+        """A value as the terminal, logs and the report show it, without its unit."""
+        return format(value, self.digits or (",.0f" if self.kind is Kind.COUNTER else _DIGITS[self.unit]))
+
+    def text(self, value: float) -> str:
+        """The same with its unit: "1.2e-12 nats", "34%"."""
+        return self.number(value) + ("" if self.unit in _UNWRITTEN else f" {self.unit}")
 
     @property
     def shown_unit(self) -> str:
@@ -96,8 +123,13 @@ class Metric:
         return f"evenkeel_{stem}" if stem.endswith(suffix) else f"evenkeel_{stem}{suffix}"
 
 
-def gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "") -> Metric:
-    return Metric(name, Kind.GAUGE, unit, reduction, help, label, of=of)
+def gauge(name: str, unit: Unit, reduction: Reduction, label: str, help: str, of: str = "", *, digits: str = "") -> Metric:
+    return Metric(name, Kind.GAUGE, unit, reduction, help, label, of=of, digits=digits)
+
+
+def score(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
+    """A reward or an accuracy."""
+    return gauge(name, unit, reduction, label, help, digits=_SCORE)
 
 
 def counter(name: str, label: str, help: str, unit: Unit = Unit.ONE) -> Metric:
@@ -109,4 +141,4 @@ def by_worker(name: str, unit: Unit, reduction: Reduction, label: str, help: str
 
 
 def by_k(name: str, label: str, help: str) -> Metric:
-    return Metric(f"held_out/{name}/", Kind.GAUGE, Unit.SHARE, Reduction.LAST, help, label, part="k")
+    return Metric(f"held_out/{name}/", Kind.GAUGE, Unit.SHARE, Reduction.LAST, help, label, part="k", digits=_SCORE)

@@ -65,6 +65,11 @@ def member(name: str) -> str:
     return name[len(metric.name) :] if metric.is_family else ""
 
 
+def shown(metrics: Mapping[str, float], name: str) -> str:
+    """A number with its unit, as the catalogue has it written; "-" where it is absent."""
+    return lookup(name).text(metrics[name]) if name in metrics else "-"
+
+
 class StepMetrics(Mapping[str, float]):
     """The numbers of one step (or of one evaluation), by listed name.
 
@@ -150,6 +155,25 @@ def pass_at_most(metrics: Mapping[str, float]) -> tuple[int, float, float, float
         return None
     k = max(ks, key=int)
     return int(k), metrics[prefix + k], metrics[f"held_out/pass_at_low/{k}"], metrics[f"held_out/pass_at_high/{k}"]
+
+
+def accuracy(metrics: Mapping[str, float]) -> str:
+    """Held-out accuracy with its 95 % interval: "0.512 [0.480, 0.544]"; "-" where nothing could be scored."""
+    names = "held_out/accuracy", "held_out/wilson_low", "held_out/wilson_high"
+    return with_interval(*(metrics[name] for name in names)) if set(names) <= set(metrics) else shown(metrics, names[0])
+
+
+def with_interval(share: float, low: float, high: float) -> str:
+    """Of a held-out share."""
+    number = CATALOGUE["held_out/accuracy"].number
+    return f"{number(share)} [{number(low)}, {number(high)}]"
+
+
+def accuracy_of_what(metrics: Mapping[str, float]) -> str:
+    """What that accuracy is measured on: " on 512 problems x 4 answers, 3 of them not scored"."""
+    text = f" on {shown(metrics, 'held_out/problems')} problems" if "held_out/problems" in metrics else ""
+    text += f" x {shown(metrics, 'held_out/samples')} answers" if metrics.get("held_out/samples", 1) > 1 else ""
+    return text + (f", {shown(metrics, 'held_out/unscored')} of them not scored" if metrics.get("held_out/unscored") else "")
 
 
 def markdown() -> str:

@@ -1,6 +1,6 @@
-"""Calls that do their work once, however often they arrive: of one that is late, or whose actor can't be reached, who knows if it has run?
+"""Calls that run once, however often they are sent: if a call is late, or its actor can't be reached, the caller can't know whether it ran.
 
-The caller numbers its calls from 1, makes one after the other, and asks again under the same number; the actor keeps the last answer.
+The caller numbers its calls from 1, makes one after the other, and repeats a call under its number. The actor keeps the last answer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from correction.errors import LateError
 
 
 class NumberedCaller:
-    """The side that asks."""
+    """The caller's side, for one actor."""
 
     def __init__(self, actor: Any, late: Callable[[str], None]) -> None:
-        """Args: late: told when the actor hasn't answered in time; it is asked again."""
+        """Args: late: takes a sentence when the actor has not answered in time; the call is repeated then."""
         self._actor, self._late = actor, late
         self._calls = 0
 
@@ -30,14 +30,18 @@ class NumberedCaller:
 
 
 class NumberedCalls:
-    """The side that answers one caller."""
+    """The actor's side, for one caller."""
 
     def __init__(self) -> None:
         self._number = 0
         self._work: asyncio.Future[Any] | None = None
 
     async def once(self, number: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What the work gives, or has given. Args: number: 0: it is not asked again. Raises: LateError for an older number."""
+        """Run the work, or return the result of the run under this number.
+
+        Args: number: of the call; 0: the caller doesn't repeat it.
+        Raises: LateError for a number below the last one.
+        """
         if not number:
             return await work()
         if number > self._number or self._work is None:

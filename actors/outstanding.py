@@ -1,8 +1,8 @@
-"""The groups under way, as the driver knows them: what a new trajectory queue is filled with, at a start and in place of one that died.
+"""The driver's own record of the groups under way. A new trajectory queue is filled from it, at a start and after the old one has died.
 
-The pool says what was admitted, finished, lost and given up, and the controller what a step has settled. The tokens stay where they are: an
-entry is a ticket, and a reference for a finished group. Which groups the batch ahead had drawn comes about again. What was worthless, and
-may have given its place to another group already, is told from the facts of the finished ones.
+The pool reports groups as admitted, finished, lost or given up, the controller those of a finished step. An entry holds the ticket, and for
+a finished group a reference to its tokens. Which groups the service had drawn for the batch ahead is not recorded: a new service draws
+again. Groups not worth training, in whose places others may have been admitted already, are recognized by the facts of finished ones.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ def worthless(group: GroupFacts, *, dynamic_sampling: bool) -> str:
 
 
 class Outstanding:
-    """Of one run, from its beginning or a checkpoint on."""
+    """Groups under way in one run, from its beginning or a checkpoint on."""
 
     def __init__(self, snapshot: QueueSnapshot | None = None, *, dynamic_sampling: bool = False) -> None:
         """Args: snapshot: of a checkpoint; None: a new run. dynamic_sampling: of the run."""
         self._dynamic_sampling = dynamic_sampling
-        self._version = self._published = snapshot.version if snapshot else 0  # engines get what the learner goes on from
+        self._version = self._published = snapshot.version if snapshot else 0  # engines get the checkpoint's weights
         self._trained = snapshot.trained if snapshot else 0
         self._tickets: dict[str, Ticket] = {}
-        """By prompt id, like what follows; in the order of their admission."""
+        """Of all groups under way, in the order of admission; keys are prompt ids here and in the next three."""
         self._finished: dict[str, StoredGroup] = {}
-        """Sampled, and worth training."""
+        """Sampled groups that are worth training."""
         self._worthless: dict[str, str] = {}
-        """Sampled, and why they aren't: nobody needs their tokens."""
+        """Sampled groups that are not, with the reason; their tokens are not needed."""
         self._unreported: dict[str, str] = dict(snapshot.unreported) if snapshot else {}
-        """Prompts that were discarded, and why, without a step that has settled it."""
+        """Discarded groups that no finished step has recorded yet, with the reason."""
         self._reported: Counter[str] = Counter(snapshot.discarded_by_reason if snapshot else {})
-        """The other discarded ones, by reason."""
+        """Number of the other discarded groups, by reason."""
         self._reported.subtract(self._unreported.values())
         self.admitted = snapshot.admitted if snapshot else 0
-        """Groups since the run began; the next one's number, and its prompt's position."""
+        """Groups admitted since the run began: the id of the next one, and the position of its prompt in the data."""
         if snapshot is not None:
             finished = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in snapshot.finished]
             for ticket in sorted([*snapshot.in_flight, *finished], key=lambda ticket: ticket.group_id):
@@ -51,13 +51,13 @@ class Outstanding:
                 self.finish(StoredGroup(group.facts, group))
 
     def admit(self, tickets: Iterable[Ticket]) -> None:
-        """The queue has given places to these."""
+        """The queue has admitted these."""
         for ticket in tickets:
             self._tickets[ticket.prompt.prompt_id] = ticket
             self.admitted = ticket.group_id + 1
 
     def finish(self, group: StoredGroup) -> None:
-        """A worker has sampled it; it is on its way to the queue."""
+        """A worker has sampled this group; it is on its way to the queue."""
         if group.prompt_id not in self._tickets or group.prompt_id in self._unreported:
             return
         if reason := worthless(group.facts, dynamic_sampling=self._dynamic_sampling):
@@ -66,22 +66,28 @@ class Outstanding:
             self._finished.setdefault(group.prompt_id, group)
 
     def knows(self, prompt_id: str) -> bool:
-        """It is under way."""
+        """Whether the prompt's group is under way."""
         return prompt_id in self._tickets
 
     def lose(self, tickets: Iterable[Ticket]) -> None:
-        """Their tokens went with a node: they are sampled again."""
+        """The tokens of these groups are lost with a node; the groups are sampled again."""
         for ticket in tickets:
             self._finished.pop(ticket.prompt.prompt_id, None)
 
     def give_up(self, ticket: Ticket, reason: str) -> None:
-        """Nobody could sample it."""
+        """No worker could sample this group."""
         prompt_id = ticket.prompt.prompt_id
         if prompt_id in self._tickets and prompt_id not in self._finished.keys() | self._worthless.keys():
             self._unreported.setdefault(prompt_id, reason)
 
     def settle(self, version: int, published: int, *, trained: Sequence[str], discarded: Iterable[tuple[str, str]]) -> None:
-        """The queue's answer to a step: these prompts have left. Args: discarded: as (prompt id, reason)."""
+        """A step is finished: these prompts are no longer under way.
+
+        Args:
+            version, published: of the learner after the step, and that the engines get.
+            trained: prompt ids.
+            discarded: as (prompt id, reason).
+        """
         self._version, self._published = version, published
         self._trained += len(trained)
         for prompt_id, reason in discarded:
@@ -98,7 +104,7 @@ class Outstanding:
 
     @property
     def in_flight(self) -> list[Ticket]:
-        """To be sampled, or in sampling."""
+        """Groups that are being sampled or wait for it."""
         others = self._finished.keys() | self._worthless.keys() | self._unreported.keys()
         return [ticket for prompt_id, ticket in self._tickets.items() if prompt_id not in others]
 
@@ -108,15 +114,15 @@ class Outstanding:
 
     @property
     def given_up(self) -> list[tuple[int, str]]:
-        """Numbers of groups that nobody will train, and that no step has settled as discarded yet, and why."""
+        """(group id, reason) of groups that won't be trained, and that no finished step has recorded as discarded yet."""
         reasons = self._unreported | self._worthless
         return [(self._tickets[prompt_id].group_id, reason) for prompt_id, reason in reasons.items() if prompt_id in self._tickets]
 
     def contents(self, drawn: Sequence[int] = (), advance: tuple[int, int] | None = None) -> QueueContents:
-        """What a queue holds that goes on from here.
+        """Contents for a new queue.
 
         Args: drawn, advance: as in QueueContents.
-        Raises: LedgerError if groups have come or gone unnoticed.
+        Raises: LedgerError if the counts of admitted, trained, discarded and present groups don't add up.
         """
         unreported = self._unreported | self._worthless
         held = tuple(ticket for prompt_id, ticket in self._tickets.items() if prompt_id not in unreported)

@@ -30,7 +30,7 @@ _MOST_TOLD = 1000
 class BeatingInTurn:
     """A part whose calls come one after the other: a learner's rank. They do so in one thread, which isn't the main one.
 
-    To be made with `in_turn`.
+    To be made with `sequential_actor`.
     """
 
     @ray.method(concurrency_group="heartbeat")
@@ -39,7 +39,7 @@ class BeatingInTurn:
         return []
 
 
-def in_turn(actor: type[BeatingInTurn]) -> Any:
+def sequential_actor(actor: type[BeatingInTurn]) -> Any:
     """As ray.remote. Ray keeps no order among calls: a heartbeat would wait behind one whose arguments are on their way."""
     return ray.remote(concurrency_groups={**GROUPS, BESIDE: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 

@@ -14,7 +14,7 @@ from actors.alarms import Replacement
 from actors.carriers import ActorInfo
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
-from actors.correction_service import CorrectionService, ServiceConfig
+from actors.correction_service import CorrectionService
 from actors.environment import OF_BATCHES
 from actors.hub_name import absolute
 from actors.learner_group import LearnerGroup
@@ -139,18 +139,6 @@ def start_service(config: RunConfig, monitor: Mapping[str, Any] | None, correcti
         monitor: what the early warning knows; None: a new run.
         correction: the run's, or the one that an alarm has put in its place.
     """
-    settings = ServiceConfig(
-        correction=correction,
-        has_reference=config.correction.kl.coefficient > 0,
-        groups_per_step=config.groups_per_step,
-        max_staleness=config.max_staleness,
-        dynamic_sampling=config.dynamic_sampling,
-        rollout=config.rollout,
-        learner=config.learner,
-        deadlines=config.deadlines,
-        monitor=config.monitor,
-        examples=config.metrics.trajectories_per_step,
-    )
-    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES).remote(settings, queue, monitor)
+    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES).remote(config, queue, monitor, correction)
     lower_priority(service)
     return service

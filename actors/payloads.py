@@ -1,16 +1,15 @@
-"""Payload by reference: groups travel as facts, and their tokens stay in the object store until somebody computes with them.
+"""Groups by reference: between actors go a group's facts (rewards, lengths, version spans); its tokens stay in the object store.
 
-A worker answers the pool's call with the facts of the finished group (rewards, lengths, version spans) and, as a second result, with the
-group itself: only its reference goes on, with the facts, to the queue and the service. Ray gives a result to who has called, so the driver
-owns the object and not the worker, whose engine may fail or be replaced at any moment: an object goes with its owner, and what a lost
-worker had finished would have to be sampled again. The object lies in the store of the worker's node (a small one with its reference);
-with that node it is lost, and the group is sampled again.
+A worker's call returns two results to the pool: the facts of the finished group, and the group itself. Facts and a reference to the group
+go on to the queue and the service. In Ray the caller owns a result, here the driver, and an object is lost with its owner. So a group
+outlives the worker that sampled it, whose engine may fail at any moment. It lies in the object store of the worker's node: if the node is
+lost, the group is sampled again.
 
-What of a group only the learner's ranks look at (its wide fields, correction/wide.py) is a third result, an object of its own. The service
-never reads it: a batch says where those of its sequences are, and each rank reads the ones that it computes with (LearnerGroup.fetch).
+The fields of a group that only the learner's ranks read (wide fields, correction/wide.py) are a third result, an object of its own. The
+service never reads it: the batch names the object for each sequence, and each rank reads those that it computes with (LearnerGroup.fetch).
 
-Small groups go on by value. Ray hands results below 100 KB to the caller's own memory, and keeps one there for good once its reference has
-gone on through two processes, as from the queue to the service: 3 kB a group of short answers, for as long as the run lasts.
+Small groups go on by value. Ray returns results below 100 KB into the caller's memory, and never frees one whose reference has passed
+through two processes, as from the queue to the service: with short answers 3 kB a group would be leaked until the run ends.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ _INLINE_BYTES = 100 * 1024
 """Ray's max_direct_call_object_size."""
 _AT_HAND_S = 10.0
 _TOKEN_BYTES = 4096
-"""Of a token with all that may go with it, generously: a hundred likely ones, or its experts in a hundred layers."""
+"""Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers."""
 _LEAST_TOKEN_BYTES = 8
-"""An id and a logprob, each of four bytes."""
+"""Lower bound: an id and a logprob, four bytes each."""
 GONE, LATE = "gone with its node or its worker", "not there in time"
-"""Why something can't be read."""
+"""Reasons why an object can't be read."""
 _NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 
 async def value_of(reference: Any) -> Any:
-    """What a reference refers to, or the thing itself. It is read beside the event loop, as Ray does it for what is awaited."""
+    """The object of a reference, or the argument itself if it is none. Ray reads an awaited reference without blocking the event loop."""
     return await reference if isinstance(reference, Awaitable) else reference
 
 
-def apart(group: Group) -> tuple[GroupFacts, Group, tuple[WideFields, ...] | None]:
-    """A worker's answer: facts, the group without its wide fields, and these; None: they are in the group, which is small."""
+def split_answer(group: Group) -> tuple[GroupFacts, Group, tuple[WideFields, ...] | None]:
+    """A worker's three results: the facts, the group without its wide fields, and these. None: they are few, and stay in the group."""
     from rollout import wide_fields  # torch: not in the driver
 
-    light, fields = wide_fields.apart(group)
+    light, fields = wide_fields.split_wide_fields(group)
     size = sum(one.nbytes for one in fields)
     if size < _INLINE_BYTES:
         return group.facts, group, None
@@ -63,18 +62,18 @@ def apart(group: Group) -> tuple[GroupFacts, Group, tuple[WideFields, ...] | Non
 
 
 async def to_hand_on(facts: GroupFacts, reference: Any) -> Any:
-    """A finished group as it goes on: itself if it may be in this process already, else its reference."""
+    """What goes on of a finished group: the group itself if it is so small that it may be in this process already, else its reference."""
     if sum(one.response_tokens for one in facts.trajectories) * _LEAST_TOKEN_BYTES >= _INLINE_BYTES:
         return reference
-    with suppress(ray.exceptions.RayError, EvenkeelError):  # who computes with it will say
+    with suppress(ray.exceptions.RayError, EvenkeelError):  # raised again where the group is read
         return await wait_for(value_of(reference), f"group {facts.group_id} <- object store", deadline_s=_AT_HAND_S)
     return reference
 
 
 def disregard(answer: Any, *beside: Any) -> None:
-    """Nobody needs any more what a call returns beside its answer: that is never fetched.
+    """Drop a call's answer and its further results without fetching them.
 
-    If the call fails, all results are its error, and Ray reports one that nobody has looked at.
+    If the call fails, all its results are its error, and Ray logs an error that nobody retrieves: it is retrieved here.
     """
 
     def look_at_its_error(ended: asyncio.Future[Any]) -> None:
@@ -90,7 +89,7 @@ def _has_failed(ended: asyncio.Future[Any]) -> bool:
 
 
 def no_room(error: BaseException) -> str:
-    """What a node needs whose object store has taken no result any more; empty: that is not what this error says."""
+    """Says, if this error means a full object store, what its node needs; empty for any other error."""
     for one in (getattr(error, "cause", None), error):
         if isinstance(one, _NO_ROOM):
             needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
@@ -99,20 +98,20 @@ def no_room(error: BaseException) -> str:
 
 
 def fetch_s(groups: Sequence[StoredGroup], bytes_per_s: float) -> float:
-    """Longest time for their tokens to come."""
+    """Seconds in which the tokens of these groups have to arrive."""
     return tokens_s(sum(one.response_tokens for group in groups for one in group.facts.trajectories), bytes_per_s)
 
 
 def tokens_s(tokens: int, bytes_per_s: float) -> float:
-    """The same for so many tokens."""
+    """The same for a number of tokens."""
     return ANSWER_S + tokens * _TOKEN_BYTES / bytes_per_s
 
 
 async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], dict[int, str]]:
-    """The groups themselves, in their order; and why the others can't be read, by id: GONE or LATE.
+    """The groups that can be read, in order; and for the others GONE or LATE, by group id.
 
-    Args: deadline_s: for all of them: a pull from another node may hang.
-    Raises: ActorLost for one that found no room: sampled again it would find none either.
+    Args: deadline_s: for all of them together; a pull from another node may hang.
+    Raises: ActorLost if the object store had no room for one: sampling it again would not help.
     """
     found = await wait_for(_values(groups, deadline_s), f"tokens of {len(groups)} groups <- object store", deadline_s=2 * deadline_s)
     lost = dict[int, str]()
@@ -127,7 +126,7 @@ async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[
 
 
 async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:
-    """What the payloads refer to, or the error of each that can't be read. Args: limit_s: for all of them."""
+    """The payloads' objects, or an error in the place of each that can't be read. Args: limit_s: for all of them together."""
     ends = asyncio.get_running_loop().time() + limit_s
 
     async def in_time(reference: Any) -> Any:
@@ -136,7 +135,7 @@ async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:
 
     references = [one.payload for one in groups]
     if references and all(isinstance(one, ray.ObjectRef) for one in references):
-        with suppress(ray.exceptions.RayError):  # of one of them, which isn't said
+        with suppress(ray.exceptions.RayError):  # the error doesn't say whose it is: each is read alone then
             return list(await asyncio.to_thread(ray.get, references, timeout=limit_s / 2))  # one by one takes several times as long
     return await asyncio.gather(*(in_time(one) for one in references), return_exceptions=True)
 
@@ -146,9 +145,12 @@ def _why(error: BaseException) -> str:
 
 
 def read_now(references: Sequence[Any], limit_s: float) -> tuple[dict[Any, Any], dict[Any, str]]:
-    """What references refer to, for who waits in a thread of its own; and why others can't be read: GONE or LATE."""
+    """Objects by reference, and GONE or LATE for those that can't be read. Blocks: call it in a thread. Args: limit_s: for all together.
+
+    Raises: ActorLost if the object store has no room for one.
+    """
     ends = time.monotonic() + limit_s
-    with suppress(ray.exceptions.RayError):  # of one of them, which isn't said
+    with suppress(ray.exceptions.RayError):  # the error doesn't say whose it is: each is read alone then
         return dict(zip(references, ray.get(list(references), timeout=limit_s / 2), strict=True)), {}
     found, lost = dict[Any, Any](), dict[Any, str]()
     for one in references:
@@ -162,7 +164,7 @@ def read_now(references: Sequence[Any], limit_s: float) -> tuple[dict[Any, Any],
 
 
 async def with_wide_fields(batch: PackedBatch, *, deadline_s: float) -> PackedBatch:
-    """The whole batch, with what lies elsewhere of it. Raises: RayError if some of it is gone."""
+    """The batch with its wide fields filled in. Raises: RayError if an object is lost; DeadlineExceeded."""
     places = batch.wide or ()
     references = list(dict.fromkeys(one for place in places for one in place.references))
     what = f"wide fields of {len(places)} sequences <- object store"
@@ -171,21 +173,22 @@ async def with_wide_fields(batch: PackedBatch, *, deadline_s: float) -> PackedBa
 
 
 async def whole(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], list[int]]:
-    """As `fetched`; with their wide fields, where these are kept apart."""
+    """The groups that can be read, wide fields included, and the ids of the others; both objects of a group are needed."""
     found, lost = await fetched(groups, deadline_s=deadline_s)
     stored = [replace(one, payload=one.wide) for one in groups if one.wide is not None and one.group_id not in lost]
     if not stored:
         return found, sorted(lost)
-    from rollout.wide_fields import together
+    from rollout.wide_fields import join_wide_fields
 
     fields, lost_too = await fetched(stored, deadline_s=deadline_s)
     of_group: dict[int, Any] = dict(zip((one.group_id for one in stored if one.group_id not in lost_too), fields, strict=True))
-    joined = [together(one, of_group[one.group_id]) if one.group_id in of_group else one for one in found if one.group_id not in lost_too]
+    kept = [one for one in found if one.group_id not in lost_too]
+    joined = [join_wide_fields(one, of_group[one.group_id]) if one.group_id in of_group else one for one in kept]
     return joined, sorted([*lost, *lost_too])
 
 
 async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
-    """The queue as a checkpoint has it: finished groups with their tokens; those that are lost will be sampled again.
+    """The queue's state for a checkpoint: finished groups with their tokens. Groups whose tokens are lost go back to those in flight.
 
     Raises: DeadlineExceeded.
     """

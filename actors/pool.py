@@ -204,8 +204,8 @@ class RolloutPool(Membership):
             self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
             self._work.add_groups([ticket])
         else:
-            is_apart = isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0
-            self._take(worker, ticket, outcome, payload, wide[0] if is_apart else None)
+            has_wide = isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0
+            self._take(worker, ticket, outcome, payload, wide[0] if has_wide else None)
         finally:
             worker.groups.discard(group_id)
             if found is not None and outcome is None:

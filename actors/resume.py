@@ -61,11 +61,6 @@ class TrainingState:
     settings: dict[str, Any] = field(default_factory=dict)
     """The run's, by which the queue's groups were sampled; those in its folder may be of a resume that has saved nothing yet."""
 
-    @property
-    def prompt_position(self) -> int:
-        """Prompts taken from the training stream."""
-        return self.queue.admitted
-
     def save(self, folder: Path) -> None:
         """Write into a checkpoint's state folder. Raises: OSError."""
         columns = Columns()

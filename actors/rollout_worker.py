@@ -28,7 +28,7 @@ from rollout.continuation import UnfinishedGroup
 from rollout.sampler import Sampler
 from rollout.stacks import tell_stacks
 from rollout.temporary_files import own_folder, remove
-from rollout.trajectory import FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
+from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
 from rollout.weight_update import require_checksums
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ class RolloutWorker:
             return group, *nothing
         self._count(group.trajectories)
         self._endpoint.add("rollout/finished_groups_total", 1)
-        return payloads.apart(group) if self._settings.has_wide_fields else (group.facts, group)
+        return payloads.split_answer(group) if self._settings.has_wide_fields else (group.facts, group)
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation); not put into the queue."""
@@ -202,8 +202,8 @@ class RolloutWorker:
             return await self._sampler.answer(prompt, how)
         except UNANSWERED as error:
             asked, no_ids, no_logprobs = ids_of(prompt.token_ids), ids_of(()), logprobs_of(())
-            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT, error=str(error))
-            return (nothing,) * how.samples
+            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT)
+            return (replace(nothing, error=str(error), failure=FailureKind.ENGINE),) * how.samples
 
     def _count(self, trajectories: Sequence[Trajectory]) -> None:
         self._endpoint.add("rollout/generated_tokens_total", sum(len(t.response_ids) for t in trajectories))

@@ -1,15 +1,15 @@
-"""Deltas: a node makes the newest weights of those that it holds, and of what has changed since, instead of fetching all of them again.
+"""Weight deltas: a node computes new weights from an older version that it holds and the difference, instead of fetching all weights.
 
-What has changed is found on the learner's node, where both versions lie in the object store, in a process beside training. Every other
-node whose engines hold some weights fetches that alone, and makes of it, once for all of its engines, buckets like those that the learner
-has stored: the engines read them in their own node's store, and know of no difference. A node that is behind takes several steps in one.
-Ray fetches an object from any node that has it, so that what many nodes fetch goes from one to the other, and not from the learner alone.
+The difference of two versions (delta) is computed on the learner's node, where both lie in the object store, by a Ray task beside training.
+Every other node whose engines hold an older version fetches the delta, and a task there rebuilds the buckets that the learner stored, once
+for all engines of the node. The engines read them from their node's store like any others. A node that is several versions behind applies
+several deltas. Ray fetches an object from any node that has it, so deltas spread from node to node, not from the learner's node alone.
 
-The learner's store holds a third version: the one that is exported while differences of the two before it are found.
+The learner's store holds up to three versions: one is exported while the delta of the two before it is computed.
 
-A node takes the whole, which is always there, if it holds nothing yet, if the differences are no smaller together, if making them failed
-or was too slow, and if what was made of them isn't to the bit what the learner stored. A new generation has no older weights: all of this
-belongs to one `WeightSync`, and what it compares are objects in the store, of which nobody makes others.
+A node fetches all weights instead if it holds none yet, if the deltas together are not smaller, if computing or applying them fails or
+misses its deadline, or if the checksum of a rebuilt bucket is wrong. A `WeightSync` belongs to one generation, and so does this: after a
+return to a checkpoint nothing older is used.
 """
 
 from __future__ import annotations
@@ -36,60 +36,60 @@ if TYPE_CHECKING:  # torch
 log = logging.getLogger("evenkeel.sync")
 _FAILURES = (EvenkeelError, ray.exceptions.RayError)
 _FOR_WHO_COMES = 2
-"""Steps that are kept though every node's copy is newer: of a node whose first weights come now, published some versions ago."""
+"""Latest deltas that are kept although no node's copy needs them: a node that joins may receive weights that are some versions old."""
 _FRUITLESS = 3
-"""Versions in a row whose differences were no smaller than the whole: from then on none are sought."""
+"""After so many deltas in a row that were not smaller than the weights, none are computed any more."""
 _THREADS = 4
-"""Of a process that finds differences, or makes weights of them, beside training or sampling."""
+"""Of a task that computes or applies deltas, beside training or sampling."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """From one published version to the next."""
+    """The delta from one published version to the next."""
 
     base: int
     version: int
     making: asyncio.Task[tuple[list[Any], int]]
-    """References to its WeightDeltas, and their bytes."""
+    """Computes it: references to a BucketDelta for each bucket, and their bytes together."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """Weights that a node has."""
+    """The weights that a node holds."""
 
     version: int
     buckets: list[Any]
     delta_bytes: int | None = None
-    """Of the differences that they were made of; None: they came whole."""
+    """Of the deltas that they were made from; None: they were fetched whole."""
     following: asyncio.Task[None] | None = None
-    """Makes newer ones."""
+    """Brings them to the newest version."""
 
 
 class WeightDeltas:
-    """What the nodes hold, and how they get to the newest version. One event loop uses it."""
+    """The versions that nodes hold, and the deltas that bring them to the newest. To be used from one event loop."""
 
     def __init__(self, learner_node: str, limit_s: float) -> None:
         """
         Args:
-            learner_node: its id, where weights are stored; nobody there needs differences.
-            limit_s: for finding differences, and for making weights of them.
+            learner_node: id of the node whose store has the learner's weights; engines there need no deltas.
+            limit_s: longest time to compute the deltas of a version, and to apply them on a node, seconds.
         """
         self._home, self._limit_s = learner_node, limit_s
         self._newest: WeightSnapshot | None = None
         self._steps: list[_Step] = []
-        """Without a gap up to the newest version."""
+        """Consecutive versions, up to the newest."""
         self._fruitless = 0
         self._copies: dict[str, _Copy] = {}
         """By node."""
 
     def published(self, snapshot: WeightSnapshot, nodes: Collection[str]) -> None:
-        """A newer version is out. Args: nodes: those of all engines."""
+        """A newer version is published: start computing its delta, and applying it. Args: nodes: ids of the nodes of all engines."""
         older, self._newest = self._newest, snapshot
         for node in self._copies.keys() - set(nodes):
             self._drop(node, self._copies[node])
         if older is None or not any(self._is_far(node) for node in nodes) or self._fruitless >= _FRUITLESS:
             self._steps.clear()
-        elif self._steps and not self._steps[-1].making.done():  # each holds two versions
+        elif self._steps and not self._steps[-1].making.done():  # one at a time: each keeps two versions in the store
             log.warning("weights v%d go out whole: what had changed before is still being sought", snapshot.version)
             abandon(self._steps[-1].making)
             self._steps.clear()
@@ -101,13 +101,13 @@ class WeightDeltas:
             self._ensure_following(node)
 
     def taken(self, node: str, snapshot: WeightSnapshot) -> None:
-        """An engine of this node holds these weights, so that they lie in the node's object store."""
+        """An engine of this node has taken these weights, so they are in the node's object store."""
         if self._is_far(node) and node not in self._copies:
             self._copies[node] = _Copy(snapshot.version, snapshot.buckets)
             self._ensure_following(node)
 
     async def of_node(self, node: str, snapshot: WeightSnapshot) -> tuple[list[Any], int | None]:
-        """References to a version's buckets for an engine of a node, and the bytes of the differences they were made of (None: whole)."""
+        """References to a version's buckets for an engine of a node, and bytes of the deltas they were made from (None: fetched whole)."""
         copy = self._copies.get(node)
         while copy is not None and copy.version < snapshot.version and copy.following is not None and self._copies.get(node) is copy:
             await asyncio.wait({copy.following})
@@ -125,7 +125,7 @@ class WeightDeltas:
         return node not in ("", self._home)
 
     def _needed(self, limit: int) -> list[_Step]:
-        """The last steps, as far back as a node may be behind, and all together have fewer bytes: they lie in the store meanwhile."""
+        """The latest deltas that some node may still need, as long as all together have fewer bytes than `limit`, the weights' size."""
         found: list[_Step] = []
         oldest = min((copy.version for copy in self._copies.values()), default=math.inf)
         for step in reversed(self._steps):
@@ -150,14 +150,14 @@ class WeightDeltas:
         return deltas, delta_bytes
 
     async def _run(self, function: Any, what: str, node: str, newest: WeightSnapshot, *arguments: Any) -> tuple[list[Any], Any]:
-        """A generator as a Ray task on a node. Returns: references to what it yields for each bucket, and what it yields at last."""
+        """Run a generator as a Ray task on a node. Returns: references to what it yields for each bucket, and its last value."""
         place = NodeAffinitySchedulingStrategy(node, soft=False) if node else None
-        # No retries: Ray would keep what it needs to make a lost result again, and here the whole is what comes in its place.
+        # No retries: for one Ray would keep the arguments in the store; if a result is lost, the node fetches all weights.
         task = ray.remote(function).options(num_cpus=0, max_retries=0, num_returns=len(newest.buckets) + 1, scheduling_strategy=place)
         *found, told = task.remote(len(newest.buckets), *arguments)
         try:
             return found, await wait_for(told, f"{what}, v{newest.version} <- node {node[:8]}", deadline_s=self._limit_s)
-        except BaseException:  # late, or nobody waits any more: it would go on, and hold its versions in the store
+        except BaseException:  # late or cancelled: the task would go on, and keep its versions in the store
             ray.cancel(told, force=True)
             raise
 
@@ -172,11 +172,11 @@ class WeightDeltas:
             copy.following.add_done_callback(lambda _: self._ensure_following(node))
 
     async def _follow(self, node: str, copy: _Copy, newest: WeightSnapshot) -> None:
-        """Make the newest version of the node's copy; if that fails, the node's engines take the whole."""
+        """Bring the node's copy to the newest version; if that fails, the node's engines fetch all weights."""
         steps = [step for step in self._steps if copy.version <= step.base and step.version <= newest.version]
         try:
             if not steps or steps[0].base != copy.version or steps[-1].version != newest.version:
-                raise SyncError(f"nothing leads there from v{copy.version}")
+                raise SyncError(f"there is no delta from v{copy.version}")
             made = [await asyncio.shield(step.making) for step in steps]
             delta_bytes, whole = sum(size for _, size in made), sum(_sizes(newest))
             if delta_bytes >= whole:
@@ -200,7 +200,7 @@ class WeightDeltas:
 
 
 def _look_at_its_error(making: asyncio.Task[Any]) -> None:
-    """Who needs it will say so."""
+    """asyncio logs an error that nobody retrieves; `_make` has logged it."""
     if not making.cancelled():
         making.exception()
 
@@ -211,7 +211,7 @@ def _sizes(snapshot: WeightSnapshot) -> list[int]:
 
 
 def differences(count: int, *buckets: WeightBucket) -> Iterator[BucketDelta | int]:
-    """Of `count` older buckets to as many new ones; and at last their bytes."""
+    """A Ray task: yields the BucketDelta of each bucket, and at last their bytes. Args: buckets: `count` older, then as many new ones."""
     from actors.bucket_delta import BucketDelta
 
     delta_bytes = 0
@@ -224,7 +224,10 @@ def differences(count: int, *buckets: WeightBucket) -> Iterator[BucketDelta | in
 
 
 def rebuilt(count: int, *parts: Any) -> Iterator[WeightBucket | str | None]:
-    """Of `count` older buckets, and of each one's differences from version to version; and at last what went wrong, or nothing."""
+    """A Ray task: yields the new buckets, and at last why one could not be made (empty: all are made).
+
+    Args: parts: `count` older buckets, then for each version in order its `count` BucketDeltas.
+    """
     problem = ""
     with ThreadPoolExecutor(_THREADS) as pool:
         for bucket, *deltas in zip(*(parts[i : i + count] for i in range(0, len(parts), count)), strict=True):

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.cluster import beside_the_driver
-from actors.config import DeadlinesConfig, EarlyWarningConfig, WeightSyncConfig
-from actors.correction_service import CorrectionService, ServiceConfig
+from actors.config import DeadlinesConfig, EarlyWarningConfig, RunConfig, WeightSyncConfig
+from actors.correction_service import CorrectionService
 from actors.environment import OF_BATCHES
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
@@ -52,7 +52,6 @@ from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WorkerHost
 from benchmarks.sides import ROOT, options
 from correction.config import CorrectionConfig
-from learner.config import LearnerConfig
 from rollout.config import RolloutConfig
 from rollout.trajectory import Prompt
 
@@ -156,8 +155,10 @@ class ReplayedRun:
         self.shape, self.figures, self.profile = shape, Figures(), profile
         rollout, deadlines = shape.rollout, DeadlinesConfig()
         self.queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(groups_per_step=shape.groups, max_staleness=1)
-        quiet = EarlyWarningConfig(detailed=False)
-        settings = ServiceConfig(CORRECTION, False, shape.groups, 1, False, rollout, LearnerConfig(), deadlines, quiet, examples=4)
+        settings = RunConfig(
+            model=Path("model"), steps=10**6, groups_per_step=shape.groups, max_staleness=1, rollout=rollout, correction=CORRECTION,
+            deadlines=deadlines, monitor=EarlyWarningConfig(detailed=False),
+        )  # fmt: skip
         service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
         self.service = service.remote(settings, self.queue)
         self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from correction.batch import FinalDecision
     from correction.config import CorrectionConfig
+    from correction.wide import WidePlace
     from learner.optimizer import GuardedOptimizer
 
 
@@ -125,7 +126,9 @@ class Proximal:
 
     logprobs: Tensor
     """[N] float32, CPU, as learner.learner_rank.LearnerRank.logprobs."""
-    routed_experts: Any
-    """[N, layers, k], CPU: where the tokens were sent, if training is to follow; from another process [S] WidePlaces of them."""
+    routed_experts: Tensor | None
+    """[N, layers, k], CPU: where the tokens were sent, if training is to follow; None in an answer from another process."""
     routing_agreement: float | None
     """As StepResult's."""
+    route_places: tuple[WidePlace, ...] | None = None
+    """[S] from another process: where the routed experts of each sequence are."""

@@ -40,7 +40,7 @@ def pack_groups(
     overlong: OverlongConfig,
     max_tokens: int,
     temperature: float = 1.0,
-    apart: Mapping[int, Any] | None = None,
+    wide_of: Mapping[int, Any] | None = None,
 ) -> PackedBatch:
     """One batch of all trainable groups, in the order given.
 
@@ -51,7 +51,7 @@ def pack_groups(
         advantage: (rewards [S], group_ids [S]) -> [S].
         overlong: train, mask or penalise what was cut.
         max_tokens: of the sampling; the end of a penalty's ramp.
-        apart: where groups are without their wide fields: by group id, what holds or refers to those of all trajectories of a group.
+        wide_of: where groups are without their wide fields: by group id, what holds or refers to those of all trajectories of a group.
     Returns: the batch, possibly of no sequence at all.
     Raises: DataError for a trajectory whose logprobs or versions don't fit its tokens, or an unsuitable advantage.
     """
@@ -62,7 +62,7 @@ def pack_groups(
     is_kept = [not (isinstance(overlong, MaskOverlong) and _is_overlong(trajectory)) for _, trajectory in scored]
     kept = [pair for pair, keep in zip(scored, is_kept, strict=True) if keep]
     batch = _pack(kept, advantages[torch.tensor(is_kept, dtype=torch.bool)], learner_version, temperature)
-    return replace(batch, wide=_places(kept, apart)) if apart else batch
+    return replace(batch, wide=_places(kept, wide_of)) if wide_of else batch
 
 
 def overlong_penalty(trajectory: Trajectory, overlong: OverlongConfig, max_tokens: int) -> float:
@@ -136,13 +136,13 @@ def _pack(kept: Sequence[tuple[Group, Trajectory]], advantages: Tensor, learner_
     return batch.with_wide_fields().validate()
 
 
-def _places(kept: Sequence[tuple[Group, Trajectory]], apart: Mapping[int, Any]) -> tuple[WidePlace, ...]:
+def _places(kept: Sequence[tuple[Group, Trajectory]], wide_of: Mapping[int, Any]) -> tuple[WidePlace, ...]:
     """Of each trajectory. Raises: DataError if a group's wide fields are nowhere."""
-    if missing := [group.group_id for group, _ in kept if group.group_id not in apart]:
+    if missing := [group.group_id for group, _ in kept if group.group_id not in wide_of]:
         raise DataError(f"group {missing[0]} has no wide fields (top-K logprobs, routed experts), and others of its batch have")
     numbers = {group.group_id: {id(one): i for i, one in enumerate(group.trajectories)} for group, _ in kept}
     return tuple(
-        WidePlace(((apart[group.group_id], numbers[group.group_id][id(one)]),), one.route_keys) for group, one in kept
+        WidePlace(((wide_of[group.group_id], numbers[group.group_id][id(one)]),), one.route_keys) for group, one in kept
     )
 
 

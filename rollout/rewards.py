@@ -28,7 +28,7 @@ from correction.errors import ConfigError
 from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
 from rollout.reward_guardian import MEMORY, MOST_PROCESSES, PROCESSES
 from rollout.reward_process import LENGTH, SINGLE, pack_message
-from rollout.trajectory import FinishReason, Prompt, Trajectory
+from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
 _END_S = 10.0
@@ -36,6 +36,14 @@ _END_S = 10.0
 
 class RewardCallError(Exception):
     """A call that gave no reward; the message says why."""
+
+    def __init__(self, message: str, kind: FailureKind = FailureKind.REWARD) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class _SettingError(RewardCallError):
+    """The scorer can't be set up from its settings; the message begins with the setting's key."""
 
 
 class RewardPool:
@@ -77,14 +85,14 @@ class RewardPool:
                 (outcome,) = await self._call(_request(sample), [sample.answer])
                 if isinstance(outcome, RewardCallError):
                     raise outcome
+        except _SettingError as error:
+            await self.close()
+            raise ConfigError(str(error)) from error
         except RewardCallError as error:
             await self.close()
             place = self._config.path if isinstance(self._config, FunctionReward) else self._config.kind
-            said = str(error)
-            if said.startswith("rollout.reward."):  # found while it was set up: it has its key, and nothing was tried
-                raise ConfigError(said) from error
             on = "" if sample is None else f" (tried on {sample.prompt_id} with its own answer {sample.answer!r:.60})"
-            raise ConfigError(f"rollout.reward ({place}): {said}{on}") from error
+            raise ConfigError(f"rollout.reward ({place}): {error}{on}") from error
 
     async def score(self, trajectories: tuple[Trajectory, ...], prompt: Prompt) -> tuple[Trajectory, ...]:
         """The same trajectories with reward and components, or with an error where there is none; in the same order.
@@ -132,13 +140,13 @@ class RewardPool:
 def _given_up(trajectory: Trajectory) -> Trajectory:
     """The trajectory, with an error if the engine did not finish it."""
     if trajectory.error is None and (trajectory.finish_reason is FinishReason.ABORT or not trajectory.response_ids):
-        return replace(trajectory, reward=None, error="the engine gave the request up: no complete answer")
+        return replace(trajectory, reward=None, error="the engine gave the request up: no complete answer", failure=FailureKind.ENGINE)
     return trajectory
 
 
 def _scored(trajectory: Trajectory, outcome: dict[str, float] | RewardCallError) -> Trajectory:
     if isinstance(outcome, RewardCallError):
-        return replace(trajectory, reward=None, reward_components={}, error=str(outcome))
+        return replace(trajectory, reward=None, reward_components={}, error=str(outcome), failure=outcome.kind)
     return replace(trajectory, reward=sum(outcome.values()), reward_components={} if set(outcome) == {SINGLE} else outcome)
 
 
@@ -217,7 +225,7 @@ class _ScoringProcess:
         reply = await self._reply(self._start_deadline_s, "its imports", "rollout.reward.start_deadline_s")
         if "error" in reply:
             self.kill()
-            raise RewardCallError(reply["error"])
+            raise _SettingError(reply["error"])
         self._is_ready = True
 
     async def replies(self, request: dict[str, Any], deadline_s: float) -> AsyncIterator[dict[str, Any]]:
@@ -255,7 +263,8 @@ class _ScoringProcess:
                 return _as_reply(await reader.readexactly(size))
         except TimeoutError:
             self._restart()
-            raise RewardCallError(f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed") from None
+            late = f"the reward took more than {deadline_s:g} s for {what} ({setting}); its process was killed"
+            raise RewardCallError(late, FailureKind.REWARD_TIMEOUT) from None
         except ValueError as error:  # a scorer has written to the socket itself
             self._restart()
             raise RewardCallError(f"the scoring process sent no reply at {what}, but something else ({error}); it was killed") from None

@@ -32,6 +32,17 @@ class FinishReason(StrEnum):
     """The engine gave the request up; the trajectory is not trained."""
 
 
+class FailureKind(StrEnum):
+    """What kept a trajectory from being scored."""
+
+    ENGINE = "engine"
+    """The engine gave no complete answer."""
+    REWARD = "reward"
+    """The reward function raised, or its process died."""
+    REWARD_TIMEOUT = "reward_timeout"
+    """The reward function passed its deadline."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One question, as the task gives it."""
@@ -122,6 +133,7 @@ class _Answer:
         version_spans: tuple[VersionSpan, ...]
         reward: float | None
         error: str | None
+        failure: FailureKind | None
 
         @property
         def response_tokens(self) -> int: ...
@@ -130,10 +142,6 @@ class _Answer:
     def is_valid(self) -> bool:
         """Scored and complete: takes part in baseline and loss."""
         return self.error is None and self.reward is not None and self.response_tokens > 0
-
-    @property
-    def oldest_version(self) -> int:
-        return min(span.version for span in self.version_spans)
 
     @property
     def is_mixed(self) -> bool:
@@ -151,6 +159,7 @@ class AnswerFacts(_Answer):
     reward: float | None
     reward_components: dict[str, float]
     error: str | None
+    failure: FailureKind | None = None
     read_again_tokens: int = 0
 
 
@@ -179,7 +188,7 @@ class Trajectory(_Answer):
     """Of every token of prompt and response but the last, which the model didn't read; where the learner replays them. The positions of
     a trajectory that a weight update found under way were read anew then: these are the routes of the last reading."""
     route_keys: array[int] | None = None
-    """Of the prompt's tokens, what stands for their routed experts where these are kept apart (rollout/wide_fields.py)."""
+    """Of the prompt's tokens, what stands for their routed experts where these are objects of their own (rollout/wide_fields.py)."""
     text: str = ""
     """The response, decoded without special tokens: what the reward function saw."""
     reward: float | None = None
@@ -187,7 +196,9 @@ class Trajectory(_Answer):
     reward_components: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, if the function returns them; their sum trains."""
     error: str | None = None
-    """Why the trajectory failed (reward raised or timed out, engine aborted); None when it is valid."""
+    """Why the trajectory failed, for people; None when it is valid."""
+    failure: FailureKind | None = None
+    """The kind of that error; None when it is valid, and for a failed one that a checkpoint without kinds holds."""
 
     @classmethod
     def from_sglang(
@@ -230,6 +241,7 @@ class Trajectory(_Answer):
             top_logprobs=_top_logprobs(meta, len(response_ids), topk, engine_name) if topk else None,
             routed_experts=_routed_experts(meta, len(response_ids), experts, engine_name) if experts and wants_routes else None,
             error="the engine aborted the request" if is_aborted else None,
+            failure=FailureKind.ENGINE if is_aborted else None,
         )
 
     @property
@@ -240,7 +252,7 @@ class Trajectory(_Answer):
     def facts(self) -> AnswerFacts:
         return AnswerFacts(
             self.response_tokens, self.version_spans, self.finish_reason, self.reward, self.reward_components, self.error,
-            self.read_again_tokens,
+            self.failure, self.read_again_tokens,
         )
 
     @property
@@ -264,6 +276,11 @@ class _Answers(Generic[A]):
         return tuple(t for t in self.trajectories if t.is_valid)
 
     @property
+    def failures(self) -> tuple[tuple[FailureKind, str], ...]:
+        """Kind and message of each trajectory without a reward."""
+        return tuple((t.failure or FailureKind.REWARD, t.error) for t in self.trajectories if t.error)
+
+    @property
     def is_uniform(self) -> bool:
         """All valid rewards alike: no gradient."""
         return len({t.reward for t in self.valid}) <= 1
@@ -280,7 +297,7 @@ class GroupFacts(_Answers[AnswerFacts]):
     generate_s: float = 0.0
     reward_s: float = 0.0
     wide_bytes: int = 0
-    """Of its wide fields, which are kept apart; 0: they aren't."""
+    """Of its wide fields, where these are objects of their own; 0: they aren't."""
 
 
 @dataclass(frozen=True, slots=True)

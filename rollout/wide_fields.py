@@ -1,4 +1,4 @@
-"""The wide fields of a group (correction/wide.py), apart from its other ones and back."""
+"""The wide fields of a group (correction/wide.py), taken out of the group and put back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def has_wide_fields(group: Group) -> bool:
     return any(one.top_logprobs is not None or one.routed_experts is not None for one in group.trajectories)
 
 
-def apart(group: Group) -> tuple[Group, tuple[WideFields, ...]]:
+def split_wide_fields(group: Group) -> tuple[Group, tuple[WideFields, ...]]:
     """A group without its wide fields, and those of its trajectories."""
     fields = tuple(fields_of(one) or WideFields() for one in group.trajectories)
     return replace(group, trajectories=tuple(map(_without, group.trajectories, fields))), fields
@@ -50,8 +50,8 @@ def _without(one: Trajectory, fields: WideFields) -> Trajectory:
     return replace(one, top_logprobs=None, routed_experts=None, route_keys=keys)
 
 
-def together(group: Group, fields: Sequence[WideFields]) -> Group:
-    """The group again that was taken apart."""
+def join_wide_fields(group: Group, fields: Sequence[WideFields]) -> Group:
+    """The group again that was split."""
     return replace(group, trajectories=tuple(map(_with, group.trajectories, fields)))
 
 

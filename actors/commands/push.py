@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actors.hub_name import HubName
+from actors.metrics import shown
 from correction.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _card(folder: RunFolder, checkpoint: Checkpoint, repository: str) -> str:
     if base is not None:
         lines.append(f"It began with `{base}`.")
     if measured is not None and "held_out/accuracy" in measured:
-        lines.append(f"Held-out accuracy: {measured['held_out/accuracy']:.3f}.")
+        lines.append(f"Held-out accuracy: {shown(measured, 'held_out/accuracy')}.")
     text = "\n\n".join(lines)
     return f"---\n{data.to_yaml()}\n---\n\n# {repository.rpartition('/')[2]}\n\n{text}\n"
 

@@ -1,1 +1,1 @@
-"""What would fail or go slowly, said before anything starts: rules are pure functions of what is there and what the recipe asks."""
+"""Finds before a run starts what would fail or be slow: rules are pure functions of what is there and what the recipe asks."""

@@ -29,32 +29,32 @@ _START = re.compile(r"\bray start\b")
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes that are alike."""
+    """Nodes of one type."""
 
     name: str
     most: int
-    """As many as there will ever be."""
+    """Largest number of them."""
     units: float
-    """Of the rollout resource, on each."""
+    """Units of the rollout resource on each."""
     gpus: float | None
-    """On each; None: Ray counts them there."""
+    """On each; None: the file doesn't say, and Ray counts them on the node."""
     gpu_bytes: int | None = None
     """Memory of one of them, by the instance type or the resource accelerator_type:NAME; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFile:
-    """What a run can know of it."""
+    """What the file says of the cluster."""
 
     path: Path
     kinds: tuple[NodeKind, ...]
     """The head's node first."""
     most_nodes: int | None
-    """Beside the head, of all kinds together; None: not bounded."""
+    """Largest number of nodes beside the head, of all types; None: no bound."""
     starts: tuple[str, ...]
     """The commands that start Ray."""
     is_fixed: bool
-    """Hosts of one's own: Ray starts none, and stops none."""
+    """The hosts are there already: Ray neither starts nor stops them."""
 
     @property
     def has_gpus(self) -> bool:

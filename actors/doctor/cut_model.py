@@ -1,4 +1,4 @@
-"""A model of two layers in the widths of another one, with random weights, and what float32 on a CPU makes of some tokens."""
+"""A two-layer model with the widths of another one and random weights, and its logprobs and gradient norm in float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """By transformers, in float32, on a CPU."""
+    """Computed by transformers in float32 on a CPU."""
 
     logprobs: list[float]
-    """[tokens - 1] nats, of each token of the first sequence after its first."""
+    """[tokens - 1] nats: of the first sequence's tokens from its second on."""
     gradient_norm: float
-    """Of the mean cross-entropy of all tokens but the sequences' first."""
+    """Norm of the gradient of the mean cross-entropy, over all tokens but the first of each sequence."""
 
 
 def cut_config(content: Mapping[str, Any], learner: LearnerConfig) -> dict[str, Any]:
-    """A config.json with as few layers, tokens and experts as the learner's layout can share; widths stay."""
+    """A config.json with the fewest layers, a vocabulary and experts that the learner's layout can divide; widths stay as they are."""
     cut = dict(content.get("text_config", content))
     stages = learner.pipeline_parallel * learner.virtual_pipeline
     cut["num_hidden_layers"] = layers = max(2, stages)
@@ -51,16 +51,16 @@ def cut_config(content: Mapping[str, Any], learner: LearnerConfig) -> dict[str, 
 
 
 def write_config(folder: Path, content: Mapping[str, Any]) -> Path:
-    """All that an engine reads."""
+    """Write the config.json, which is all that an engine reads here. Returns: the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
     return folder
 
 
 def make_model(folder: Path, content: Mapping[str, Any], dtype: str) -> None:
-    """The folder with the same weights wherever it is made; on a node that has it already, nothing.
+    """Write the model's folder, unless it exists; the weights are the same on every node.
 
-    Args: dtype: numbers that the weights are rounded to; they are kept in float32.
+    Args: dtype: to which the weights are rounded; they are saved in float32.
     """
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "config.json").exists():
@@ -88,7 +88,7 @@ def reference(folder: Path, sequences: Sequence[Sequence[int]]) -> Reference:
 
 
 def _model(folder: Path, dtype: str) -> Any:
-    """Weights of the size that makes each layer matter: matrices keep the size of what goes through them, norms are not all 1."""
+    """A model in which every layer influences the output: matrices preserve the scale of activations, norm weights differ from 1."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights

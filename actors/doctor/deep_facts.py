@@ -1,4 +1,4 @@
-"""What the doctor's live layer has measured; live.py does, and tests make facts up."""
+"""Results of the doctor's live layer. live.py measures them; tests make them up."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class CollectiveFact:
     ranks: int
     bytes: int
     seconds: float
-    """Of one call."""
+    """Time of one call."""
     is_right: bool
-    """The numbers that came out are those that had to."""
+    """The result was correct."""
     is_inside_a_node: bool = True
 
     @property
@@ -41,39 +41,39 @@ class AgreementFact:
     """Difference at any token, nats."""
     median: float
     gradient: float | None = None
-    """Relative difference of the gradient's norm; None: only one side has one."""
+    """Relative difference of the gradients' norms; None: one of the two computes no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateFact:
-    """A version of the weights of the model that was cut out, on its way to an engine that answered requests."""
+    """A weight update of the two-layer model, while the engine answered requests."""
 
     bytes: int
     export_s: float
-    """The learner copied them out."""
+    """Time of the learner's export, seconds."""
     take_s: float
-    """From the engine's call to its receipt."""
+    """From the call of the engine to its receipt, seconds."""
     pause_s: float
-    """Of these, in which it sampled nothing."""
+    """Part of these seconds in which the engine sampled nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastFact:
-    """The learner's rank 0 and an engine in one weight group, and a version of the model that was cut out sent through it."""
+    """A broadcast of the two-layer model's weights from the learner's rank 0 to an engine, in one weight group."""
 
     backend: str
     """gloo or nccl."""
     ranks: int
-    """Of the engine; the learner's rank 0 is a member beside them."""
+    """Ranks of the engine; the learner's rank 0 is a further member."""
     bytes: int = 0
     join_s: float = 0.0
-    """Until all were members."""
+    """Seconds until all had joined."""
     send_s: float = 0.0
-    """From the learner's first tensor to the last receipt, while the engine answered requests."""
+    """Seconds from the learner's first tensor to the last receipt, while the engine answered requests."""
     pause_s: float = 0.0
-    """In which it sampled nothing."""
+    """Part of these seconds in which the engine sampled nothing."""
     error: str = ""
-    """Why it did not work; empty: it did."""
+    """Why the broadcast failed; empty: it didn't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class DeepFacts:
     update: UpdateFact | None = None
     """By way of the object store."""
     broadcast: BroadcastFact | None = None
-    """None: the run's weights don't go this way."""
+    """None: the run doesn't broadcast weights."""
     repeats: bool = True
-    """The same seeds gave the same tokens."""
+    """Sampling twice with the same seeds gave the same tokens."""
     broken: tuple[tuple[str, str], ...] = ()
     """What could not be measured, with the reason."""

@@ -1,4 +1,4 @@
-"""Rules of the third layer: what was measured on ranks and an engine, against what has to be right and what would be slow.
+"""Rules of the third layer: what was measured on ranks and an engine has to be right, and fast enough.
 
 Each rule is a function of (facts, config) that yields complaints; the config has its deadlines.
 """
@@ -63,14 +63,14 @@ def both_sides_agree(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]
         limits = of_engine if one.sides == ENGINE_AND_LEARNER else of_learner
         text = f"{one.sides} differ by up to {one.largest:.2g} nats, median {one.median:.2g}, on a model of two layers in {facts.dtype}"
         if not (one.largest <= limits.largest and one.median <= limits.median):  # not a number is no agreement
-            yield Complaint("fail", f"{text}: more than rounding does", "evenkeel diff-engines names the first operator that differs")
+            yield Complaint("fail", f"{text}: more than rounding explains", "evenkeel diff-engines names the first operator that differs")
         else:
             yield Complaint("note", text)
         if one.gradient is not None and not one.gradient <= GRADIENT[facts.dtype]:
             yield Complaint(
                 "fail",
-                f"the learner's gradient has a norm {100 * one.gradient:.2g} % off float32's on a CPU: more than rounding does",
-                "Set learner.layers: local, and tell of it",
+                f"the learner's gradient has a norm {100 * one.gradient:.2g} % off float32's on a CPU: more than rounding explains",
+                "Set learner.layers: local, and report it as a bug",
             )
 
 
@@ -80,7 +80,7 @@ def seeds_repeat(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
 
 
 def updates_meet_their_deadlines(facts: DeepFacts, config: RunConfig) -> Iterator[Complaint]:
-    """By the object store, which also serves an engine that joins where the others are broadcast to."""
+    """By the object store; with weight_sync.transport: broadcast an engine that joins gets its first weights that way, too."""
     if facts.update is not None:
         of_whom = " to an engine that joins" if config.weight_sync.transport == "broadcast" else ""
         yield from _expected(facts, config, facts.update.bytes, facts.update.export_s + facts.update.take_s, facts.update.pause_s, of_whom)

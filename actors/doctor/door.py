@@ -1,4 +1,4 @@
-"""A port on another node, and whether it can be reached: the learner's rank 0 listens on such ports."""
+"""Checks that a free port on another node can be reached, as other ranks and engines have to reach those of the learner's rank 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGN = b"."
 
 
 class Listener:
-    """Answers whoever connects to a port that the system has chosen. Used as a Ray actor."""
+    """Listens on a free port, and accepts connections. Used as a Ray actor."""
 
     def open(self) -> tuple[str, int]:
         from actors.exporter import node_address
@@ -31,7 +31,7 @@ class Listener:
 
 
 class Door:
-    """A Listener on some node."""
+    """Where a Listener is."""
 
     def __init__(self, listener: Any, address: tuple[str, int]) -> None:
         self._listener, self.address = listener, address

@@ -1,4 +1,4 @@
-"""What the GPUs' driver tells, by nvidia-smi: which there are, which of them torch sees, how they are connected. None is touched."""
+"""The GPUs that nvidia-smi lists, which of them torch sees, and how they are connected. No GPU is used for this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def gpus_of_driver() -> list[GpuFact]:
-    """Those that nvidia-smi tells of; none where there is no driver, or it doesn't answer."""
+    """GPUs that nvidia-smi lists; none where there is no driver, or it doesn't answer."""
     return [_gpu(line) for line in _said(*_LIST).splitlines() if line.count(",") >= 5]
 
 
@@ -40,7 +40,7 @@ def _named(gpus: Sequence[GpuFact], word: str) -> GpuFact | None:
 
 
 def links_of_driver() -> tuple[Link, ...]:
-    """Of each pair of GPUs; none where nvidia-smi tells nothing of them."""
+    """The link of each pair of GPUs; none where nvidia-smi lists no links."""
     kinds, peers = _matrix(_said(*_LINKS)), _matrix(_said(*_PEERS))
     return tuple(Link(one, other, kind, peers.get((one, other), "OK") == "OK") for (one, other), kind in kinds.items() if one < other)
 

@@ -1,4 +1,4 @@
-"""What the doctor's rules look at; nothing here asks the machine. gather.py does, and tests make facts up."""
+"""Facts that the doctor's rules are applied to. gather.py finds them on machines; tests make them up."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Severity = Literal["fail", "warn", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """One thing that a rule has found."""
+    """A finding of a rule."""
 
     severity: Severity
-    """fail: the run can't work so. warn: it would be slow, or fail later. note: a number worth knowing."""
+    """fail: the run can't work like this. warn: it would be slow, or might fail later. note: a number worth knowing."""
     sentence: str
     setting: str = ""
     """What to change, as KEY: VALUE or in words; empty: nothing."""
@@ -27,13 +27,13 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True)
 class PaperFacts:
-    """What is known without a cluster."""
+    """Known without a cluster."""
 
     shape: ModelShape
     gpus: tuple[int, ...] = ()
-    """Bytes of each GPU that could be given; empty: not known, or none is used. A cluster's nodes tell of their own (node_rules.py)."""
+    """Memory in bytes of each GPU that the run may get; empty: not known, or none is used. GPUs of a cluster's nodes are in NodeFacts."""
     disk_free: int | None = None
-    """Bytes where the run folder will be."""
+    """Free bytes on the disk of the run folder."""
     host_bytes: int | None = None
     """Memory of the machine that keeps the object store; None: not known."""
 
@@ -48,20 +48,20 @@ class GpuFact:
     architecture: str
     """Such as sm_90."""
     number: int = 0
-    """The driver's, by its place on the bus."""
+    """The driver's number, by its place on the bus."""
     uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between two GPUs of a node, by their numbers."""
+    """The link of two GPUs of a node, by the driver's numbers."""
 
     one: int
     other: int
     kind: str
     """As nvidia-smi has it: NV18 (18 NVLinks), PIX, PXB, PHB, NODE, SYS."""
     has_peer_access: bool = True
-    """One reads the other's memory; else what they exchange goes through the host's."""
+    """Each can read the other's memory (peer-to-peer); otherwise they exchange data through the host's memory."""
 
     @property
     def is_nvlink(self) -> bool:
@@ -70,37 +70,37 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """One node, as a small task on it tells."""
+    """One node, as found by a small task on it."""
 
     name: str
     """Its address."""
     offered_gpus: float = 0.0
-    """That Ray offers there."""
+    """GPUs that Ray offers there."""
     free_gpus: float = 0.0
-    """Of these, that nobody holds."""
+    """Those of them that no actor holds."""
     gpus: tuple[GpuFact, ...] = ()
-    """That torch sees, in its order."""
+    """GPUs that torch sees, in its order."""
     driver_gpus: int = 0
-    """That the kernel's driver knows, whatever torch sees."""
+    """Number of GPUs that the driver lists, whether torch sees them or not."""
     gpu_bytes: tuple[int, ...] = ()
-    """Of each of those that tells its memory: all of them, or those that CUDA_VISIBLE_DEVICES names."""
+    """Memory of each of the driver's GPUs, or of those that CUDA_VISIBLE_DEVICES names; those of unknown memory are left out."""
     links: tuple[Link, ...] = ()
-    """Between the driver's GPUs; empty: not told."""
+    """Between the driver's GPUs; empty: not known."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES there; None: it isn't set."""
     architectures: tuple[str, ...] = ()
-    """That torch is compiled for, where it sees a GPU."""
+    """GPU architectures that torch is compiled for; empty where it sees no GPU."""
     has_cuda: bool = True
     """Torch is a build with CUDA."""
     rollout_units: float = 0.0
     cpus: float = 0.0
     free_cpus: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the packages that have to be alike everywhere; empty where one isn't installed."""
+    """Versions of the packages that have to be the same on all nodes; an empty one isn't installed."""
     shared_memory: int = 1 << 40
     """Bytes of /dev/shm that are free."""
     open_files: int = 1 << 20
-    """Limit of a process."""
+    """Files that a process may have open (ulimit -n)."""
     locked_memory: int = 1 << 50
     """Bytes that a process may lock (ulimit -l)."""
     has_rdma: bool = False
@@ -114,8 +114,8 @@ class NodeFacts:
     model_obstacle: str = ""
     """Why a learner rank there could not read the model (hub.py); empty: it could."""
     reads_run_folder: bool = True
-    """It finds what the driver has just written into the run folder, and the driver what it has."""
+    """A file that the driver wrote into the run folder can be read on the node, and one written there by the driver."""
     clock_ahead_s: float = 0.0
-    """Of the driver's, give or take the way of the answer."""
+    """Seconds by which the node's clock is ahead of the driver's, up to the time that the answer took."""
     compilers: tuple[str, ...] = ("gcc", "nvcc", "ninja")
-    """Of those, what it finds."""
+    """Those of the three that are on the node's PATH."""

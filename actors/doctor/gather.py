@@ -1,4 +1,4 @@
-"""Facts: of this machine, and by a small task on each node of a cluster that is joined. Nothing here touches a GPU."""
+"""Gathers the facts of this machine, and of each node of a joined cluster by a small task there. No GPU is used for this."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ def _existing(folder: Path) -> Path:
 
 
 def _named(gpus: Sequence[GpuFact], count: int) -> Sequence[GpuFact]:
-    """Those that CUDA_VISIBLE_DEVICES names; all, if it names none. Args: count: that torch sees."""
+    """GPUs that CUDA_VISIBLE_DEVICES names; all, if it names none. Args: count: of those that torch sees."""
     visible = os.environ.get(VISIBLE, "")
     return seen_by_torch(gpus, visible, count) if visible and count else gpus
 
 
 def _sizes(gpus: Sequence[GpuFact]) -> tuple[int, ...]:
-    """Bytes of each; without those that don't tell."""
+    """Memory in bytes of each; GPUs of unknown memory are left out."""
     return tuple(gpu.bytes for gpu in gpus if gpu.bytes)
 
 
 def this_node(
     model: str, *, sign: str = "", token: str = "", answer: str = "", asked_at: float = 0.0, door: tuple[str, int] | None = None
 ) -> NodeFacts:
-    """What the machine that calls this has; Ray's numbers aside.
+    """Facts of the machine that calls this, without those that Ray knows.
 
     Args:
         model: folder that learner ranks read, or a name of the hub.
@@ -136,7 +136,7 @@ def _writes(answer: Path, token: str) -> bool:
 
 
 def own_machine(config: RunConfig) -> list[NodeFacts]:
-    """The one node of a private cluster, before or after its start."""
+    """Facts of the only node of a private cluster, which need not have started."""
     here = this_node(str(config.model))
     seen = float(visible_gpus())
     cpus = config.logical_cpus
@@ -200,7 +200,7 @@ def _answer_file(sign: Path | None, node: Mapping[str, Any]) -> str:
 
 
 def _sees_both_ways(facts: NodeFacts, answer: str, token: str) -> bool:
-    """What the driver wrote was read there, and what was written there is read here."""
+    """Whether the node has read what the driver wrote, and the driver reads what the node wrote."""
     return facts.reads_run_folder and (not answer or _reads(Path(answer), token))
 
 

@@ -22,7 +22,7 @@ _WAYS = {
     "NODE": "PCIe bridges of one socket",
     "SYS": "two sockets",
 }
-"""nvidia-smi's words, from the shortest way to the longest."""
+"""nvidia-smi's names of links, from the shortest path to the longest."""
 
 
 def gpus_of_a_group_are_linked(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
@@ -39,8 +39,8 @@ def gpus_of_a_group_are_linked(nodes: Nodes, config: RunConfig) -> Iterator[Comp
         through = "" if worst.has_peer_access else ", and can't read each other's memory: what they exchange goes through the host's"
         yield Complaint(
             "warn",
-            f"{node.name}: {len(bare)} of {len(links)} pairs of GPUs have no fast way, such as {worst.one} and {worst.other}, which are "
-            f"connected {way}{through}; {asked} exchange what every layer makes",
+            f"{node.name}: {len(bare)} of {len(links)} pairs of GPUs have no fast link, such as {worst.one} and {worst.other}, which are "
+            f"connected {way}{through}; {asked} exchange activations in every layer",
             "Lower that setting (pipeline_parallel, or data_parallel with the distributed optimizer, saves memory, too), or use GPUs that "
             "NVLink connects",
         )
@@ -77,7 +77,7 @@ def ports_are_open(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
             unless = "It has no room for ranks or engines, which" if network else "A learner on several nodes, or a broadcast,"
             yield Complaint(
                 "fail" if needed else "warn",
-                f"{node.name} has no way to a free port of a node where the learner's rank 0 may be: {node.no_way}. "
+                f"{node.name} can't reach a free port of a node where the learner's rank 0 may be: {node.no_way}. "
                 + ("Ranks and weight groups meet at such ports" if needed else f"{unless} would need it"),
                 "Open all TCP ports between the nodes (security group, firewall)",
             )

@@ -1,6 +1,6 @@
 """The doctor's live layer: the learner's ranks and an engine, where the run would put them, on a model of two layers.
 
-Ranks, their groups, the export and the engine are those of a run: what is asked of them here is what a run asks of them.
+Ranks, their groups, the export and the engine are those of a run, called as a run calls them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from rollout.trajectory import SyncReceipt
 _TOKENS = 48
 """Of a sequence."""
 _REQUESTS, _ANSWER = 8, 64
-"""In flight while the weights change, and the tokens of each."""
+"""Requests in flight during a weight update, and tokens of each answer."""
 _TENSOR_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
 _BROADCAST_S = 40.0
-"""At most, of deadlines.sync_s, which is for whole models: where it works it takes seconds, and where it doesn't a visit is to end soon."""
+"""Longest wait for a broadcast, seconds; deadlines.sync_s is for whole models, and a failing check should end soon."""
 
 
 class CheckedEngine:
-    """An engine as a rollout worker has it, without tasks and rewards. Used as a Ray actor (async)."""
+    """A rollout worker's engine without task and reward. Used as a Ray actor (async)."""
 
     async def start(self, config: RunConfig, content: Mapping[str, Any]) -> None:
         from rollout.engine import RolloutEngine
@@ -79,7 +79,7 @@ class CheckedEngine:
         return await self._engine.score(token_ids)
 
     async def answer(self, prompt: Sequence[int]) -> list[list[int]]:
-        """Token ids of some answers; their seeds are always the same."""
+        """Token ids of _REQUESTS answers to a prompt, sampled with the same seeds at every call."""
         asked = {"max_tokens": _ANSWER, "samples": _REQUESTS, "seeds": list(range(_REQUESTS)), "ignore_stop": True}
         return [list(one.response_ids) for one in await self._engine.generate(list(prompt), **asked)]  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ class CheckedEngine:
 
 
 def deep_facts(config: RunConfig, content: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None) -> DeepFacts:
-    """Start ranks and an engine, measure, end them. What fails is told in the facts.
+    """Start ranks and an engine, measure, and stop them. What could not be measured is named in the facts.
 
     Args:
         config: with devices, types and deadlines.
@@ -103,7 +103,7 @@ def deep_facts(config: RunConfig, content: Mapping[str, Any], tell: Callable[[st
 
 
 class _Visit:
-    """One measurement, part by part."""
+    """The measurement in its parts."""
 
     def __init__(self, config: RunConfig, content: Mapping[str, Any], tell: Callable[[str], None]) -> None:
         self._say = tell
@@ -147,7 +147,7 @@ class _Visit:
         return DeepFacts(self._dtype, self._whole, on_gpus, *found)
 
     async def _ask_the_ranks(self, places: RankPlaces) -> tuple[Reference | None, LearnerGroup | None]:
-        """Collectives, and the forward pass against the reference."""
+        """Measure collectives, and compare the forward pass with the reference."""
         config = self._config
         try:
             limits = config.deadlines
@@ -172,7 +172,7 @@ class _Visit:
         return references[0], group
 
     async def _exported(self, group: LearnerGroup) -> WeightSnapshot | None:
-        """The learner's weights in the object store, and its logprobs of the first sequence."""
+        """Export the learner's weights into the object store, with its logprobs of the first sequence."""
         float8 = self._config.rollout.engine.has_float8
         plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(self._sequences[0]), float8=float8)
         try:
@@ -182,7 +182,10 @@ class _Visit:
             return None
 
     async def _ask_the_engine(self, engine: Any, starting: asyncio.Future[Any], snapshot: WeightSnapshot | None) -> bool:
-        """The learner's weights there, by way of the object store; the probe; an update under requests. False: it could not be asked."""
+        """Give the engine the learner's weights by the object store, compare the probe, and measure an update during requests.
+
+        Returns: False if the engine could not be asked.
+        """
         probe = self._sequences[0]
         try:
             await starting
@@ -208,9 +211,9 @@ class _Visit:
         return UpdateFact(receipt.bytes, snapshot.seconds, receipt.seconds, receipt.pause_s)
 
     async def _broadcast_to(self, engine: Any, group: LearnerGroup, snapshot: WeightSnapshot) -> BroadcastFact:
-        """The learner's present weights through a weight group of a run, under requests; the probe tells whether they are those.
+        """Broadcast the learner's present weights through a weight group during requests, and check by the probe that they arrived.
 
-        They are not those of the snapshot, whose names and shapes alone are taken: a backward pass came between.
+        A backward pass has changed the weights since the snapshot, of which only names and shapes are used.
         """
         rollout = self._config.rollout.engine
         fact = BroadcastFact(rollout.resolved_group_backend, rollout.tensor_parallel)
@@ -245,7 +248,7 @@ class _Visit:
         return sent
 
     async def _compare_with(self, made: Reference, group: LearnerGroup, snapshot: WeightSnapshot) -> None:
-        """Forward and backward pass; the learner has other weights afterwards, and what was exported stays."""
+        """Compare a forward and backward pass with the reference. It changes the learner's weights, not those exported before."""
         try:
             norms = await self._each(group, backward, self._sequences)
             off = abs(norms[0] / made.gradient_norm - 1)
@@ -255,7 +258,7 @@ class _Visit:
             self._tell("forward and backward pass of the learner", error)
 
     async def _each(self, group: LearnerGroup, function: Any, *arguments: Any) -> list[Any]:
-        """In every rank's process, at the same time."""
+        """Call a function with each rank's actor in its process, all at the same time."""
         calls = {name: rank.__ray_call__.remote(function, *arguments) for name, rank in group.ranks.items()}
         return list(await asyncio.gather(*(self._wait(call, f"{function.__name__} <- {name}") for name, call in calls.items())))
 
@@ -279,7 +282,7 @@ class _Visit:
 
 
 def _create_engine(config: RunConfig) -> Any:
-    """With what a rollout worker asks Ray for."""
+    """The engine's actor, with the resources of a rollout worker."""
     on_gpu = config.rollout.engine.resolved_device == "cuda"
     engine = (
         ray.remote(CheckedEngine)
@@ -297,12 +300,12 @@ def _create_engine(config: RunConfig) -> Any:
 
 
 def broadcast_s(config: RunConfig) -> float:
-    """For a weight group to come together, and again for a version of two layers to go through it."""
+    """Longest time for a weight group to be built, and again for a broadcast of the two-layer model, seconds."""
     return min(config.deadlines.sync_s, _BROADCAST_S)
 
 
 def why_no_broadcast(error: BaseException, config: RunConfig) -> str:
-    """In a sentence; of what was late also what set the limit."""
+    """The error in a sentence; for one of a deadline with the setting of that deadline."""
     if not isinstance(error, DeadlineExceeded):
         return _last_line(error)
     limit = f"deadlines.sync_s = {config.deadlines.sync_s:g}"
@@ -316,7 +319,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def slowest(found: Sequence[CollectiveFact]) -> list[CollectiveFact]:
-    """Of each kind of group the one that took longest; it is right if all are."""
+    """For each kind of group the slowest one, or one whose result was wrong."""
     kinds = {one.group: [other for other in found if other.group == one.group] for one in found}
     worst = [max(same, key=lambda one: one.seconds) for same in kinds.values()]
     wrong = {one.group: one for one in found if not one.is_right}

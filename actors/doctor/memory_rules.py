@@ -1,4 +1,4 @@
-"""The rules about a GPU's memory, for the GPUs that could be given: of several sizes, maybe, while the driver's machine has none.
+"""Rules about a GPU's memory, for the GPUs that a run may get: they may differ in size, and the driver's machine may have none.
 
 Each rule is a function of (shape, config, bytes of a GPU) that yields complaints.
 """
@@ -64,7 +64,7 @@ def engine_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) ->
 
 
 def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:
-    """Where they share one: what each needs at least, two CUDA contexts and the sampler's memory included."""
+    """Where a rank and engines share a GPU: whether both fit, with their CUDA contexts and the sampler's memory."""
     learner, rollout = config.learner, config.rollout
     if learner.resolved_device != "cuda" or rollout.engine.resolved_device != "cuda" or rollout.gpus_per_worker == 1:
         return
@@ -103,7 +103,7 @@ def both_sides_fit_one_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int)
 
 
 def on_gpus(shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], of_engines: Collection[int]) -> Iterator[Complaint]:
-    """What doesn't fit the smallest GPU that could be given; it fails if it doesn't fit the largest either.
+    """Complaints for the smallest GPU that the run may get; they are failures only if the largest is too small as well.
 
     Args: of_ranks, of_engines: bytes of each GPU that a rank, or an engine, may get; none: not known.
     """
@@ -118,9 +118,10 @@ def on_gpus(shape: ModelShape, config: RunConfig, *, of_ranks: Collection[int], 
 
 
 def could_be_given(sizes: Collection[int], offered: float) -> tuple[int, ...]:
-    """Of a machine's GPUs: all, or as many of the largest as it offers, for which of them it offers isn't told, and a display's is small.
+    """Memory of the GPUs that a machine may give to the run: of the largest ones, as many as it offers, or of all.
 
-    Args: sizes: bytes of each GPU that the driver lists. offered: by Ray, or seen by torch; 0: not known.
+    Which ones it offers isn't known; a small one is usually the display's.
+    Args: sizes: bytes of each GPU that the driver lists. offered: number that Ray offers, or torch sees; 0: not known.
     """
     return tuple(sorted(sizes, reverse=True)[: int(offered) or None])
 
@@ -131,5 +132,5 @@ def longest_sequence(shape: ModelShape, config: RunConfig) -> int:
 
 
 def gib(count: float) -> str:
-    """Bytes for a person."""
+    """Bytes in words: GiB, or MiB below 0.1 GiB."""
     return f"{count / 2**30:.3g} GiB" if count >= 0.1 * 2**30 else f"{count / 2**20:.3g} MiB"

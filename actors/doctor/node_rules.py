@@ -1,4 +1,4 @@
-"""Rules of the second layer: what the nodes have, against what the recipe asks of them and what they have to have in common.
+"""Rules of the second layer: whether the nodes have what the recipe asks for, and agree where they have to.
 
 Each rule is a function of (nodes, config) that yields complaints.
 """
@@ -23,10 +23,10 @@ Nodes = Sequence[NodeFacts]
 NodeRule = Callable[[Nodes, RunConfig], Iterator[Complaint]]
 
 FEWEST_OPEN_FILES = 4096
-"""Ray's own processes and sockets want more than the usual 1,024."""
+"""Ray's processes and sockets need more than the usual limit of 1,024."""
 MOST_SKEW_S = 5.0
 FREE_SHARE = 0.9
-"""Of a GPU's memory, that nobody else should hold."""
+"""Share of a GPU's memory that should be free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Request:
     there: float
     free: float
     parts: str
-    """Who asks."""
+    """Which parts of the run ask for it."""
 
     def __str__(self) -> str:
         return f"{self.kind}s: {self.asked:g} asked ({self.parts}), {self.there:g} there, {self.free:g} free"
@@ -73,7 +73,7 @@ def tensor_parallel_groups_inside_nodes(nodes: Nodes, config: RunConfig) -> Iter
 
 
 def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]:
-    """What the learner leaves of the GPUs may be less."""
+    """Counts all GPUs of a node, those that the learner takes included."""
     ranks, wanted = config.rollout.engine.tensor_parallel, config.rollout.first_workers
     if config.rollout.engine.resolved_device != "cuda" or ranks == 1:
         return
@@ -82,7 +82,7 @@ def engines_inside_nodes(nodes: Nodes, config: RunConfig) -> Iterator[Complaint]
 
 
 def _inside_nodes(nodes: Nodes, config: RunConfig, wanted: int, gpus: int, what: str, remedy: str) -> Iterator[Complaint]:
-    """Args: wanted: groups of so many GPUs, each of which has to be on one node."""
+    """Args: wanted: number of groups. gpus: of a group, all on one node."""
     there = sum(int(node.offered_gpus) // gpus for node in nodes)
     if there < wanted:
         yield Complaint(
@@ -310,7 +310,7 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
     found = [complaint for rule in NODE_RULES for complaint in rule(nodes, config)]
     if shape.experts:
         found += experts_on_blackwell(nodes, config)
-    if config.ray.address is not None:  # of this machine the first layer has judged them
+    if config.ray.address is not None:  # for this machine the first layer has these rules
         found += gpus_hold_their_roles(nodes, config, shape)
         found += stores_hold_the_weights(nodes, config, shape)
         found += hosts_hold_their_roles(nodes, config, shape)
@@ -318,7 +318,7 @@ def on_nodes(nodes: Nodes, config: RunConfig, shape: ModelShape) -> list[Complai
 
 
 def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """A node with fewer GPUs than a tensor-parallel group, or an engine, wants is given to none."""
+    """Nodes with fewer GPUs than a tensor-parallel group, or an engine, has ranks are left out: no such group is placed there."""
     known = [(size, node) for node in nodes if node.offered_gpus for size in could_be_given(node.gpu_bytes, node.offered_gpus)]
     ranks = [size for size, node in known if node.offered_gpus >= config.learner.tensor_parallel]
     wanted = config.rollout.engine.tensor_parallel
@@ -327,8 +327,8 @@ def gpus_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) ->
 
 
 def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """Versions and two batches where rank 0 may be; a version, fetched before the engines pause, wherever engines are, and with deltas
-    the one of which it is made. Wide fields lie where they were sampled, and where ranks compute with them."""
+    """A node where rank 0 may be holds versions of the weights and two batches; a node with engines one version, which they fetch before
+    they pause, and with deltas the older one, too. Wide fields are on the nodes of the engines that sampled them and of ranks."""
     if config.weight_sync.transport != "object_store":
         return
     moved = traffic(shape, config)
@@ -350,7 +350,7 @@ def stores_hold_the_weights(nodes: Nodes, config: RunConfig, shape: ModelShape) 
 
 
 def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -> Iterator[Complaint]:
-    """As many ranks, or engines, as a node has GPUs for; what Ray makes of both on one node is less than the sum."""
+    """For a node full of ranks, and for one full of engines; a mixture takes less than the sum of both."""
     if {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
         return
     for node in nodes:

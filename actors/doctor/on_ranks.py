@@ -1,4 +1,4 @@
-"""What a learner rank is asked in its own process: how fast its groups are, and what it makes of some tokens."""
+"""Functions that the doctor runs in a learner rank's process: how fast its process groups are, and its logprobs and gradient norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPEATS = 3
 
 
 def collectives(actor: Any, nbytes: int) -> list[CollectiveFact]:
-    """Of each kind of group that has several ranks, the one that this rank is in. Every rank has to be called.
+    """Measure this rank's process groups of several ranks, one of each kind. To be called on every rank at the same time.
 
     Args:
         actor: a LearnerRankActor that has started.
@@ -31,7 +31,7 @@ def collectives(actor: Any, nbytes: int) -> list[CollectiveFact]:
 
 
 def _all_reduce(kind: str, group: Any, place: Any, nbytes: int) -> CollectiveFact:
-    """Each rank gives its number, from 1, in every element."""
+    """Sums a tensor that holds each rank's number, from 1, in every element."""
     import torch
     import torch.distributed as dist
 
@@ -46,7 +46,7 @@ def _all_reduce(kind: str, group: Any, place: Any, nbytes: int) -> CollectiveFac
 
 
 def _send(place: Any, nbytes: int) -> CollectiveFact:
-    """From each stage to the next, one pair after the other."""
+    """Send a tensor from each pipeline stage to the next, one pair after the other."""
     import torch
     import torch.distributed as dist
 
@@ -88,7 +88,7 @@ def _timed(place: Any, group: Any, call: Any) -> float:
 
 
 def _is_inside(group: Any) -> bool:
-    """Its ranks are on one node, as far as their addresses say."""
+    """Whether its ranks are on one node, by their addresses."""
     import torch.distributed as dist
 
     from actors.exporter import node_address
@@ -99,7 +99,7 @@ def _is_inside(group: Any) -> bool:
 
 
 def backward(actor: Any, sequences: Sequence[Sequence[int]]) -> float:
-    """Norm of the gradient of the mean cross-entropy; the weights are others afterwards. Every rank has to be called."""
+    """Norm of the gradient of the mean cross-entropy. Changes the weights. To be called on every rank at the same time."""
     import torch
 
     lengths = torch.tensor([0, *(len(one) for one in sequences)])

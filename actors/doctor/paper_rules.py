@@ -1,4 +1,4 @@
-"""Rules of the first layer: what the recipe asks, against the model's config.json and the size of a GPU. No cluster is needed.
+"""Rules of the first layer: whether the recipe fits the model's config.json and the size of a GPU. No cluster is needed.
 
 Each rule is a function of (facts, config) that yields complaints; the config has devices and types (actors/derived.py).
 """
@@ -24,9 +24,9 @@ from rollout import engine_ranks
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
 STORE_SHARE = 0.3
-"""Of a node's memory, that Ray takes for its object store (its default)."""
+"""Share of a node's memory that Ray takes for its object store by default."""
 WORTH_SAYING = 1.5
-"""Times as long: the speeds are assumptions."""
+"""Ratio of two times from which a note is worth it, as the assumed speeds are rough."""
 LESS = "Use machines with more memory, shorter answers (rollout.engine.context_length), or fewer (groups_per_step)"
 
 
@@ -131,7 +131,7 @@ def deltas_have_a_network(facts: PaperFacts, config: RunConfig) -> Iterator[Comp
 
 
 def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """What it costs. With max_staleness 0 every step waits for its longest answer, which is what one has asked for."""
+    """A note on what a low max_staleness costs; none at 0, where every step waits for its longest answer on purpose."""
     on_gpus = {config.learner.resolved_device, config.rollout.engine.resolved_device} == {"cuda"}
     if not facts.gpus or not on_gpus or config.max_staleness == 0:
         return
@@ -142,15 +142,15 @@ def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) 
         yield Complaint(
             "note",
             f"an answer of {config.rollout.sampling.max_tokens:,} tokens takes {found.longest_answer_s:.0f} s at {TOKENS_PER_S:g} tokens a "
-            f"second, and max_staleness = {config.max_staleness} lets {found.steps} steps pass meanwhile: where batches have such answers, "
-            f"a step takes {found.tail_s:.0f} s, and engines and learner would do it in {found.others_s:.0f} (with answers of "
-            f"{MEAN_SHARE:.0%} of that on average)",
+            f"second, and with max_staleness = {config.max_staleness} it has to be ready after {found.steps} steps: if batches have such "
+            f"answers, steps take {found.tail_s:.0f} s, where engines and learner alone need {found.others_s:.0f} s (for answers of "
+            f"{MEAN_SHARE:.0%} of that length on average)",
             f"{raise_it}ower rollout.sampling.max_tokens; evenkeel simulate tells it of measured lengths and speeds",
         )
 
 
 def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """Of one machine with GPUs; on a CPU weights and caches lie there as well, and are small."""
+    """For one machine with GPUs. On a CPU the host holds weights and caches as well, but those of small models."""
     if facts.host_bytes is None or {config.learner.resolved_device, config.rollout.engine.resolved_device} != {"cuda"}:
         return
     (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1)
@@ -181,7 +181,7 @@ def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:
 
 
 def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
-    """Whether so many GPUs hold all who ask for one, and their nodes the tensor-parallel groups."""
+    """Complaints if there are fewer GPUs than ranks and engines ask for, or a node can't hold a tensor-parallel group."""
     learner, engine, wanted, found = config.learner, config.rollout.engine, gpus_asked(config), []
     if wanted > gpus.count:
         found.append(Complaint("fail", f"the run asks for {wanted} GPUs, and {gpus} are {gpus.count}", "Use fewer workers or ranks"))
@@ -201,7 +201,7 @@ def enough(gpus: Gpus, config: RunConfig) -> list[Complaint]:
 
 
 def stop_at_failures(complaints: list[Complaint]) -> None:
-    """Raises: ConfigError with all that can't work."""
+    """Raises: ConfigError with all complaints that are failures."""
     if failures := [str(one) for one in complaints if one.severity == "fail"]:
         raise ConfigError("\n".join(failures))
 

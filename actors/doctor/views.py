@@ -17,16 +17,16 @@ _COLOURS = {"fail": "bold red", "warn": "yellow", "note": "dim"}
 
 
 def verdict(complaints: Sequence[Complaint]) -> str:
-    """The last line."""
+    """A sentence for the last line."""
     fails = sum(one.severity == "fail" for one in complaints)
     warns = sum(one.severity == "warn" for one in complaints)
     if fails:
-        return f"{fails} thing{'s' * (fails > 1)} can't work so"
+        return f"{fails} failure{'s' * (fails > 1)}: the run can't work like this"
     return f"ready, with {warns} warning{'s' * (warns > 1)}" if warns else "ready"
 
 
 def show(console: Console, complaints: Sequence[Complaint], rows: Sequence[Request]) -> None:
-    """The table of what is asked for, then what the rules have found, the worst first."""
+    """Print the table of resources, then the complaints in the order given, and the verdict."""
     if rows:
         console.print(table_of(rows))
     for one in complaints:
@@ -44,7 +44,7 @@ def table_of(rows: Sequence[Request]) -> Table:
 
 
 def as_json(complaints: Sequence[Complaint], rows: Sequence[Request]) -> dict[str, Any]:
-    """For programs."""
+    """The same as JSON, for programs."""
     return {
         "verdict": verdict(complaints),
         "findings": [{"level": one.severity, "sentence": one.sentence, "setting": one.setting} for one in complaints],

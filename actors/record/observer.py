@@ -27,9 +27,9 @@ from actors.record.run_folder import RunEvent, RunFolder
 from actors.record.skipped_batches import keep_and_tell
 from actors.record.slowest import FILE, SlowestPrompts
 from actors.record.step_report import (
+    FAILED_TRAJECTORIES,
     batch_metrics,
     diagnostic_metrics,
-    kind_of_failure,
     learner_metrics,
     learner_share,
     rollout_metrics,
@@ -85,9 +85,8 @@ class Observer:
 
     def _take_totals(self, totals: Mapping[str, float]) -> None:
         self._totals = dict(totals)
-        families = tuple(_EVENT_COUNTERS.values())
         # Apart from the others: they grow when a step is diagnosed, which may be after the next one has begun to count.
-        self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(families)}
+        self._raised = {name: self._totals.pop(name) for name in list(self._totals) if name.startswith(tuple(_EVENT_COUNTERS.values()))}
 
     def go_back(self, totals: Mapping[str, float]) -> None:
         """The run goes on from an earlier step, whose totals these are; the folder is taken back."""
@@ -164,9 +163,10 @@ class Observer:
         self._slowest.add(summary)
         self._count("rollout/generated_tokens_total", summary.response_tokens)
         self._count("rollout/finished_groups_total", 1)
-        for error in summary.reward_errors:
-            self._count("reward/timeouts_total" if "deadline" in error else "reward/exceptions_total", 1)
-            if told := self._repeated.add(kind_of_failure(error), f"group {summary.group_id}: a trajectory failed: {error}"):
+        for kind, error in summary.failures:
+            counter, words = FAILED_TRAJECTORIES[kind]
+            self._count(counter, 1)
+            if told := self._repeated.add(words, f"group {summary.group_id}: a trajectory failed: {error}"):
                 self.event("warning", told)
 
     def handed_back(self, groups: int, tokens: int) -> None:

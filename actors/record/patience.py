@@ -1,7 +1,8 @@
-"""What a disk doesn't take does not end a run: it is told once, counted, and lines are tried again, in their order.
+"""Writing into the run folder on a disk that fails or is slow, without ending the run.
 
-A slow disk delays no step either: a thread of its own waits for it. What there is to write is bounded: samples as text are left out when
-much waits already, and in the end a run waits for its disk (`room`), and says so.
+A write that fails is reported once and counted; lines are kept in memory and tried again, in order. All writes happen in a thread, so that
+a slow disk delays no step. What may wait is bounded: samples as text are left out first, and when much more waits, the run itself waits for
+the disk (`room`), and says so.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from actors.record.file_thread import FileThread
 
 T = TypeVar("T")
 _MOST = 100_000
-"""Lines that wait in memory for a file that refuses them; older ones are given up."""
+"""Lines kept in memory for one kind of file whose writes fail; the oldest are dropped beyond that."""
 _MOST_BEFORE_A_FILE, _MOST_BEFORE_A_STEP = 100, 1000
-"""Jobs that may wait when a file is to be written, and when a step is to begin: some ten and some hundred steps."""
+"""Jobs that may wait before a file is left out, and before a step is delayed: what tens, and hundreds, of steps write."""
 _LOOK_S = 0.1
 
 
@@ -32,24 +33,24 @@ class PatientWriter:
     """All that the observer writes into a run's folder goes through one of these."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
-        """Args: tell: takes a sentence, in whatever thread, when the disk begins to refuse or to lag behind, and when that is over."""
+        """Args: tell: takes a sentence, in any thread, when writes begin to fail or to lag behind, and when that is over."""
         self._tell = tell
         self._thread = FileThread()
         self._waiting: dict[str, deque[_Line]] = defaultdict(lambda: deque(maxlen=_MOST))
         self._refused: set[str] = set()
-        """Kinds of files whose last attempt failed: one folder that can't be written is no news at each step, and keeps nothing else."""
+        """Kinds of files whose last attempt failed. A failure is reported only while this is empty."""
         self._is_behind = False
         self.failures = 0
-        """Attempts so far that the disk has refused, and files that were left out because it lags behind."""
+        """Failed attempts so far, and files that were left out because the disk lags behind."""
 
     # -- from the event loop -----------------------------------------------------------------------------------------
 
     def line(self, step: int, append: Callable[..., object], *arguments: Any) -> None:
-        """Append a step's line by append(*arguments), a method, after those that wait for it; whatever waits is tried again."""
+        """Append a step's line by append(*arguments), a method, after all lines of that kind that wait; these are tried again first."""
         self._thread.do(partial(self._append, append.__qualname__, _Line(step, partial(append, *arguments))))
 
     def file(self, write: Callable[..., object], *arguments: Any) -> None:
-        """Write a file by write(*arguments), a method; one that the disk doesn't take, or has no time for, is left out."""
+        """Write a file by write(*arguments), a method. It is left out if the write fails, or if too much waits for the disk."""
         if self._thread.waiting > _MOST_BEFORE_A_FILE:
             self.failures += 1
             self._falls_behind("samples as text are left out")
@@ -57,13 +58,14 @@ class PatientWriter:
         self._thread.do(partial(self._attempt, write.__qualname__, partial(write, *arguments)))
 
     def do(self, job: Callable[[], object]) -> None:
-        """Have a job done after what came before; an error of the disk is its own affair."""
+        """Run a job in the thread, after all jobs before; it has to handle errors of the disk itself."""
         self._thread.do(job)
 
     async def taken_back(self, take_back: Callable[[], T], step_of: Callable[[T], int]) -> T:
-        """What `take_back` finds and does, after what came before; no line of a step after the one that it returns comes later.
+        """Run `take_back` in the thread, after all jobs before, and drop waiting lines of steps after the one that it goes back to.
 
-        Args: step_of: of what it returns. Raises: as `take_back`.
+        Args: step_of: the step, of what `take_back` returns.
+        Returns: what `take_back` returns. Raises: what it raises.
         """
 
         def job() -> T:
@@ -76,21 +78,23 @@ class PatientWriter:
         return await self._thread.result(job)
 
     async def done(self) -> None:
-        """Wait until all of it has been tried. Raises: what went wrong, if that was no error of the disk."""
+        """Wait until every job has been tried. Raises: the error of a job, if it was none of the disk."""
         await self._thread.done()
         self._catches_up()
 
     async def room(self) -> None:
-        """Wait until there is room for what a step has to write."""
+        """Wait until at most _MOST_BEFORE_A_STEP jobs wait for the disk."""
         while self._thread.waiting > _MOST_BEFORE_A_STEP:
             self._falls_behind("the run waits for it")
             await asyncio.sleep(_LOOK_S)
         self._catches_up()
 
     def close(self, *, within_s: float, last: Callable[[], object] = lambda: None) -> str:
-        """Try once more what waits, and end.
+        """Try once more what waits, and end the thread.
 
-        Args: last: is done when all that was handed over has been tried.
+        Args:
+            within_s: longest time for that.
+            last: a job to run after all others.
         Returns: what is lost, in a sentence; empty: nothing.
         """
         are_tried = threading.Event()
@@ -125,7 +129,7 @@ class PatientWriter:
                 try:
                     if not self._attempt(kind, waiting[0].append):
                         break
-                except Exception:  # of the line itself, which must not keep the others
+                except Exception:  # the line's own error, which must not block the lines after it
                     waiting.popleft()
                     raise
                 waiting.popleft()

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import jinja2
 import yaml
 
 from actors.carriers import ScatterSample
-from actors.metrics import StepMetrics, by_worker, pass_at_most
+from actors.metric_catalogue import CATALOGUE
+from actors.metrics import StepMetrics, accuracy, accuracy_of_what, by_worker, pass_at_most, with_interval
 from actors.record.report_plots import Plot, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import slowest_rows
@@ -23,6 +25,27 @@ from correction.monitor import Event
 _MOST_EVENTS = 200
 _MOST_CLIPPED = 50
 _MOST_SAMPLE_CHARACTERS = 20_000
+_SUMMARY: tuple[tuple[str, str, Callable[[Sequence[float]], float]], ...] = (
+    ("step time, median", "time/step_s", statistics.median),
+    ("rollout, median", "throughput/rollout_tokens_per_s", statistics.median),
+    ("learner, median", "throughput/learner_tokens_per_s", statistics.median),
+    ("rollouts wait, median share of a step", "wait/rollout_share", statistics.median),
+    ("learner waits, median share of a step", "wait/learner_share", statistics.median),
+    ("k3 KL at staleness 0, largest of any batch", "mismatch/k3", max),
+    ("|log ratio| at staleness 0, largest", "mismatch/max_abs_log_ratio", max),
+    ("k3 KL of all tokens, largest of any batch", "mismatch_and_staleness/k3", max),
+    ("|log ratio| of all tokens, largest", "mismatch_and_staleness/max_abs_log_ratio", max),
+    ("probe: engine against learner, largest", "sync/probe_max_abs_difference", max),
+    ("staleness in versions, largest", "staleness/max", max),
+    ("trajectories with tokens of several versions", "staleness/mixed_version_share", statistics.fmean),
+    ("groups trained", "groups/trained_total", itemgetter(-1)),
+    ("groups discarded", "groups/discarded_total", itemgetter(-1)),
+    ("reward exceptions", "reward/exceptions_total", itemgetter(-1)),
+    ("reward time-outs", "reward/timeouts_total", itemgetter(-1)),
+    ("skipped steps", "steps/skipped_total", itemgetter(-1)),
+    ("steps skipped by a float16 overflow", "steps/overflowed_total", itemgetter(-1)),
+)
+"""Rows of the summary: words, the metric, and what of its values in all steps."""
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -61,41 +84,20 @@ def summary_rows(steps: Sequence[StepMetrics], evaluations: Sequence[StepMetrics
     """(what, value) of the table at the head of the page; what isn't known has no row."""
     rows: list[tuple[str, str]] = []
     for title, metrics in _first_and_last(evaluations):
-        rows.append((f"held-out accuracy {title}", f"{_accuracy(metrics)} (95 % Wilson), after {metrics.step} steps"))
+        measured = accuracy(metrics) + accuracy_of_what(metrics)
+        rows.append((f"held-out accuracy {title}", f"{measured} (95 % Wilson), after {metrics.step} steps"))
         if (best := pass_at_most(metrics)) is not None:
-            rows.append((f"held-out pass@{best[0]} {title}", "{:.3f} [{:.3f}, {:.3f}]".format(*best[1:])))
+            rows.append((f"held-out pass@{best[0]} {title}", with_interval(*best[1:])))
     if not steps:
         return rows
     last = steps[-1]
     if "time/elapsed_s" in last:
         rows.append(("wall time", duration(last["time/elapsed_s"])))
     rows.append(("steps", f"{last.step} of {config['steps']}" if "steps" in config else str(last.step)))
-    for label, name, form in (
-        ("step time, median", "time/step_s", "{:.2f} s"),
-        ("rollout, median", "throughput/rollout_tokens_per_s", "{:,.0f} tokens/s"),
-        ("learner, median", "throughput/learner_tokens_per_s", "{:,.0f} tokens/s"),
-        ("rollouts wait, median", "wait/rollout_share", "{:.0%} of the time"),
-        ("learner waits, median", "wait/learner_share", "{:.0%} of the time"),
-    ):
+    for label, name, over_steps in _SUMMARY:
         if values := _values(steps, name):
-            rows.append((label, form.format(statistics.median(values))))
-    for label, name, form in (
-        ("k3 KL at staleness 0, largest of any batch", "mismatch/k3", "{:.2g} nats"),
-        ("|log ratio| at staleness 0, largest", "mismatch/max_abs_log_ratio", "{:.2g} nats"),
-        ("k3 KL of all tokens, largest of any batch", "mismatch_and_staleness/k3", "{:.2g} nats"),
-        ("|log ratio| of all tokens, largest", "mismatch_and_staleness/max_abs_log_ratio", "{:.2g} nats"),
-        ("probe: engine against learner, largest", "sync/probe_max_abs_difference", "{:.2g} nats"),
-        ("staleness in versions, largest", "staleness/max", "{:.0f}"),
-    ):
-        if values := _values(steps, name):
-            rows.append((label, form.format(max(values))))
-    if values := _values(steps, "staleness/mixed_version_share"):
-        rows.append(("trajectories with tokens of several versions", f"{statistics.fmean(values):.1%}"))
-    counted = [("groups trained", "groups/trained_total"), ("groups discarded", "groups/discarded_total"),
-               ("reward exceptions", "reward/exceptions_total"),
-               ("reward time-outs", "reward/timeouts_total"), ("skipped steps", "steps/skipped_total"),
-               ("steps skipped by a float16 overflow", "steps/overflowed_total")]
-    return rows + [(label, f"{last[name]:,.0f}") for label, name in counted if name in last]
+            rows.append((label, CATALOGUE[name].text(over_steps(values))))
+    return rows
 
 
 def worker_rows(steps: Sequence[StepMetrics]) -> list[tuple[str, str, str, str, str]]:
@@ -114,9 +116,9 @@ def worker_rows(steps: Sequence[StepMetrics]) -> list[tuple[str, str, str, str, 
         rows.append((
             name,
             f"{theirs[0].step} to {theirs[-1].step}",
-            f"{sum(metrics[f'worker/groups/{name}'] for metrics in theirs):,.0f}",
-            f"{tokens:,.0f}" + (f" ({tokens / total:.0%})" if total else ""),
-            f"{statistics.fmean(waits):.0%}" if waits else "",
+            CATALOGUE["worker/groups/"].number(sum(metrics[f"worker/groups/{name}"] for metrics in theirs)),
+            CATALOGUE["worker/tokens/"].number(tokens) + (f" ({tokens / total:.0%})" if total else ""),
+            CATALOGUE["worker/wait_share/"].number(statistics.fmean(waits)) if waits else "",
         ))
     return rows
 
@@ -159,21 +161,13 @@ def _headline(evaluations: Sequence[StepMetrics]) -> dict[str, str] | None:
         return None
     before, after = pair["before"], pair["after"]
     gain = after["held_out/accuracy"] - before["held_out/accuracy"]
-    return {"before": _accuracy(before), "after": _accuracy(after), "gain": f"{gain:+.3f}"}
+    shown_gain = ("+" if gain >= 0 else "") + CATALOGUE["held_out/accuracy"].number(gain)
+    return {"before": accuracy(before) + accuracy_of_what(before), "after": accuracy(after) + accuracy_of_what(after), "gain": shown_gain}
 
 
 def _first_and_last(evaluations: Sequence[StepMetrics]) -> list[tuple[str, StepMetrics]]:
     known = [metrics for metrics in evaluations if "held_out/accuracy" in metrics]
     return list(zip(("before", "after"), [known[0], known[-1]] if len(known) > 1 else known, strict=False))
-
-
-def _accuracy(metrics: StepMetrics) -> str:
-    text = f"{metrics['held_out/accuracy']:.3f}"
-    if "held_out/wilson_low" in metrics:
-        text += f" [{metrics['held_out/wilson_low']:.3f}, {metrics['held_out/wilson_high']:.3f}]"
-    text += f" of {metrics['held_out/problems']:.0f}" if "held_out/problems" in metrics else ""
-    text += f" x {metrics['held_out/samples']:.0f} answers" if metrics.get("held_out/samples", 1) > 1 else ""
-    return text + (f", {metrics['held_out/unscored']:.0f} of them not scored" if metrics.get("held_out/unscored") else "")
 
 
 def _values(steps: Sequence[StepMetrics], name: str) -> list[float]:

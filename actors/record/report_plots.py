@@ -21,6 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from actors.carriers import ScatterSample
 from actors.metric_catalogue import CATALOGUE
+from actors.metric_kinds import Unit
 from actors.metrics import StepMetrics, pass_at_most
 from correction.monitor import Event, State
 
@@ -74,11 +75,18 @@ class _Curves:
     title: str
     names: tuple[str, ...]
     y_label: str
+    """Empty: the unit of the metrics."""
     caption: str
-    scale: str = "linear"
-    """linear, log, or share (0 to 100 %)."""
-    is_smoothed: bool = True
-    """Draw a running mean over the faint single steps."""
+    is_logarithmic: bool = False
+
+    @property
+    def unit(self) -> Unit:
+        return CATALOGUE[self.names[0]].unit
+
+    @property
+    def scale(self) -> str:
+        """log, share (0 to 100 %) or linear."""
+        return "log" if self.is_logarithmic else "share" if self.unit is Unit.SHARE else "linear"
 
 
 _CURVES = (
@@ -100,14 +108,14 @@ _CURVES = (
         "nats a token",
         "Staleness 0 is pure mismatch between the two engines at equal weights: it should be flat and low (float32 on a CPU: below 1e-11). "
         "All tokens carry staleness as well. A rise over the run is the early sign of a collapse.",
-        "log",
+        is_logarithmic=True,
     ),
     _Curves(
         "Spread of the log-ratio",
         ("mismatch/log_ratio_std", "mismatch_and_staleness/log_ratio_std", "mismatch_and_staleness/max_abs_log_ratio"),
-        "nats",
+        "",
         "Standard deviation of log pi_prox - log mu, and its largest absolute value. Single tokens do harm long before the mean shows it.",
-        "log",
+        is_logarithmic=True,
     ),
     _Curves(
         "Entropy",
@@ -124,7 +132,7 @@ _CURVES = (
     _Curves(
         "Throughput",
         ("throughput/rollout_tokens_per_s", "throughput/learner_tokens_per_s"),
-        "tokens/s",
+        "",
         "Rollouts count sampled tokens over wall time, the learner prompt and response tokens over its training time.",
     ),
     _Curves(
@@ -132,12 +140,11 @@ _CURVES = (
         ("wait/rollout_share", "wait/learner_share"),
         "share of the step",
         "The side that never waits is the bottleneck: give it more machines. Both high at once: look at weight sync and rewards.",
-        "share",
     ),
     _Curves(
         "Length of sampled and of trained answers",
         ("length/sampled_tokens", "length/trained_tokens"),
-        "tokens",
+        "",
         "The two should lie together. Trained answers shorter than sampled ones mean that long answers get lost on the way.",
     ),
     _Curves(
@@ -145,15 +152,13 @@ _CURVES = (
         ("length/truncated_share",),
         "share of the batch",
         "Answers that were cut at max_tokens. If there are many, the policy learns to be short, whatever the task.",
-        "share",
     ),
     _Curves(
         "What the correction took away",
         ("rejection/rejected_share", "rejection/vetoed_share", "rejection/truncated_share", "learner/clip_share"),
-        "share",
+        "",
         "Of the trained tokens: rejected, in a vetoed sequence, stopped by the trust region. Of the importance weights: cut to their "
         "bound. Well below a tenth is usual.",
-        "share",
     ),
     _Curves(
         "Groups without gradient",
@@ -164,7 +169,7 @@ _CURVES = (
     _Curves(
         "Where the time goes",
         ("time/step_s", "time/generate_s", "time/train_s", "time/sync_s"),
-        "seconds",
+        "",
         "In asynchronous training the step should be about as long as the longer of generating and training, not as both together.",
     ),
 )
@@ -227,7 +232,7 @@ def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequenc
         for (label, x, y), colour in zip(series, itertools.cycle(_COLOURS), strict=False):
             smooth = running_mean(np.log(y) if curves.scale == "log" else y, max(1, len(y) // 25))
             smooth = np.exp(smooth) if curves.scale == "log" else smooth
-            if curves.is_smoothed and len(y) > 25:
+            if len(y) > 25:  # a running mean over the faint single steps
                 axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.9)
                 axes.plot(x, smooth, color=colour, label=label)
             else:
@@ -237,7 +242,7 @@ def draw_curves(curves: _Curves, steps: Sequence[StepMetrics], warnings: Sequenc
                 axes.axvline(event.step, zorder=0.5, **_MARKS[event.state])
         if len(series) > 1:
             axes.legend(ncols=4, columnspacing=1.2, **_ABOVE)
-        axes.set_ylabel(curves.y_label)
+        axes.set_ylabel(curves.y_label or curves.unit)
         _value_axis(axes, curves.scale, [y for _, _, y in series])
         _step_axis(axes, [step for _, x, _ in series for step in x])
 

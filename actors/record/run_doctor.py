@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from actors.metrics import StepMetrics
+from actors.metrics import StepMetrics, shown
 from actors.record.run_folder import RunEvent, RunFolder
 from actors.record.stack_gist import newest_gist
 from correction.errors import ConfigError, DataError
@@ -101,9 +101,11 @@ class RunDiagnosis:
             found.append(f"It waited {longest.seconds} s for {longest.what}: look at that part first.")
         learner, rollout = self.pace.get("wait/learner_share", 0.0), self.pace.get("wait/rollout_share", 0.0)
         if learner > 0.3 and learner > rollout:
-            found.append(f"The learner waits {learner:.0%} of a step: more workers or a higher max_staleness pay (evenkeel simulate).")
+            share = shown(self.pace, "wait/learner_share")
+            found.append(f"The learner waits {share} of a step: more workers or a higher max_staleness pay (evenkeel simulate).")
         elif rollout > 0.5:
-            found.append(f"The engines wait {rollout:.0%} of a step: fewer workers would do, or a faster learner (evenkeel simulate).")
+            share = shown(self.pace, "wait/rollout_share")
+            found.append(f"The engines wait {share} of a step: fewer workers would do, or a faster learner (evenkeel simulate).")
         if not self.books.startswith("balanced"):
             found.append("The ledger is the proof that no prompt was lost or trained twice: keep the folder and report this.")
         return tuple(found)
@@ -139,7 +141,7 @@ def page(found: RunDiagnosis) -> str:
     lines = [f"{found.path} {found.state.value}, after step {found.step} of {found.steps} ({saved})"]
     lines += [f"  {sentence}" for sentence in (found.reason, *found.damaged) if sentence]
     lines += _section("What to do", found.advice)
-    lines += _section(f"Pace, medians of the last {RECENT_STEPS} steps", [f"{name:<28} {value:.3g}" for name, value in found.pace.items()])
+    lines += _section(f"Pace, medians of the last {RECENT_STEPS} steps", [f"{name:<28} {shown(found.pace, name)}" for name in found.pace])
     lines += _section("Longest waits", [_wait_line(wait) for wait in found.waits[:5]])
     lines += _section("Warnings and errors, by kind", [_trouble_line(trouble) for trouble in found.troubles[-8:]])
     lines += _section("Stacks", found.stacks)

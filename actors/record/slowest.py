@@ -36,7 +36,7 @@ class SlowestPrompts:
         self._is_new = False
 
     def add(self, summary: GroupSummary) -> None:
-        unscored = len(summary.reward_errors)
+        unscored = len(summary.failures)
         one = SlowPrompt(summary.reward_s, summary.generate_s, summary.response_tokens, summary.prompt_id, summary.worker, unscored)
         if len(self._kept) < _KEPT:
             heapq.heappush(self._kept, one)

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING
 
 from actors.carriers import Example, GroupSummary, PreparedBatch, WorkerLoad
 from actors.metric_catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
-from rollout.trajectory import AnswerFacts, FinishReason, GroupFacts, SyncReceipt
+from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt
 
 if TYPE_CHECKING:
     from learner.results import StepResult
+
+_UNSCORED = ("reward/exceptions_total", "trajectories without a reward")
+FAILED_TRAJECTORIES = {
+    FailureKind.ENGINE: _UNSCORED,
+    FailureKind.REWARD: _UNSCORED,
+    FailureKind.REWARD_TIMEOUT: ("reward/timeouts_total", "trajectories whose reward took too long"),
+}
+"""Counter and words, in the plural, for each kind."""
 
 
 def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, float]:
@@ -48,11 +56,6 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
     if prepared.split_s:
         numbers["time/split_s"] = prepared.split_s
     return numbers
-
-
-def kind_of_failure(error: str) -> str:
-    """Of a trajectory."""
-    return "trajectories whose reward took too long" if "deadline" in error else "trajectories without a reward"
 
 
 def _first_reward(group: GroupFacts) -> float:

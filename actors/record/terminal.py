@@ -20,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from actors.metrics import by_worker, pass_at_most
+from actors.metric_catalogue import CATALOGUE
+from actors.metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
 from actors.record.run_folder import RunFolder
 
 _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
@@ -30,6 +31,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
 _WORKERS_BY_NAME = 4
 """More workers than that are shown as a range."""
+_TOKENS, _WAIT_SHARE, _VERSION = (CATALOGUE[f"worker/{quantity}/"] for quantity in ("tokens", "wait_share", "weight_version"))
 
 
 class TerminalView:
@@ -155,18 +157,18 @@ class _State:
         left: list[tuple[str, RenderableType]] = [
             ("reward", self._reward()),
             ("held-out", self._accuracy()),
-            ("mismatch k3", _show(self.metrics, "mismatch/k3", "{:.1e} nats")),
-            ("with staleness", _show(self.metrics, "mismatch_and_staleness/k3", "{:.1e} nats")),
-            ("rejected", _show(self.metrics, "rejection/rejected_share", "{:.2%} of tokens")),
+            ("mismatch k3", shown(self.metrics, "mismatch/k3")),
+            ("with staleness", shown(self.metrics, "mismatch_and_staleness/k3")),
+            ("rejected", shown(self.metrics, "rejection/rejected_share") + " of tokens"),
             ("early warning", self._warning()),
         ]
         right = [
-            ("step time", _show(self.metrics, "time/step_s", "{:.2f} s")),
+            ("step time", shown(self.metrics, "time/step_s")),
             ("rollout", self._side("throughput/rollout_tokens_per_s", "wait/rollout_share")),
             ("learner", self._side("throughput/learner_tokens_per_s", "wait/learner_share")),
             ("staleness", self._staleness()),
-            ("weights", _show(self.metrics, "weight_version", "version {:.0f}")),
-            ("entropy", _show(self.metrics, "learner/entropy", "{:.2f} nats")),
+            ("weights", "version " + shown(self.metrics, "weight_version")),
+            ("entropy", shown(self.metrics, "learner/entropy")),
         ]
         for (name_1, value_1), (name_2, value_2) in zip(left, right, strict=True):
             table.add_row(name_1, value_1, name_2, value_2)
@@ -186,33 +188,26 @@ class _State:
     def _reward(self) -> str:
         if not self.rewards:
             return "-"
-        return f"{self.rewards[-1]:.3f}  {sparkline(self.rewards, width=18)}"
+        return f"{CATALOGUE['reward/mean'].text(self.rewards[-1])}  {sparkline(self.rewards, width=18)}"
 
     def _accuracy(self) -> str:
         if "held_out/accuracy" not in self.held_out:
             return "-"
-        text = f"{self.held_out['held_out/accuracy']:.3f}"
-        if "held_out/wilson_low" in self.held_out:
-            text += f" [{self.held_out['held_out/wilson_low']:.3f}, {self.held_out['held_out/wilson_high']:.3f}]"
+        text = accuracy(self.held_out)
         if (best := pass_at_most(self.held_out)) is not None:
-            text += f", pass@{best[0]} {best[1]:.3f}"
+            text += f", pass@{best[0]} {CATALOGUE['held_out/pass_at/'].text(best[1])}"
         if self.held_out.get("held_out/unscored"):
-            text += f", {self.held_out['held_out/unscored']:.0f} not scored"
+            text += f", {shown(self.held_out, 'held_out/unscored')} not scored"
         if self.first_held_out["held_out/accuracy"] != self.held_out["held_out/accuracy"]:
-            text = f"{self.first_held_out['held_out/accuracy']:.3f} → {text}"
+            text = f"{shown(self.first_held_out, 'held_out/accuracy')} → {text}"
         return text
 
     def _side(self, speed: str, waits: str) -> str:
-        text = _show(self.metrics, speed, "{:,.0f} tokens/s")
-        return text + (f", waits {self.metrics[waits]:.0%}" if waits in self.metrics else "")
+        return shown(self.metrics, speed) + (f", waits {shown(self.metrics, waits)}" if waits in self.metrics else "")
 
     def _staleness(self) -> str:
-        text = _show(self.metrics, "staleness/mean", "mean {:.2f}")
-        if "staleness/max" in self.metrics:
-            text += f", max {self.metrics['staleness/max']:.0f}"
-        if "staleness/mixed_version_share" in self.metrics:
-            text += f", mixed {self.metrics['staleness/mixed_version_share']:.0%}"
-        return text
+        parts = (("mean", "staleness/mean"), ("max", "staleness/max"), ("mixed", "staleness/mixed_version_share"))
+        return ", ".join(f"{label} {shown(self.metrics, name)}" for label, name in parts if name in self.metrics) or "-"
 
     def _phase_line(self) -> Text:
         elapsed = time.monotonic() - self.phase_since
@@ -230,21 +225,24 @@ class _Text(ProgressColumn):
         return Text(str(task.fields.get(self._field, "")))
 
 
+_STEP_LINE = {
+    "reward": "reward/mean",
+    "step": "time/step_s",
+    "rollout": "throughput/rollout_tokens_per_s",
+    "learner": "throughput/learner_tokens_per_s",
+    "rollout waits": "wait/rollout_share",
+    "learner waits": "wait/learner_share",
+    "staleness": "staleness/mean",
+    "mismatch k3": "mismatch/k3",
+    "k3 with staleness": "mismatch_and_staleness/k3",
+    "rejected": "rejection/rejected_share",
+}
+"""What a line says of a step: words, and the metric."""
+
+
 def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
     """A step in one line, for logs."""
-    shown = [
-        ("reward", "reward/mean", "{:.3f}"),
-        ("step", "time/step_s", "{:.2f} s"),
-        ("rollout", "throughput/rollout_tokens_per_s", "{:.0f} tok/s"),
-        ("learner", "throughput/learner_tokens_per_s", "{:.0f} tok/s"),
-        ("rollout waits", "wait/rollout_share", "{:.0%}"),
-        ("learner waits", "wait/learner_share", "{:.0%}"),
-        ("staleness", "staleness/mean", "{:.2f}"),
-        ("mismatch k3", "mismatch/k3", "{:.1e}"),
-        ("k3 with staleness", "mismatch_and_staleness/k3", "{:.1e}"),
-        ("rejected", "rejection/rejected_share", "{:.2%}"),
-    ]
-    parts = [f"{label} {form.format(metrics[name])}" for label, name, form in shown if name in metrics]
+    parts = [f"{label} {shown(metrics, name)}" for label, name in _STEP_LINE.items() if name in metrics]
     if metrics.get("learner/optimizer_steps") == 0:
         parts.append(f"no update: {_why_no_update(metrics)}")
     if (level := _monitor_level(metrics)) not in ("", "ok"):
@@ -254,7 +252,7 @@ def step_line(metrics: Mapping[str, float], total_steps: int) -> str:
 
 def _why_no_update(metrics: Mapping[str, float]) -> str:
     if "learner/grad_norm" not in metrics and "learner/loss_scale" in metrics:
-        return f"gradient overflowed, loss scale {metrics['learner/loss_scale']:g}"
+        return f"gradient overflowed, loss scale {shown(metrics, 'learner/loss_scale')}"
     return "no gradient" if metrics.get("learner/grad_norm") == 0 else "loss or gradient not finite"
 
 
@@ -266,35 +264,27 @@ def workers_line(metrics: Mapping[str, float]) -> str:
         return ""
     if len(tokens) <= _WORKERS_BY_NAME:
         of_each = {
-            name: [f"{count:,.0f} tokens"]
-            + ([f"waits {waits[name]:.0%}"] if name in waits else [])
-            + ([f"v{versions[name]:.0f}"] if name in versions else [])
+            name: [_TOKENS.text(count)]
+            + ([f"waits {_WAIT_SHARE.text(waits[name])}"] if name in waits else [])
+            + ([f"v{_VERSION.text(versions[name])}"] if name in versions else [])
             for name, count in tokens.items()
         }
         return "  ".join(f"{name}: {', '.join(parts)}" for name, parts in of_each.items())
-    ranges = [f"{min(tokens.values()):,.0f} to {max(tokens.values()):,.0f} tokens"]
+    ranges = [f"{_TOKENS.number(min(tokens.values()))} to {_TOKENS.text(max(tokens.values()))}"]
     if waits:
-        ranges.append(f"wait {min(waits.values()):.0%} to {max(waits.values()):.0%}")
+        ranges.append(f"wait {_WAIT_SHARE.text(min(waits.values()))} to {_WAIT_SHARE.text(max(waits.values()))}")
     if versions:
-        ranges.append(f"v{min(versions.values()):.0f} to v{max(versions.values()):.0f}")
+        ranges.append(f"v{_VERSION.text(min(versions.values()))} to v{_VERSION.text(max(versions.values()))}")
     return f"{len(tokens)}: {', '.join(ranges)}"
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
     """A held-out evaluation in one line."""
-    text = "held-out accuracy " + _show(metrics, "held_out/accuracy", "{:.3f}")
-    if "held_out/wilson_low" in metrics:
-        text += f" [{metrics['held_out/wilson_low']:.3f}, {metrics['held_out/wilson_high']:.3f}]"
-    if "held_out/problems" in metrics:
-        text += f" on {metrics['held_out/problems']:.0f} problems"
-    if metrics.get("held_out/samples", 1) > 1:
-        text += f" x {metrics['held_out/samples']:.0f} answers"
+    text = f"held-out accuracy {accuracy(metrics)}{accuracy_of_what(metrics)}"
     if (best := pass_at_most(metrics)) is not None:
-        text += ", pass@{} {:.3f} [{:.3f}, {:.3f}]".format(*best)
-    if metrics.get("held_out/unscored"):
-        text += f", {metrics['held_out/unscored']:.0f} of them not scored"
+        text += f", pass@{best[0]} {with_interval(*best[1:])}"
     if "held_out/weight_version" in metrics:
-        text += f", weight version {metrics['held_out/weight_version']:.0f}"
+        text += f", weight version {shown(metrics, 'held_out/weight_version')}"
     return text
 
 
@@ -348,7 +338,3 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None, header: st
 def _monitor_level(metrics: Mapping[str, float]) -> str:
     """ok, watch or alarm; "" for a step without diagnostics."""
     return _MONITOR_LEVELS[int(metrics["monitor/level"])] if "monitor/level" in metrics else ""
-
-
-def _show(metrics: Mapping[str, float], name: str, form: str) -> str:
-    return form.format(metrics[name]) if name in metrics else "-"

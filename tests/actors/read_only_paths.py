@@ -52,7 +52,7 @@ class FarLearner(Learner):
 
     async def proximal(self, batch: PackedBatch, *, version: int) -> SimpleNamespace:
         found = await super().proximal(batch, version=version)
-        return SimpleNamespace(logprobs=read_only(found.logprobs), routed_experts=found.routed_experts)
+        return SimpleNamespace(logprobs=read_only(found.logprobs), route_places=found.route_places)
 
     async def reference_logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
         return read_only(await super().reference_logprobs(batch, version=version))
@@ -82,10 +82,11 @@ def serve(preset: str, steps: int) -> None:
     """Two batches from the queue to their diagnosis; what the service hands over, it hands over in such memory."""
 
     async def scenario() -> None:
-        settings = {"monitor": EarlyWarningConfig(split_every=1), "has_reference": True}
-        scene = Scene(preset=preset, learner=LearnerConfig(optimizer_steps_per_batch=steps), **settings)
+        correction = CorrectionConfig.model_validate({"preset": preset, "kl": {"coefficient": 0.1}})
+        learner, monitor = LearnerConfig(optimizer_steps_per_batch=steps), EarlyWarningConfig(split_every=1)
+        scene = Scene(correction=correction, learner=learner, monitor=monitor)
         scene.learner = FarLearner()
-        k = needs_topk(CorrectionConfig(preset=preset))
+        k = needs_topk(correction)
         for version in range(2):
             tickets = await scene.admit(version * GROUPS, (version + 1) * GROUPS)
             waiting = asyncio.create_task(scene.next_batch(version))

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from actors import correction_service, drawing
 from actors.carriers import Observation, PreparedBatch, Ticket
-from actors.config import DeadlinesConfig, EarlyWarningConfig
-from actors.correction_service import CorrectionService, ServiceConfig
+from actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig, RunConfig
+from actors.correction_service import CorrectionService
 from actors.forwards import next_batch
 from actors.gap_split import GapSplit
 from actors.payloads import GONE
@@ -89,7 +89,7 @@ class Learner:
         bounds = itertools.pairwise(batch.offsets.tolist())
         fields = tuple(WideFields(routes(batch.token_ids[start : end - 1])) for start, end in bounds)
         places = tuple(WidePlace(((fields, i),), array("I")) for i in range(len(fields)))
-        return SimpleNamespace(logprobs=code(batch.token_ids), routed_experts=places)
+        return SimpleNamespace(logprobs=code(batch.token_ids), route_places=places)
 
     async def fetch(self, batch: Any, correction: CorrectionConfig | None, **_: Any) -> dict[int, str]:
         """Without Ray a batch holds what it names."""
@@ -135,8 +135,9 @@ class Scene:
         self.queue = TrajectoryQueueActor(groups_per_step=GROUPS, max_staleness=max_staleness)
         self.learner = Learner()
         settings: dict[str, Any] = {
+            "model": "none",
+            "steps": 100,
             "correction": CorrectionConfig.model_validate({"preset": preset}),
-            "has_reference": False,
             "groups_per_step": GROUPS,
             "max_staleness": max_staleness,
             "dynamic_sampling": False,
@@ -145,8 +146,7 @@ class Scene:
             "deadlines": DeadlinesConfig(batch_s=5.0, step_s=2.0, checkpoint_s=1.0),
             "monitor": EarlyWarningConfig(detailed=False),
         }
-        config = ServiceConfig(**(settings | changes))
-        self.service = CorrectionService(config, FakeActor(self.queue), monitor_state)
+        self.service = CorrectionService(RunConfig.model_validate(settings | changes), FakeActor(self.queue), monitor_state)
 
     async def admit(self, start: int, stop: int) -> list[Ticket]:
         return await self.queue.admit(prompts(start, stop))
@@ -235,7 +235,7 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
     """Two forwards of two groups each, in the order of arrival; the batch is in the order of admission."""
 
     async def scenario() -> None:
-        scene = Scene(has_reference=True)
+        scene = Scene(correction=CorrectionConfig.model_validate({"preset": "decoupled-ppo", "kl": {"coefficient": 0.1}}))
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.next_batch(0))
         await scene.put(*[answered(tickets[i]) for i in order[:2]])
@@ -794,7 +794,7 @@ def test_what_the_driver_gets_does_not_grow_with_the_answers() -> None:
     """Ids, rewards, lengths and spans: a batch of answers a hundred times as long is as large, but for the digits of its numbers."""
 
     async def size(length: int) -> int:
-        scene = Scene(steps=1, examples=0)
+        scene = Scene(steps=1, metrics=MetricsConfig(trajectories_per_step=0))
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.next_batch(0))
         answers = {r: [trajectory(prompt(i), range(length), reward=float(r)) for i in range(GROUPS)] for r in range(2)}

@@ -92,7 +92,7 @@ def test_limits_go_by_the_type_and_gloo_may_be_slow() -> None:
     on_cpu = replace(HEALTHY, dtype="float32", on_gpus=False, collectives=slow(10.0), agreements=differing(largest=2e-4))
     assert {severity for severity, _ in said(on_cpu)} == {"note"}
     beyond = said(replace(on_cpu, agreements=differing()))
-    assert beyond[0][0] == "fail" and "0.2 nats" in beyond[0][1] and "in float32: more than rounding does" in beyond[0][1]
+    assert beyond[0][0] == "fail" and "0.2 nats" in beyond[0][1] and "in float32: more than rounding explains" in beyond[0][1]
     assert GRADIENT["float32"] < GRADIENT["float16"] < GRADIENT["bfloat16"]
 
 

@@ -397,6 +397,6 @@ def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: py
     assert [(row["kind"], row["parts"]) for row in found["resources"]] == [("CPU", "1 rank, 1 worker")]
     monkeypatch.setattr(gather, "gpus_of_driver", list)
     bad = CliRunner().invoke(app, ["doctor", *nano, "learner.tensor_parallel=3"])
-    assert bad.exit_code == 1 and "doesn't divide the model's 16 heads" in bad.stdout and "can't work so" in bad.stdout
+    assert bad.exit_code == 1 and "doesn't divide the model's 16 heads" in bad.stdout and "the run can't work like this" in bad.stdout
     paper_only = CliRunner().invoke(app, ["doctor", *nano, "--gpus", "H100x1"])
     assert paper_only.exit_code == 1 and "the run asks for 2 GPUs, and 1 x H100 (80 GiB) are 1" in paper_only.stdout

@@ -43,11 +43,11 @@ def test_the_doctor_asks_these_rules() -> None:
     [
         (links("NV18"), ""),
         ((), ""),
-        (links("SYS"), "a: 6 of 6 pairs of GPUs have no fast way, such as 0 and 1, which are connected by two sockets, not by NVLink; "),
+        (links("SYS"), "a: 6 of 6 pairs of GPUs have no fast link, such as 0 and 1, which are connected by two sockets, not by NVLink; "),
         ((*links("PHB", 3), Link(0, 3, "SYS")), "such as 0 and 3, which are connected by two sockets, not by NVLink; "),
         (links("PHB", has_peer_access=False), "by the processor's PCIe bridge, not by NVLink, and can't read each other's memory: what"),
         (links("NV4", has_peer_access=False), "which are connected by NVLink, and can't read each other's memory"),
-        ((Link(0, 1, "NV4"), Link(2, 3, "NV4"), Link(1, 2, "NODE")), "a: 1 of 3 pairs of GPUs have no fast way, such as 1 and 2"),
+        ((Link(0, 1, "NV4"), Link(2, 3, "NV4"), Link(1, 2, "NODE")), "a: 1 of 3 pairs of GPUs have no fast link, such as 1 and 2"),
     ],
 )
 def test_gpus_of_a_tensor_parallel_group_want_nvlink(there: tuple[Link, ...], said: str) -> None:
@@ -105,7 +105,7 @@ def test_locked_memory_is_for_cards_that_read_memory_themselves(
 def test_a_port_that_a_node_cannot_reach(overrides: list[str], severity: str, why: str) -> None:
     closed = node(name="b", no_way="10.0.0.1:40123: timed out")
     (found,) = ports_are_open([node(), closed], eight(*overrides))
-    assert found.severity == severity and found.sentence.startswith("b has no way to a free port of a node where") and why in found.sentence
+    assert found.severity == severity and found.sentence.startswith("b can't reach a free port of a node where") and why in found.sentence
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_request_that_was_given_up_is_not_handed_out() -> None:
         taken = await taking
         assert (taken.batch, taken.version, taken.wants_proximal, taken.wants_reference) == ("second", 3, True, False)
         assert (await requests.take()) is taken, "whoever took it may have told nobody"
-        proximal: Any = SimpleNamespace(logprobs=torch.ones(1), routed_experts=None)
+        proximal: Any = SimpleNamespace(logprobs=torch.ones(1), route_places=None)
         requests.answer(taken.number - 1, proximal, None, None, 1.0, {})
         requests.answer(taken.number, proximal, None, None, 2.0, {})
         found, seconds = await second

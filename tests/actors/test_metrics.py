@@ -13,10 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from actors.config import MetricsConfig
 from actors.metric_catalogue import CATALOGUE, LOSS_PLACES
 from actors.metric_kinds import Kind
-from actors.metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member
+from actors.metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, shown
 from actors.record.metric_views import TensorBoardView, open_views
+from actors.record.report import summary_rows
 from actors.record.run_folder import RunFolder, _parse_event
 from actors.record.step_report import _placed, diagnostic_metrics
+from actors.record.terminal import step_line
 from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from correction.errors import ConfigError
 from tests.correction.fixtures import random_batch
@@ -69,6 +71,28 @@ def test_shares_of_an_earlier_run_are_read_by_their_names_of_today() -> None:
     assert dict(StepMetrics.of_record(record)) == read
     event = _parse_event({"step": 3, "name": "bad_update_fraction", "state": "watch", "value": 1, "growth": 2, "message": "m"})
     assert event.name == "bad_update_share"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("mismatch/k3", 3e-13, "3.0e-13 nats"),
+        ("time/step_s", 2.0, "2.00 s"),
+        ("wait/learner_share", 0.34, "34%"),
+        ("rejection/rejected_share", 0.01, "1.00%"),
+        ("throughput/rollout_tokens_per_s", 1234.4, "1,234 tokens/s"),
+        ("groups/trained_total", 1234.0, "1,234"),
+        ("held_out/accuracy", 0.5, "0.500"),
+        ("held_out/pass_at/8", 0.7, "0.700"),
+        ("staleness/max", 3.0, "3"),
+    ],
+)
+def test_a_value_is_written_alike_in_a_log_line_and_in_the_report(name: str, value: float, text: str) -> None:
+    """Both take it from the catalogue, which has digits for each unit and for single metrics."""
+    assert shown({name: value}, name) == text and shown({}, name) == "-"
+    metrics = StepMetrics(1, {name: value})
+    assert {part.partition(" ")[2] for part in step_line(metrics, 1).split("  ")[1:]} <= {text, f"waits {text}", f"k3 {text}", ""}
+    assert {shown_there for label, shown_there in summary_rows([metrics], [], {})} <= {text, "1"}
 
 
 def test_absent_is_absent() -> None:

@@ -34,7 +34,7 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from rollout.config import AnswerSampling
-from rollout.trajectory import SyncReceipt
+from rollout.trajectory import FailureKind, SyncReceipt
 from tests.actors.cases import prompts
 from tests.actors.test_evaluation import Answers
 from tests.actors.test_metrics import scalars
@@ -167,18 +167,19 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
 
     async def step(number: int) -> dict[str, float]:
         for group in range(100):
-            late = ("the reward took more than 10 s for one completion (rollout.reward.deadline_s)",) if group % 10 == 0 else ()
-            errors = (f"the reward raised ValueError: {number}-{group}", *late)
+            late = ((FailureKind.REWARD_TIMEOUT, "the reward took more than 10 s"),) if group % 10 == 0 else ()
+            raised = FailureKind.REWARD, f"the reward raised ValueError: {number}-{group} misses the deadline of a page that it asks"
+            errors = (raised, *late)
             seen.observer.group_finished(GroupSummary(group, 7, 8, errors, 0.1, "0"))
         return seen.observer.end_step(number, number, batch, result, {}, counts, []).noted  # type: ignore[arg-type]
 
     totals = [asyncio.run(step(number)) for number in (1, 2)][-1]
-    seen.observer.group_finished(GroupSummary(7, 7, 8, ("the reward raised ValueError: last",), 0.1, "0"))
+    seen.observer.group_finished(GroupSummary(7, 7, 8, ((FailureKind.ENGINE, "the engine aborted the request"),), 0.1, "0"))
     seen.observer.close()
     warnings = [event.text for event in seen.folder.read_events() if event.level == "warning"]
     assert len(warnings) == 2 + 2 + 2 + 1
     assert warnings[0] == (
-        "group 0: a trajectory failed: the reward raised ValueError: 1-0 "
+        "group 0: a trajectory failed: the reward raised ValueError: 1-0 misses the deadline of a page that it asks "
         "(further trajectories without a reward are counted, and told once a step)"
     )
     assert warnings[2].startswith("step 1: trajectories without a reward: 99 more, the first: group 1: ")

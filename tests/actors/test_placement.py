@@ -20,7 +20,7 @@ from actors.devices import check_received
 from actors.doctor.gather import nodes_of_cluster
 from actors.placement import RankPlaces, reserve
 from correction.errors import DeadlineExceeded
-from tests.ray_sessions import leave_ray
+from tests.actors.two_nodes import nodes_of_ray
 
 pytestmark = pytest.mark.slow
 
@@ -34,21 +34,8 @@ def config(*overrides: str) -> RunConfig:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without a GPU, where the run starts, and two nodes of four."""
-    variables = {"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
-    try:
-        for _ in range(2):
-            own.add_node(num_cpus=5, num_gpus=4)
-        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}}
-        ray.init(own.address, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
+    with nodes_of_ray({"num_cpus": 1, "num_gpus": 0}, *[{"num_cpus": 5, "num_gpus": 4}] * 2) as own:
         yield own
-    finally:
-        leave_ray()
-        own.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class Rank:

@@ -295,4 +295,4 @@ def test_the_command_prints_the_numbers(tmp_path: Path) -> None:
     in_float8 = json.loads(CliRunner().invoke(app, [*words, "rollout.engine.quantization=float8_block", "--json"]).stdout)
     assert in_float8["traffic"]["version"] < found["traffic"]["version"] and in_float8["deadlines"] == found["deadlines"] != []
     shown = CliRunner().invoke(app, [*words, "--gpus", "24GBx8"])
-    assert "a learner rank needs" in shown.stdout and "can't work so" in shown.stdout
+    assert "a learner rank needs" in shown.stdout and "the run can't work like this" in shown.stdout

@@ -20,7 +20,7 @@ from actors.plan.host_memory import CUDA, DIAGNOSTICS, MODULES, HostMemory, corr
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, prompt_tokens, wide_bytes
 from correction.correct import correct
-from rollout.wide_fields import apart, fields_of
+from rollout.wide_fields import fields_of, split_wide_fields
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B
 from tests.actors.service_memory import ANSWER, group
 from tests.actors.test_wide_groups import tickets, wide_group
@@ -60,7 +60,7 @@ def test_wide_fields_are_as_large_as_what_holds_them() -> None:
     own = fields.topk_ids.nbytes + fields.topk_logprobs.nbytes  # type: ignore[union-attr]
     assert wide_bytes(DENSE, topk) / 20 * fields.topk_ids.numel() == own
     assert wide_bytes(DENSE, topk, id_bytes=8) == 20 * (8 + 4) and wide_bytes(DENSE, recipe("qwen3_8b_8gpu")) == 0
-    (light,) = apart(wide_group(ticket))[0].trajectories[:1]
+    (light,) = split_wide_fields(wide_group(ticket))[0].trajectories[:1]
     assert light.route_keys is not None and light.route_keys.itemsize * len(light.route_keys) == 4 * len(one.prompt_ids)
     assert key_bytes(EXPERTS, routed) == 4 * prompt_tokens(EXPERTS, routed) and key_bytes(DENSE, topk) == 0
 

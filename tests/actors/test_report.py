@@ -20,6 +20,7 @@ from actors.record.run_folder import RunFolder
 from actors.record.slowest import FILE, SlowestPrompts, slowest_rows
 from actors.scatter import ScatterReservoir
 from correction.monitor import Event, State
+from rollout.trajectory import FailureKind
 
 
 def step_metrics(step: int) -> StepMetrics:
@@ -98,7 +99,8 @@ def test_a_finished_run(folder: RunFolder) -> None:
     fill(folder, 40)
     page = write_report(folder).read_text()
     assert "Finished after 40 steps." in page and "nano &lt;sum&gt;" in page
-    for shown in ("0.500 [0.450, 0.550] of 512", "0.900 [0.850, 0.950] of 512", "+0.400", "1 min 20 s", "4e-11 nats", "4e-05 nats"):
+    accuracies = "0.500 [0.450, 0.550] on 512 problems", "0.900 [0.850, 0.950] on 512 problems"
+    for shown in (*accuracies, "+0.400", "1 min 20 s", "4.0e-11 nats", "4.0e-05 nats"):
         assert shown in page, shown
     titles = re.findall(r"<h3>(.*?)</h3>", page)
     assert {
@@ -121,7 +123,7 @@ def test_several_answers_to_a_question_have_pass_at_k_on_the_page(folder: RunFol
         folder.append_evaluation(StepMetrics(step, numbers))
     rows = dict(summary_rows([], folder.read_evaluations(), {}))
     assert rows["held-out pass@8 after"] == "0.900 [0.860, 0.940]" and "held-out pass@8 before" not in rows
-    assert rows["held-out accuracy after"].startswith("0.500 [0.450, 0.550] of 512 x 8 answers")
+    assert rows["held-out accuracy after"].startswith("0.500 [0.450, 0.550] on 512 problems x 8 answers")
     page = write_report(folder).read_text()
     assert "at least one of k answers is right" in page and "pass@8" in page
 
@@ -197,7 +199,7 @@ def test_values_that_are_not_finite_are_left_out_of_curves(folder: RunFolder) ->
 def test_summary_takes_maxima_as_maxima() -> None:
     steps = [StepMetrics(1, {"mismatch/k3": 3e-12}), StepMetrics(2, {"mismatch/k3": 1e-12})]
     rows = dict(summary_rows(steps, [], {"steps": 2}))
-    assert rows["k3 KL at staleness 0, largest of any batch"] == "3e-12 nats" and rows["steps"] == "2 of 2"
+    assert rows["k3 KL at staleness 0, largest of any batch"] == "3.0e-12 nats" and rows["steps"] == "2 of 2"
     assert not any("accuracy" in row for row in rows)
 
 
@@ -228,7 +230,7 @@ def test_the_slowest_prompts_are_told_slowest_first_and_go_on_after_a_resume(fol
     for part in (order[:12], order[12:]):
         slowest = SlowestPrompts(folder)
         for seconds in part:
-            errors = ("the reward took more than 10 s",) if seconds == 24 else ()
+            errors = ((FailureKind.REWARD_TIMEOUT, "the reward took more than 10 s"),) if seconds == 24 else ()
             slowest.add(GroupSummary(seconds, 40, 2, errors, 1.5, "3", f"train/0/<{seconds}>", float(seconds)))
         text = slowest.changed()
         assert text is not None and slowest.changed() is None

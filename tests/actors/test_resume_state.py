@@ -25,7 +25,7 @@ from actors.trajectory_queue import TrajectoryQueue
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from correction.monitor import Monitor
-from rollout.trajectory import FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
+from rollout.trajectory import FailureKind, FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import group, prompt, prompts
 
 
@@ -53,7 +53,6 @@ def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
     state.save(tmp_path)
     loaded = TrainingState.load(tmp_path)
     assert loaded == state
-    assert loaded.prompt_position == 6
     queue = loaded.queue
     assert (queue.admitted, queue.trained, queue.discarded) == (6, 2, 1)
     assert [t.group_id for t in queue.in_flight] == [5] and [g.group_id for g in queue.finished] == [2, 4]
@@ -72,6 +71,7 @@ def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_pat
         text="half \ud800 and \0",
         reward=None,
         error="no",
+        failure=FailureKind.REWARD_TIMEOUT,
     )
     empty = replace(answer, response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=(), top_logprobs=None)
     wide = replace(empty, routed_experts=RoutedExperts(1, 1, array("h", [0, 300])))
@@ -82,6 +82,21 @@ def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_pat
     assert loaded == replace(changed, totals={"a": 0.5})
     assert [t.routed_experts.ids.typecode for t in loaded.queue.finished[0].trajectories if t.routed_experts] == ["B", "h"]
     assert type(loaded.queue.finished[0].trajectories[0].finish_reason) is FinishReason
+    assert type(loaded.queue.finished[0].trajectories[0].failure) is FailureKind
+
+
+def test_a_state_without_kinds_of_failures_is_read(state: TrainingState, tmp_path: Path) -> None:
+    """Earlier versions kept only the message; such a trajectory is as failed as before."""
+    (first, *others) = state.queue.finished
+    failed = replace(first.trajectories[0], reward=None, error="no")
+    state = replace(state, queue=replace(state.queue, finished=(replace(first, trajectories=(failed,)), *others)))
+    state.save(tmp_path)
+    path = tmp_path / "controller.json"
+    text, taken_out = re.subn(r'"failure": null,? ?', "", path.read_text())
+    path.write_text(text.replace(", }", "}"))
+    loaded = TrainingState.load(tmp_path)
+    assert taken_out and loaded == state
+    assert loaded.queue.finished[0].failures == ((FailureKind.REWARD, "no"),)
 
 
 def test_a_state_with_tuples_is_read(state: TrainingState, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from actors.carriers import GroupFailure, Ticket
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from correction.errors import DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
-from rollout.trajectory import Group, Prompt
+from rollout.trajectory import FailureKind, Group, Prompt
 from tests.actors.cases import group, prompt
 
 CONFIG = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
@@ -69,6 +69,7 @@ def test_one_request_that_fails_is_told_and_costs_nothing_else(error: EvenkeelEr
         assert await worker.generate_group(Ticket(7, prompt(0), 0)) == (GroupFailure(7, str(error), is_final), None)
         answered = await worker._answer(prompt(0), AnswerSampling(samples=2, temperature=1.0))
         assert [(one.error, one.reward, one.is_valid) for one in answered] == [(str(error), None, False)] * 2
+        assert {one.failure for one in answered} == {FailureKind.ENGINE}
 
     asyncio.run(scenario())
 

@@ -51,8 +51,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "a run",
         "... starting engines 1/2",
         "warning: a reward [red]raised[/red]",
-        "step  3/10  reward 0.750  step 2.00 s  rollout 1234 tok/s  learner 5678 tok/s  rollout waits 12%  learner waits 34%  "
-        "staleness 0.50  mismatch k3 3.0e-13  rejected 1.00%",
+        "step  3/10  reward 0.750  step 2.00 s  rollout 1,234 tokens/s  learner 5,678 tokens/s  rollout waits 12%  learner waits 34%  "
+        "staleness 0.50  mismatch k3 3.0e-13 nats  rejected 1.00%",
         "held-out accuracy 0.500 [0.460, 0.540] on 512 problems, weight version 0",
         "the end",
     ]
@@ -125,7 +125,7 @@ def test_a_step_without_an_update_says_why() -> None:
     assert out.getvalue().splitlines()[1:] == [
         "step  3/10  no update: no gradient",
         "step  3/10  no update: loss or gradient not finite",
-        "step  3/10  no update: gradient overflowed, loss scale 32768",
+        "step  3/10  no update: gradient overflowed, loss scale 32,768",
         "step  3/10  ",
     ]
 

@@ -152,7 +152,7 @@ def both_ways(rank: int, ranks: int, port: int, folder: Path, replay: str) -> di
 
         def forward_and_keep() -> Any:
             said = forward()
-            places.append(said.routed_experts)
+            places.append(said.route_places)
             return said
 
         apart_said, (numbers, values), apart_weights = trained(learner, folder, light, forward_and_keep, step)

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup, Ticket
 from actors.cluster import beside_the_driver
-from actors.config import DeadlinesConfig, EarlyWarningConfig
-from actors.correction_service import CorrectionService, ServiceConfig
+from actors.config import EarlyWarningConfig, RunConfig
+from actors.correction_service import CorrectionService
 from actors.environment import OF_BATCHES
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
@@ -29,7 +29,7 @@ from actors.queue_actor import TrajectoryQueueActor
 from correction.config import CorrectionConfig
 from learner.config import LearnerConfig
 from rollout.trajectory import Group, GroupFacts
-from rollout.wide_fields import apart
+from rollout.wide_fields import split_wide_fields
 from tests.actors.cases import prompts
 from tests.actors.test_correction_service import ROLLOUT
 from tests.actors.test_learner_ranks_in_ray import stored_bytes
@@ -65,7 +65,7 @@ class Sampling:
     """A worker's answer: facts, the group without its wide fields, and these."""
 
     async def generate_group(self, ticket: Ticket) -> tuple[GroupFacts, Group, Any]:
-        light, fields = apart(routed_group(ticket))
+        light, fields = split_wide_fields(routed_group(ticket))
         size = sum(one.nbytes for one in fields)
         assert size > SMALL
         return replace(light.facts, wide_bytes=size), light, fields
@@ -88,9 +88,10 @@ class Run:
         places = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in self.nodes]
         self.workers = [ray.remote(Sampling).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
         self.queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=100).remote(groups_per_step=GROUPS, max_staleness=0)
-        correction, deadlines = CorrectionConfig.model_validate({"preset": "tis-token"}), DeadlinesConfig()
-        quiet = EarlyWarningConfig(detailed=False)
-        settings = ServiceConfig(correction, False, GROUPS, 0, False, ROLLOUT, config, deadlines, quiet)
+        settings = RunConfig(
+            model=Path("none"), steps=10, groups_per_step=GROUPS, max_staleness=0, rollout=ROLLOUT, learner=config,
+            correction=CorrectionConfig.model_validate({"preset": "tis-token"}), monitor=EarlyWarningConfig(detailed=False),
+        )
         service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
         self.service = service.remote(settings, self.queue)
 

@@ -25,7 +25,7 @@ from learner.config import LearnerConfig
 from rollout.config import TrainOverlong
 from rollout.packing import pack_groups
 from rollout.trajectory import Group, RoutedExperts, TopLogprobs
-from rollout.wide_fields import apart, together
+from rollout.wide_fields import join_wide_fields, split_wide_fields
 from tests.actors.cases import group, prompt, prompts, trajectory
 from tests.actors.test_correction_service import GROUPS, Scene, answered, play
 from tests.actors.test_pool import Scene as PoolScene
@@ -72,15 +72,15 @@ def test_a_group_that_was_taken_apart_packs_to_the_same_batch_and_can_be_put_tog
     groups = [wide_group(ticket) for ticket in tickets(3)]
     failed = trajectory(groups[1].prompt, reward=None)
     groups[1] = replace(groups[1], trajectories=(groups[1].trajectories[0], failed, *groups[1].trajectories[1:]))
-    whole, pairs = packed(groups), [apart(one) for one in groups]
+    whole, pairs = packed(groups), [split_wide_fields(one) for one in groups]
     held = {one.group_id: found for one, found in pickle.loads(pickle.dumps(pairs))}
-    light = packed([one for one, _ in pairs], apart=held)
+    light = packed([one for one, _ in pairs], wide_of=held)
     assert light.routed_experts is None and light.topk_ids is None and light.has_routes
     assert differences(whole, light.with_wide_fields()) == [] and whole.topk_ids is not None and whole.routed_experts is not None
-    assert [together(*pair) for pair in pairs] == groups
+    assert [join_wide_fields(*pair) for pair in pairs] == groups
     with pytest.raises(Exception, match="group 2 has no wide fields"):
-        packed([one for one, _ in pairs], apart={0: held[0], 1: held[1]})
-    unread = packed([one for one, _ in pairs], apart={**held, 1: "a reference"})
+        packed([one for one, _ in pairs], wide_of={0: held[0], 1: held[1]})
+    unread = packed([one for one, _ in pairs], wide_of={**held, 1: "a reference"})
     with pytest.raises(DataError, match="wide fields of a sequence were not read: there is a str in their place"):
         unread.with_wide_fields()
 
@@ -89,13 +89,13 @@ def test_a_worker_takes_large_groups_apart_alone() -> None:
     """Below Ray's limit of 100 KiB a result would be copied to the driver and stay there; such a group goes on as it is."""
     (ticket,) = tickets(1)
     small = wide_group(ticket)
-    assert payloads.apart(small) == (small.facts, small, None)
+    assert payloads.split_answer(small) == (small.facts, small, None)
     one = small.trajectories[0]
     routes = RoutedExperts(1, 2, array("B", bytes(2 * 60_000)))
     large = replace(small, trajectories=(replace(one, routed_experts=routes),))
-    facts, light, found = payloads.apart(large)
+    facts, light, found = payloads.split_answer(large)
     assert found is not None and facts.wide_bytes == sum(each.nbytes for each in found) > 120_000
-    assert light.trajectories[0].routed_experts is None and together(light, found) == large
+    assert light.trajectories[0].routed_experts is None and join_wide_fields(light, found) == large
 
 
 def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_one_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_
             worker._sampler, worker._endpoint = Sampler(), SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
             asked.append(await worker.generate_group(tickets(2)[1]))
         (facts, light, found), (_, whole) = asked
-        assert together(light, found) == whole and facts.wide_bytes == sum(one.nbytes for one in found)
+        assert join_wide_fields(light, found) == whole and facts.wide_bytes == sum(one.nbytes for one in found)
 
         pool = PoolScene(monkeypatch)
         pool.pool._results = 3
@@ -141,7 +141,7 @@ def test_a_checkpoint_has_whole_groups_and_those_that_lost_a_part_are_sampled_ag
         groups = [wide_group(ticket) for ticket in tickets(3)]
         stored = []
         for number, one in enumerate(groups):
-            light, found = apart(one)
+            light, found = split_wide_fields(one)
             reference = asyncio.get_running_loop().create_future()
             error = ray.exceptions.ObjectLostError("id", "owner", "")
             reference.set_exception(error) if number == 1 else reference.set_result(found)
@@ -168,7 +168,7 @@ def test_a_group_whose_wide_fields_are_lost_is_sampled_again_before_the_step(mon
             held: dict[str, Any] = {}
 
             async def put(ticket: Ticket, reference: str) -> None:
-                light, held[reference] = apart(wide_group(ticket))  # noqa: B023
+                light, held[reference] = split_wide_fields(wide_group(ticket))  # noqa: B023
                 await scene.queue.put([StoredGroup(light.facts, light, reference)])  # noqa: B023
 
             for ticket in admitted:
@@ -188,7 +188,7 @@ def test_a_group_whose_wide_fields_are_lost_is_sampled_again_before_the_step(mon
     def without_routes(proximal: Any) -> Any:
         async def call(batch: PackedBatch, *, version: int) -> Any:
             assert batch.wide is not None, "the forward replays what the engine did"
-            return SimpleNamespace(logprobs=(await proximal(batch, version=version)).logprobs, routed_experts=None)
+            return SimpleNamespace(logprobs=(await proximal(batch, version=version)).logprobs, route_places=None)
 
         return call
 

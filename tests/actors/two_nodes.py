@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,15 @@ from tests.ray_sessions import leave_ray
 
 
 @contextmanager
-def two_nodes() -> Iterator[Cluster]:
-    """A node for the learner, to which this process belongs, and one for engines."""
+def nodes_of_ray(head: Mapping[str, Any], *others: Mapping[str, Any]) -> Iterator[Cluster]:
+    """A cluster of this machine with a head, to which this process belongs, and further nodes, each by what Cluster.add_node takes."""
     variables = {"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    own = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
     try:
-        own.add_node(num_cpus=4, resources={"rollout": 4})
+        for node in others:
+            own.add_node(**node)
         environment = {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}}
         ray.init(own.address, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
         yield own
@@ -30,6 +31,13 @@ def two_nodes() -> Iterator[Cluster]:
         own.shutdown()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def two_nodes() -> Iterator[Cluster]:
+    """A node for the learner, to which this process belongs, and one for engines."""
+    with nodes_of_ray({"num_cpus": 4}, {"num_cpus": 4, "resources": {"rollout": 4}}) as own:
+        yield own
 
 
 def stored_bytes(node: Any) -> int:

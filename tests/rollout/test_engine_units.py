@@ -21,7 +21,7 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, RequestError, SyncError
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities
-from rollout.trajectory import ExpertShape, FinishReason, Trajectory, VersionSpan
+from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Trajectory, VersionSpan
 from rollout.weight_update import UpdateCheck
 
 
@@ -181,6 +181,7 @@ def test_trajectory_reads_routes_of_all_tokens_but_the_last() -> None:
     aborted = {**sent["meta_info"], "finish_reason": {"type": "abort"}, "routed_experts": None}  # type: ignore[dict-item]
     unread = Trajectory.from_sglang({**sent, "meta_info": aborted}, [7, 8, 9], "engine", experts=shape)
     assert unread.routed_experts is None and unread.error == "the engine aborted the request"
+    assert unread.failure is FailureKind.ENGINE
 
 
 @pytest.mark.parametrize(

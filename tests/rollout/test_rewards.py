@@ -25,7 +25,7 @@ from rollout.config import ReasoningGymTask, RewardConfig
 from rollout.reward_cgroup import ControlGroup
 from rollout.reward_process import RewardLoadError, build_extraction, components
 from rollout.rewards import RewardPool
-from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """
@@ -153,8 +153,10 @@ def test_math_verify_compares_as_mathematics_and_its_time_out_is_ours() -> None:
     assert (at_the_end.reward, on_the_way.reward) == (1.0, 0.0)
     (power,) = scored(reward(kind="math_verify", deadline_s=1.5), "$5^{5^{5^5}}$", prompt=asked(r"\frac{1}{2}"))
     assert power.reward is None and power.error is not None and "more than 1.5 s" in power.error
+    assert power.failure is FailureKind.REWARD_TIMEOUT
     (unreadable,) = scored(reward(kind="math_verify", deadline_s=60), "1", prompt=asked(" "))
     assert unreadable.error is not None and "can't read the reference answer" in unreadable.error
+    assert unreadable.failure is FailureKind.REWARD
 
 
 def test_own_functions_take_what_they_name_and_may_be_async_or_return_parts() -> None:

@@ -50,7 +50,7 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
     assert group.trajectories[0].response_ids == first.response_ids
     for trajectory in group.trajectories:
         assert (trajectory.prompt_id, tuple(trajectory.prompt_ids)) == ("train/0/0", prompt.token_ids)
-        assert trajectory.oldest_version == shared_engine.version and not trajectory.is_mixed
+        assert {span.version for span in trajectory.version_spans} == {shared_engine.version}
         assert trajectory.text == tokenizer.decode(list(trajectory.response_ids), skip_special_tokens=True)
         assert trajectory.reward == float(trajectory.text.strip() == group.prompt.answer.strip())
         assert trajectory.top_logprobs is not None and trajectory.top_logprobs.positions == len(trajectory.response_ids)

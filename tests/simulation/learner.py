@@ -24,7 +24,7 @@ from actors.collective_calls import collective
 from actors.learner_rank_actor import LearnerRankActor
 from correction.errors import DataError
 from learner.config import LearnerConfig
-from learner.results import StepResult, StepValues
+from learner.results import Proximal, StepResult, StepValues
 from tests.simulation.engine import checksums_of_weights, pieces_of, probe_of
 from tests.simulation.processes import HERE
 
@@ -101,8 +101,8 @@ class SimulatedLearner:
             seconds={},
         )
 
-    def proximal(self, batch: Any) -> Any:
-        return SimpleNamespace(logprobs=torch.full_like(batch.behavior_logprobs, -1.0), routed_experts=None)
+    def proximal(self, batch: Any) -> Proximal:
+        return Proximal(torch.full_like(batch.behavior_logprobs, -1.0), None, None)
 
     def begin_save(self, folder: Path, hf_folder: Path) -> None:
         process = HERE.get()
