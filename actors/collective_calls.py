@@ -2,7 +2,8 @@
 
 Who asks numbers them from 1 and lets each have its turn: the next one is made when all ranks have answered the one before, when one has
 failed, or its time is over. A rank that can't be reached is asked again under the same number, while the others may wait for it in the
-middle of that call. It may have done its part, and only the answer was lost: so each rank keeps its last answer.
+middle of that call. It may have done its part, and only the answer was lost: so each rank keeps its last answer. A call that some rank has
+not begun with when its time is over is lost work: Ray fetches what it is to work on first, for as long as that takes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
+import ray
+
 from actors.supervision import persistently
-from correction.errors import ActorLost, ActorUnavailable, EngineError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
 
 M = TypeVar("M", bound=Callable[..., Any])
+_ANSWER_S = 10.0
+"""A rank says within it which calls it has begun with."""
 
 
 class NumberedRank:
@@ -30,6 +35,11 @@ class NumberedRank:
 
     def calls(self) -> int:
         """Collective ones so far."""
+        return self._calls
+
+    @ray.method(concurrency_group="heartbeat")
+    def begun(self) -> int:
+        """Number of the last collective call that has begun; answers beside it."""
         return self._calls
 
     def _in_order(self, number: int, what: str) -> None:
@@ -92,7 +102,8 @@ class CollectiveCaller:
             deadline_s: of each attempt, from its turn on.
             results: of each rank; the first is fetched, and for the others there are references.
         Returns: those of each rank.
-        Raises: the first error of any rank, as persistently; ActorLost while a rank may lack a call.
+        Raises: the first error of any rank, as persistently; ActorLost while a rank may lack a call, and for one that a rank has not begun
+            with in time.
         """
         asking = asyncio.ensure_future(self._in_turn(method, arguments, what, deadline_s, results))
         self._asking.add(asking)
@@ -127,6 +138,17 @@ class CollectiveCaller:
             except ActorUnavailable as error:
                 self._missed = str(error)
                 raise
+            except DeadlineExceeded as error:
+                if not (idle := await self._not_begun()):
+                    raise
+                self._missed = f"{error}; not begun by {' and '.join(idle)}: what it was to work on did not come"
+                raise ActorLost(self._missed) from error
+
+    async def _not_begun(self) -> list[str]:
+        """Ranks that answer, and have not begun with the last call."""
+        asks = (persistently(rank.begun.remote, f"last call <- {name}", deadline_s=_ANSWER_S) for name, rank in self._ranks.items())
+        begun = await asyncio.gather(*asks, return_exceptions=True)
+        return [name for name, number in zip(self._ranks, begun, strict=True) if isinstance(number, int) and number < self.calls]
 
     def _over(self, asking: asyncio.Task[Any]) -> None:
         self._asking.discard(asking)

@@ -23,7 +23,7 @@ from actors.learner_rank_actor import LearnerRankActor
 from actors.part_heartbeat import in_turn
 from actors.payloads import checksums_of
 from actors.placement import RankPlaces
-from actors.supervision import USUAL_START, kill, persistently, wait_for
+from actors.supervision import USUAL_START, kill, lost_if_late, persistently, wait_for
 from correction.errors import DeadlineExceeded
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
@@ -88,10 +88,12 @@ class LearnerGroup:
             batch: reference to a PackedBatch, or to the CorrectedBatch that will be trained in `step`.
             everything: every rank reads those of all sequences.
         Returns: why groups can't be read, by id; of some only a part can't.
+        Raises: ActorLost also past the deadline: what can't be read is told before, so the batch itself did not come.
         """
         asks = (partial(rank.fetch.remote, batch, correction, step, limit_s, everything=everything) for rank in self._ranks)
         what, deadline_s = "wide fields of a batch", limit_s + self.step_s
-        lost = await all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
+        reading = all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
+        lost = await lost_if_late(reading)
         return {group: why for of_rank in lost for group, why in sorted(of_rank.items())}
 
     async def step(self, corrected: Any, correction: CorrectionConfig, *, step: int) -> StepResult:
