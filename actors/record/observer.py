@@ -368,8 +368,8 @@ class Observer:
         """Running totals, for a checkpoint."""
         return self._totals | self._raised
 
-    def close(self, *, within_s: float = 30.0) -> None:
-        """Args: within_s: time for the disk to take what is left; what it doesn't take is told."""
+    def close(self, *, within_s: float = 30.0) -> bool:
+        """Args: within_s: time for the disk to take what is left; what it doesn't take is told. Returns: whether something hangs."""
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
         self._clock.stop()
@@ -378,6 +378,7 @@ class Observer:
                 getattr(self, part).close()
         if lost := self.disk.close(within_s=within_s, last=self._close_views):
             self._view.event("warning", lost)
+        return self.disk.hangs or any(view.hangs for view in self._views)
 
     def _show(self, metrics: StepMetrics) -> None:
         for view in self._views:
