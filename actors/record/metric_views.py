@@ -98,7 +98,7 @@ class WandbView:
                 f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
             ) from error
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
-        self._tell, self._is_open, self._is_closing = tell, True, threading.Lock()
+        self._tell, self._is_open, self._lock = tell, True, threading.Lock()
         self._thread = FileThread("Weights & Biases")
 
     def write(self, metrics: StepMetrics) -> None:
@@ -129,7 +129,7 @@ class WandbView:
                 self._give_up(f"{type(error).__name__}: {error}")
 
     def _give_up(self, why: str) -> None:
-        with self._is_closing:
+        with self._lock:
             is_first, self._is_open = self._is_open, False
         if is_first:
             self._tell(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {why}")

@@ -73,8 +73,7 @@ class Observer:
         """Rollout workers that are up."""
         self._loads: dict[str, WorkerLoad] | None = None
         """Of each worker, as it answered last."""
-        self._step_ended = time.monotonic()
-        self._began = time.monotonic()
+        self._step_ended = self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._repeated = Repeated()
         self._clock = LoopClock()
