@@ -1,10 +1,10 @@
 """Deterministic simulation of whole runs: the control plane as it is, in virtual time, with faults, from a seed.
 
 What is real: the controller and its loop, the rollout pool, dispatch, the trajectory queue and its actor, the weight sync, the correction
-service's preparation of batches, the learner group and the rank's order of calls, the rollout worker, packing, the ledger, the checkpoint
-writer, the run folder's checkpoints, and what a resume reads. What is played: Ray (processes.py: actors are objects in this process, called
-with delays), SGLang (engine.py), Megatron (learner.py), the correction's mathematics, and what only people read (parts.py). One event loop
-without selector and threads has the clock (clock.py).
+service's preparation of batches, the learner group and the rank's order of calls, the rollout worker, packing, the ledger, the writers of
+checkpoints and of lines, the run folder's checkpoints, and what a resume reads. What is played: Ray (processes.py: actors are objects in
+this process, called with delays), SGLang (engine.py), Megatron (learner.py), the disk's pace (disk.py), the correction's mathematics, and
+what only people read (parts.py). One event loop without selector and threads has the clock (clock.py).
 
 A seed gives a run's shape, its delays and its faults (schedule.py); faults.py plays them:
 
