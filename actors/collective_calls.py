@@ -3,6 +3,7 @@
 The caller numbers them from 1 and makes one at a time: the next one starts when all ranks have answered the last one, when a rank has
 failed, or at its deadline. A rank that can't be reached is called again under the same number; the other ranks may be in the middle of
 that call and wait for it. If it has run the call and only its answer was lost, it must not run it again: each rank keeps its last answer.
+A call that some rank has not begun by its deadline is lost work: Ray fetches a call's arguments first, for as long as that takes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
+import ray
+
 from actors.supervision import persistently
-from correction.errors import ActorLost, ActorUnavailable, EngineError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
 
 M = TypeVar("M", bound=Callable[..., Any])
+_ANSWER_S = 10.0
+"""A rank says within it which calls it has begun with."""
 
 
 class NumberedRank:
@@ -30,6 +35,11 @@ class NumberedRank:
 
     def calls(self) -> int:
         """Number of the last collective call."""
+        return self._calls
+
+    @ray.method(concurrency_group="heartbeat")
+    def begun(self) -> int:
+        """Number of the last collective call that has begun; answers beside it."""
         return self._calls
 
     def _in_order(self, number: int, what: str) -> None:
@@ -93,7 +103,8 @@ class CollectiveCaller:
             deadline_s: of each attempt, from the end of the call before.
             results: number of results of a rank; the first is fetched, for the others references are returned.
         Returns: for each rank the list of its results.
-        Raises: the first error of any rank, as `persistently`; ActorLost while a rank may have missed a call.
+        Raises: the first error of any rank, as `persistently`; ActorLost while a rank may have missed a call, and for a call that a rank
+            has not begun by the deadline.
         """
         asking = asyncio.ensure_future(self._ask_in_order(method, arguments, what, deadline_s, results))
         self._asking.add(asking)
@@ -128,6 +139,17 @@ class CollectiveCaller:
             except ActorUnavailable as error:
                 self._missed = str(error)
                 raise
+            except DeadlineExceeded as error:
+                if not (idle := await self._not_begun()):
+                    raise
+                self._missed = f"{error}; not begun by {' and '.join(idle)}: what it was to work on did not come"
+                raise ActorLost(self._missed) from error
+
+    async def _not_begun(self) -> list[str]:
+        """Ranks that answer, and have not begun with the last call."""
+        asks = (persistently(rank.begun.remote, f"last call <- {name}", deadline_s=_ANSWER_S) for name, rank in self._ranks.items())
+        begun = await asyncio.gather(*asks, return_exceptions=True)
+        return [name for name, number in zip(self._ranks, begun, strict=True) if isinstance(number, int) and number < self.calls]
 
     def _over(self, asking: asyncio.Task[Any]) -> None:
         self._asking.discard(asking)

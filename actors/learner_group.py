@@ -23,7 +23,7 @@ from actors.learner_rank_actor import LearnerRankActor
 from actors.part_heartbeat import sequential_actor
 from actors.payloads import checksums_of
 from actors.placement import RankPlaces
-from actors.supervision import USUAL_START, kill, persistently, wait_for
+from actors.supervision import USUAL_START, kill, lost_if_late, persistently, wait_for
 from correction.errors import DeadlineExceeded
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
@@ -89,10 +89,12 @@ class LearnerGroup:
             limit_s: for a rank to read them.
             everything: every rank reads those of all sequences.
         Returns: why groups can't be read (all of it or a part), by group id.
+        Raises: ActorLost also past the deadline: fields that can't be read are reported before it, so the batch itself did not come.
         """
         asks = (partial(rank.fetch.remote, batch, correction, step, limit_s, everything=everything) for rank in self._ranks)
         what, deadline_s = "wide fields of a batch", limit_s + self.step_s
-        lost = await all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
+        reading = all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
+        lost = await lost_if_late(reading)
         return {group: why for of_rank in lost for group, why in sorted(of_rank.items())}
 
     async def step(self, corrected: Any, correction: CorrectionConfig, *, step: int) -> StepResult:

@@ -44,6 +44,8 @@ from rollout.rewards import RewardPool
 from rollout.stacks import tell_stacks
 from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
+_LEFT_S = 60.0
+"""For the report and the end of the process, if something hangs that the run has left: a package's own end would wait for it."""
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
     """Run a recipe, or go on with a run folder; prints as it goes.
@@ -179,7 +181,7 @@ def _run_in(
     """Args: notes: what to tell first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model} -> {folder.path}")
     observer = Observer(config, folder, view, point.state.totals if point else None)
-    hurries = False
+    hurries, code = False, 0
     try:
         observer.event("info", config.batch_arithmetic())
         for level, note in notes:
@@ -191,7 +193,7 @@ def _run_in(
             observer.phase("starting Ray")
             # Outside the event loop, so that a Ctrl-C ends this, too, at once.
             with contextlib.ExitStack() as beyond_its_end, Cluster(config) as cluster:
-                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, partial(folder.event, "error")))
+                beyond_its_end.enter_context(ends_with_the_head(config.ray, folder.path, partial(folder.event, "error"), observer.event))
                 observer.event("info", f"output of the actors: {cluster.log_folder}")
                 _look_at_nodes(config, folder, observer, point.checkpoint.hf if point else config.model)
                 tell_stacks()
@@ -199,6 +201,7 @@ def _run_in(
                 summary = _run_controller(controller)
     except BaseException as error:
         hurries = isinstance(error, interrupts.Interrupted)
+        code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
         observer.keep_event("error", _said(error))  # the terminal has it from whoever catches it
         saved = folder.checkpoints()
         if saved and saved[-1].step < config.steps:
@@ -207,7 +210,8 @@ def _run_in(
         raise
     finally:
         hurries = hurries or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
-        observer.close(within_s=2.0 if hurries else 30.0)
+        if observer.close(within_s=2.0 if hurries else 30.0):
+            interrupts.end_within(_LEFT_S, code)
         report = None if hurries else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary

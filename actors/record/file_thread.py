@@ -15,18 +15,24 @@ T = TypeVar("T")
 class FileThread:
     """Jobs are done one after another, in the order in which they came, from whatever thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "run folder") -> None:
+        """Args: name: of the thread."""
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_ending, self._is_over = False, threading.Event()
         self._error: Exception | None = None
         # A daemon: a disk that hangs for good must not keep the process from its end.
-        self._thread = threading.Thread(target=self._work, name="run folder", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
         """Jobs that have not begun."""
         return self._jobs.qsize()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Not all of it is done after the `end`."""
+        return not self._is_over.is_set()
 
     def do(self, job: Callable[[], object]) -> None:
         """Hand over a job. After the end it is done here and now."""

@@ -9,20 +9,27 @@ import io
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.json_lines import append_whole
 from actors.metric_kinds import Kind
 from actors.metrics import StepMetrics, lookup
+from actors.record.file_thread import FileThread
+from actors.supervision import counted
 from correction.errors import ConfigError
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
     from actors.record.run_folder import RunFolder
 
+_MOST_STEPS = 1000
+"""That wait for Weights & Biases; more, and it counts as gone."""
+_CLOSE_S = 20.0
 _NUMBERS = itertools.count()
 """Event files of a process are read in the order of their names, and two may begin within a second."""
 
@@ -58,6 +65,8 @@ class TensorBoardView:
             return [version]
         return [version, Event(wall_time=time.time(), step=self._purge, session_log=SessionLog(status=SessionLog.START))]
 
+    hangs = False
+
     def close(self) -> None:
         """All that was written is in the file."""
 
@@ -74,7 +83,10 @@ def _records(events: Sequence[Any]) -> bytes:
 
 
 class WandbView:
-    """Weights & Biases, off by default; the package is imported here only, and only when `metrics.wandb_project` is set."""
+    """Weights & Biases, off by default; the package is imported here only, and only when `metrics.wandb_project` is set.
+
+    Its calls run in a thread of their own: one that never comes back keeps neither the run's lines nor its end.
+    """
 
     def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], tell: Callable[[str], object]) -> None:
         """Args: tell: is told, once, when it takes no steps any more. Raises: ConfigError if the package is not installed."""
@@ -86,22 +98,41 @@ class WandbView:
                 f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
             ) from error
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=folder.name)
-        self._tell, self._is_open = tell, True
+        self._tell, self._is_open, self._lock = tell, True, threading.Lock()
+        self._thread = FileThread("Weights & Biases")
 
     def write(self, metrics: StepMetrics) -> None:
-        """The first error, of whatever kind, is told and is the end of this view: a service that shows a run must not end it."""
-        if not self._is_open:
-            return
-        try:
-            # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
-            self._run.log(dict(metrics.finite()))
-        except Exception as error:
-            self._is_open = False
-            self._tell(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {type(error).__name__}: {error}")
-
-    def close(self) -> None:
+        """Hand a step over. The first error, of whatever kind, is told and is the end of this view, as are too many steps that wait: a
+        service that shows a run must not end it."""
+        if self._thread.waiting >= _MOST_STEPS:
+            self._give_up(f"{_MOST_STEPS} of them wait for it")
         if self._is_open:
-            self._run.finish()
+            # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
+            self._thread.do(partial(self._try, lambda: self._run.log(dict(metrics.finite()))))
+
+    def close(self, *, within_s: float = _CLOSE_S) -> None:
+        """Args: within_s: for what waits, and for the package's own end."""
+        self._thread.do(partial(self._try, lambda: self._run.finish()))
+        if not self._thread.end(within_s=within_s):
+            self._give_up(f"it does not answer, and {counted(max(0, self._thread.waiting - 2), 'step')} more wait for it")
+
+    @property
+    def hangs(self) -> bool:
+        """After `close`: a call of the package's has not come back."""
+        return self._thread.is_under_way
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if self._is_open:
+            try:
+                call()
+            except Exception as error:
+                self._give_up(f"{type(error).__name__}: {error}")
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            is_first, self._is_open = self._is_open, False
+        if is_first:
+            self._tell(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {why}")
 
 
 View = TensorBoardView | WandbView

@@ -73,8 +73,7 @@ class Observer:
         """Rollout workers that are up."""
         self._loads: dict[str, WorkerLoad] | None = None
         """Of each worker, as it answered last."""
-        self._step_ended = time.monotonic()
-        self._began = time.monotonic()
+        self._step_ended = self._began = time.monotonic()
         self._extra: dict[str, float] = {}
         self._repeated = Repeated()
         self._clock = LoopClock()
@@ -368,8 +367,8 @@ class Observer:
         """Running totals, for a checkpoint."""
         return self._totals | self._raised
 
-    def close(self, *, within_s: float = 30.0) -> None:
-        """Args: within_s: time for the disk to take what is left; what it doesn't take is told."""
+    def close(self, *, within_s: float = 30.0) -> bool:
+        """Args: within_s: time for the disk to take what is left; what it doesn't take is told. Returns: whether something hangs."""
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
         self._clock.stop()
@@ -378,6 +377,7 @@ class Observer:
                 getattr(self, part).close()
         if lost := self.disk.close(within_s=within_s, last=self._close_views):
             self._view.event("warning", lost)
+        return self.disk.hangs or any(view.hangs for view in self._views)
 
     def _show(self, metrics: StepMetrics) -> None:
         for view in self._views:

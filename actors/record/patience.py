@@ -78,7 +78,11 @@ class PatientWriter:
         return await self._thread.result(job)
 
     async def done(self) -> None:
-        """Wait until every job has been tried. Raises: the error of a job, if it was none of the disk."""
+        """Wait until every job has been tried, and lines that the disk has refused once more.
+
+        Raises: the error of a job, if it was none of the disk.
+        """
+        self._thread.do(self._retry)
         await self._thread.done()
         self._catches_up()
 
@@ -106,6 +110,11 @@ class PatientWriter:
             return f"{max(1, self._thread.waiting - 3)} writes into the run folder are lost: its disk did not take them in {within_s:.0f} s"
         lost = sum(map(len, self._waiting.values()))
         return f"{lost} lines of the run folder's files are lost: its disk is full" if lost else ""
+
+    @property
+    def hangs(self) -> bool:
+        """After `close`: some of it is still under way."""
+        return self._thread.is_under_way
 
     def _falls_behind(self, what: str) -> None:
         if not self._is_behind:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ def tell(text):
 head = socket.create_server(("127.0.0.1", 0))
 address = "127.0.0.1:%d" % head.getsockname()[1]
 ray.get_runtime_context = lambda: types.SimpleNamespace(gcs_address=address)
-with ends_with_the_head(RayConfig(address=address), Path("runs/one"), tell):
+with ends_with_the_head(RayConfig(address=address), Path("runs/one"), tell, lambda *_: None):
     time.sleep({2 * LIMIT_S})
     print(address, flush=True)
     head.close()
@@ -54,5 +56,36 @@ def test_a_head_that_is_gone_ends_the_process_with_a_sentence(is_attempt: bool, 
 
 def test_a_private_ray_has_no_head_to_look_after() -> None:
     before = threading.active_count()
-    with ends_with_the_head(RayConfig(), Path("runs/one"), print):
+    with ends_with_the_head(RayConfig(), Path("runs/one"), print, print):
         assert threading.active_count() == before
+
+
+def test_a_head_that_hangs_is_told_once_and_so_is_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel takes connections for it all the time."""
+    monkeypatch.setenv(_LIMIT, "1.2")
+    told, changed = list[tuple[str, str]](), threading.Event()
+
+    def tell(level: str, text: str) -> None:
+        told.append((level, text))
+        changed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with ends_with_the_head(RayConfig(address=address), Path("runs/one"), lambda text: pytest.fail(text), tell):
+            assert changed.wait(60.0)
+            changed.clear()
+            answering = threading.Thread(target=answer_all, args=(head,), daemon=True)
+            answering.start()
+            assert changed.wait(60.0)
+    assert [level for level, _ in told] == ["warning", "warning"]
+    assert told[0][1].startswith(f"the head of the Ray cluster at {address} hangs: it listens, and has answered nothing for ")
+    assert told[1][1].startswith(f"the head of the Ray cluster at {address} answers again, after ")
+
+
+def answer_all(head: socket.socket) -> None:
+    """As a server of gRPC does, after its client's first words."""
+    with suppress(OSError):  # closed
+        while True:
+            with head.accept()[0] as connection:
+                connection.recv(100)
+                connection.sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))

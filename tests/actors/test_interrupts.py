@@ -190,3 +190,16 @@ def signals_seen(sent: list[int]) -> list[int]:
 
     asyncio.run(send())
     return seen
+
+
+NEVER_ENDS = """
+import atexit, time
+from actors import interrupts
+atexit.register(time.sleep, 1000)    # as a package does whose service doesn't answer
+interrupts.end_within(0.2, 3)
+"""
+
+
+def test_a_process_whose_own_end_hangs_is_ended_with_its_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", NEVER_ENDS], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (3, "evenkeel: something still hangs 0.2 s after the run's end, and is left\n")

@@ -17,7 +17,7 @@ import ray.exceptions
 from actors.collective_calls import NumberedRank, collective
 from actors.learner_group import LearnerGroup
 from correction.config import CorrectionConfig
-from correction.errors import ActorLost, ActorUnavailable, EngineError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
 from tests.actors.simulated_time import simulate
 
 LOST = ray.exceptions.ActorUnavailableError("the connection was lost", b"1" * 16)
@@ -69,7 +69,7 @@ class Rank:
     def __init__(self, number: int, meetings: dict[int, set[int]]) -> None:
         self.work, self._number, self._meetings = Work(f"learner rank {number}"), number, meetings
         self.fate: list[str] = []
-        """Of its next calls: "" or what is lost, the "call" or the "reply"."""
+        """Of its next calls: "", or what is lost: the "call", the "reply", or the "arguments", which Ray fetches for good."""
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -90,8 +90,12 @@ class Rank:
     ) -> None:
         error: Exception | None = LOST if fate else None
         found: Any = None
+        if fate == "arguments":
+            await asyncio.get_running_loop().create_future()
         try:
-            if fate != "call":
+            if method == "begun":  # in a thread of its own
+                found = self.work.begun()
+            elif fate != "call":
                 async with self._turn:
                     await asyncio.sleep(1.0)
                     found = await self._together(method, arguments, named)
@@ -188,6 +192,44 @@ def test_after_a_call_that_did_not_come_no_other_one_does_until_a_restore() -> N
 
     first, second = played(scenario)
     assert first.work.done == ["1 load", "2 load", "3 restore", "4 load"] and second.work.done == ["1 load", "3 restore", "4 load"]
+
+
+@pytest.mark.parametrize("stuck", [(0,), (1,), (0, 1)])
+def test_a_step_that_a_rank_never_begins_is_lost_work(stuck: tuple[int, ...]) -> None:
+    """Its batch is gone, and Ray goes on looking for it, while all ranks answer: the run goes back for an ActorLost, and ends by a
+    deadline. A rank that has begun waits for the other one in the middle of it; no further call comes to any of them."""
+
+    async def scenario(group: LearnerGroup, *ranks: Rank) -> None:
+        await group.load_reference(MODEL)
+        for number in stuck:
+            ranks[number].fate = ["arguments"]
+        named = " and ".join(f"rank {number}" for number in stuck)
+        with pytest.raises(ActorLost, match=rf"^learner step 7 <- rank \d: not done in 100 s.*; not begun by {named}: "):
+            await group.step("batch", TIS, step=7)
+        with pytest.raises(ActorLost, match=r"not begun.*after a restore"):
+            await group.load_reference(MODEL)
+
+    for number, rank in enumerate(played(scenario)):
+        assert rank.work.done == ["1 load", *(["2 step"] if number not in stuck else [])]
+
+
+def test_a_step_that_all_ranks_have_begun_is_late() -> None:
+    async def scenario(group: LearnerGroup, first: Rank, second: Rank) -> None:
+        first._meetings[1] = {0}
+        second._meetings = {}  # each waits for the other one
+        with pytest.raises(DeadlineExceeded, match="learner step 0"):
+            await group.step("batch", TIS, step=0)
+
+    assert [rank.work.done for rank in played(scenario)] == [["1 step"]] * 2
+
+
+def test_a_batch_that_does_not_come_to_have_its_fields_read_is_lost_work() -> None:
+    async def scenario(group: LearnerGroup, first: Rank, second: Rank) -> None:
+        second.fate = ["arguments"]
+        with pytest.raises(ActorLost, match="wide fields of a batch <- rank 1: not done in 105 s"):
+            await group.fetch("batch", TIS, step=3, limit_s=5.0)
+
+    played(scenario)
 
 
 def test_what_was_asked_before_a_restore_is_not_done_after_it() -> None:

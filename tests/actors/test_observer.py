@@ -6,10 +6,12 @@ import asyncio
 import io
 import json
 import math
+import os
 import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from actors.config import RunConfig
 from actors.evaluation import evaluate
 from actors.exporter import MetricsEndpoint
 from actors.metrics import StepMetrics, by_worker
+from actors.record import metric_views
 from actors.record.metric_views import WandbView
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
@@ -454,10 +457,59 @@ def test_weights_and_biases_that_fails_is_told_once_and_left_out(seen: Seen, mon
     seen.observer._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     view.close()
+    assert not view.hangs
     seen.settle()
     assert [numbers["step"] for numbers in tried] == [1, 2] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     (told,) = seen.folder.read_events()
     assert told.level == "warning" and told.text.endswith("in its folder: ConnectionError: the service is down")
+
+
+@pytest.fixture
+def wandb_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Its first call opens a FIFO that nobody reads; steps that it was given."""
+    os.mkfifo(fifo := tmp_path / "service")
+    given = list[int]()
+
+    def log(numbers: dict[str, float]) -> None:
+        given.append(int(numbers["step"]))
+        fifo.open("w").close()
+
+    run = SimpleNamespace(log=log, finish=lambda: pytest.fail("it is left"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    yield given
+    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
+
+
+def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_hangs: list[int]) -> None:
+    """Neither the lines of the run's folder, nor a flush, which a checkpoint waits for, nor the end."""
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    seen.observer._views.append(view)
+    asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
+    assert wandb_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
+    view.close(within_s=0.2)
+    seen.settle()
+    (told,) = seen.folder.read_events()
+    assert told.text.endswith("its folder: it does not answer, and 2 steps more wait for it") and seen.observer.close(), "something hangs"
+
+
+def test_what_waits_for_weights_and_biases_is_bounded(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_views, "_MOST_STEPS", 2)
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    view.write(StepMetrics(1, {}))
+    until(lambda: bool(wandb_that_hangs))
+    for step in range(2, 7):
+        view.write(StepMetrics(step, {}))
+    assert view._thread.waiting == 2
+    seen.settle()
+    (told,) = seen.folder.read_events()
+    assert told.text.endswith("its folder: 2 of them wait for it")
+
+
+def until(holds: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60.0
+    while not holds() and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert holds()
 
 
 def test_a_view_is_closed_when_all_steps_are_in_it_and_one_that_can_not_be_ends_nothing(seen: Seen) -> None:
@@ -465,6 +517,8 @@ def test_a_view_is_closed_when_all_steps_are_in_it_and_one_that_can_not_be_ends_
     done, gate = list[object](), threading.Event()
 
     class Broken:
+        hangs = False
+
         def write(self, metrics: StepMetrics) -> None:
             done.append(metrics.step)
 

@@ -114,6 +114,21 @@ def test_what_waits_for_a_slow_disk_is_bounded(
     ]
 
 
+def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: PatientWriter, tmp_path: Path) -> None:
+    """A checkpoint that finds room again must not be the last thing on disk: its lines would be lost with the process."""
+    lines = JsonLines(tmp_path / "later" / "lines")  # there is no such folder yet
+
+    async def scenario() -> None:
+        for step in (1, 2):
+            writer.line(step, lines.append, {"step": step})
+        await writer.done()
+        lines.path.parent.mkdir()
+        await writer.done()
+
+    asyncio.run(scenario())
+    assert lines.read(lambda record: record["step"]) == [1, 2]
+
+
 def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_line(writer: PatientWriter, tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "lines")
     for step, value in ((1, 0.5), (2, float("inf")), (3, 0.5)):

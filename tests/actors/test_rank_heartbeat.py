@@ -19,7 +19,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.going_back import raise_when_lost
+from actors.going_back import lost_among, raise_when_lost
 from actors.learner_group import LearnerGroup
 from correction.correct import defer
 from correction.errors import ActorLost
@@ -100,6 +100,20 @@ def test_a_call_that_waits_for_its_arguments_holds_no_heartbeat_up(cluster: Clus
     asyncio.run(asyncio.wait_for(scenario(), 300.0))
 
 
-def late_batch() -> Any:
-    time.sleep(1.5 * LIMIT_S)
+def test_a_step_whose_batch_never_comes_is_lost_work(cluster: Cluster, tmp_path: Path) -> None:
+    """All ranks answer, and say that they have not begun: the run goes back for it, in place of ending by the step's deadline."""
+
+    async def scenario() -> None:
+        async with learner(tmp_path) as group:
+            hasty = LearnerGroup(list(group.ranks.values()), version=0, step_s=LIMIT_S)
+            said = r"not done in 6 s.*; not begun by rank 0 and rank 1: what it was to work on did not come$"
+            with pytest.raises(ActorLost, match=said) as lost:
+                await hasty.step(ray.remote(num_cpus=0)(late_batch).remote(10.0), TIS, step=1)
+            assert await lost_among(group.ranks, lost.value) == ["an answer"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 300.0))
+
+
+def late_batch(times: float = 1.5) -> Any:
+    time.sleep(times * LIMIT_S)
     return defer(random_batch(1, groups=3), TIS)

@@ -113,10 +113,13 @@ def _started(command: list[str], variables: Mapping[str, str]) -> Node:
 
 
 @contextmanager
-def ray_cluster(*words: str, asks_for_token: bool = True, **of_nodes: str) -> Iterator[RunningCluster]:
+def ray_cluster(*words: str, asks_for_token: bool = True, host: str = "127.0.0.1", **of_nodes: str) -> Iterator[RunningCluster]:
     """A head node of its own.
 
-    Args: words: of `ray start`. of_nodes: variables of its nodes.
+    Args:
+        words: of `ray start`.
+        host: of the head; on 127.0.0.1 Ray listens there alone, on any other address on all interfaces.
+        of_nodes: variables of its nodes.
     """
     port, temp = _free_port(), tempfile.mkdtemp(prefix="ekc-", dir="/tmp")
     token = Path(temp) / "token"
@@ -124,16 +127,16 @@ def ray_cluster(*words: str, asks_for_token: bool = True, **of_nodes: str) -> It
     token.chmod(0o600)
     users = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if asks_for_token else OPEN
     command = [
-        *(RAY, "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", f"--ray-client-server-port={_free_port()}"),
+        *(RAY, "start", "--head", "--block", f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={_free_port()}"),
         *("--include-dashboard=false", f"--temp-dir={temp}", *_OF_NODE, *words),
     ]
     head = _started(command, environment() | users | _PATIENCE | of_nodes)
-    cluster = RunningCluster(f"127.0.0.1:{port}", users, head)
+    cluster = RunningCluster(f"{host}:{port}", users, head)
     try:
         deadline = time.monotonic() + 240.0
         while True:
             with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                if probe.connect_ex((host, port)) == 0:
                     break
             assert head.main.poll() is None and time.monotonic() < deadline, "ray start ended, or took four minutes"
             time.sleep(0.5)

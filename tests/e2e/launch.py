@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ RECIPE = Path(__file__).with_name("small.yaml")
 EVENKEEL = [sys.executable, "-m", "actors.commands.cli"]
 _MARK = "EVENKEEL_TEST_MARK"
 _GONE = "(gone)"
+PRIVATE, ON_A_CLUSTER = 2, 3
+"""Columns of the table in docs/security.md."""
 RAY_AGENTS = ("DashboardAgent", "RuntimeEnvAgent")
 """Two processes of Ray's that, when raylet is gone, first try to tell the control service for a minute, and then end."""
 
@@ -148,13 +152,8 @@ class Run:
         return [process.pid for process in self.processes() if command in command_of(process)]
 
     def listening(self) -> set[tuple[str, str]]:
-        """Command and address of each TCP socket that a process of the run listens on now."""
-        found = set()
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                addresses = {one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
-                found |= {(command_of(process), address) for address in addresses}
-        return found
+        """As `listening`, of the run's processes."""
+        return listening(self.processes())
 
     def close(self) -> None:
         """End what is left, by process id."""
@@ -191,6 +190,31 @@ class Run:
             return os.getsid(process.pid) == self.process.pid or process.environ().get(_MARK) == self._mark
         except (psutil.Error, OSError):
             return None
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
+    """Command and address of each TCP socket that one of these listens on now."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            addresses = {one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+            found |= {(command_of(process), address) for address in addresses}
+    return found
+
+
+def is_open_to_others(address: str) -> bool:
+    """Of a socket that listens: who isn't on this machine reaches it."""
+    return not ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback
+
+
+def listeners_of_the_page(*, open_to_all: int | None = None) -> set[str]:
+    """Names of processes in the first column of the table in docs/security.md.
+
+    Args: open_to_all: those alone that this column says to listen on all interfaces.
+    """
+    rows = [line.split("|") for line in (ROOT / "docs/security.md").read_text().splitlines() if line.startswith("| ")]
+    kept = [row[1] for row in rows if open_to_all is None or "all interfaces" in row[open_to_all]]
+    return {name for cell in kept for name in re.findall(r"`([^`]+)`", cell)}
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,9 +8,7 @@ after kill -9 of the driver no process is left, and a resume needs nothing but t
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from transformers import AutoTokenizer
 
 from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
-from tests.e2e.launch import RAY_AGENTS, RECIPE, ROOT, Run, command_of, living
+from tests.e2e.launch import PRIVATE, RAY_AGENTS, RECIPE, Run, command_of, is_open_to_others, listeners_of_the_page, living
 from tests.failures.measured import Recovery
 from tests.rollout.hf_reference import hf_model, response_logprobs
 
@@ -59,16 +57,6 @@ class Story:
     outlived_worker: list[str]
     """Those of them that were still there half a minute after its death."""
     last_step: int
-
-
-def listeners_of_the_page(*, open_to_all: bool = False) -> set[str]:
-    """Names of processes in the first column of the table in docs/security.md.
-
-    Args: open_to_all: those alone that listen on all interfaces in a private run, too.
-    """
-    rows = [line.split("|") for line in (ROOT / "docs/security.md").read_text().splitlines() if line.startswith("| ")]
-    kept = [row[1] for row in rows if not open_to_all or "all interfaces" in row[2]]
-    return {name for cell in kept for name in re.findall(r"`([^`]+)`", cell)}
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +101,8 @@ def _steps_saved(run_dir: Path) -> list[int]:
 def test_a_private_run_listens_on_loopback_alone_and_as_the_page_says(story: Story) -> None:
     """Ray's control service, daemon and workers listened on all interfaces of the user's laptop."""
     assert len(story.listening) >= 6, story.listening
-    open_to_others = {one for one in story.listening if ipaddress.ip_address(one[1].removeprefix("::ffff:")).is_loopback is False}
-    assert listeners_of_the_page(open_to_all=True) == set() == open_to_others, "docs/security.md says otherwise"
+    open_to_others = {one for one in story.listening if is_open_to_others(one[1])}
+    assert listeners_of_the_page(open_to_all=PRIVATE) == set() == open_to_others, "docs/security.md says otherwise"
     assert any("sglang::scheduler" in command for command, _ in story.listening), "the look must have seen what it is for"
     named = listeners_of_the_page()
     unnamed = {command for command, _ in story.listening if not any(name in command for name in named)}

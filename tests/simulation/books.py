@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,6 +38,10 @@ class Books:
         """What the queue's counts are made of, when they were looked at last."""
         self.saved: dict[str, int] = {}
         """Checkpoints that the run has called complete, and keeps, by folder name: their steps."""
+        self._lines_lacking: dict[int, set[int]] = {0: set()}
+        """By the step of a checkpoint: steps before it without a line of numbers, as a full disk had refused that."""
+        self.lost: dict[int, float] = {}
+        """Groups of which the present driver has heard that they are lost, and when."""
 
     def refuse(self, what: str) -> None:
         """Raises: ViolationError, which ends the run even if who called this catches it."""
@@ -119,19 +124,22 @@ class Books:
 
     # -- the ledger --------------------------------------------------------------------------------------------------
 
-    def step_ended(self, number: int, ledger: Path, queue: Any, *, may_lack_lines: bool) -> None:
-        """A step is settled: the file says what the weights know, and with the queue it has every prompt once."""
+    def step_ended(self, number: int, ledger: bytes, queue: Any) -> None:
+        """A step is settled: the ledger says what the weights know, and with the queue it has every prompt once.
+
+        Args: ledger: its file, and the lines that are on their way to it.
+        """
         assert self.weights is not None
         trained, discarded = read_ledger(ledger)
         known = set(self.weights.trained)
-        if not (trained <= known if may_lack_lines else trained == known):
+        if trained != known:
             extra, lacking = _told(trained - known), _told(known - trained)
             self.refuse(f"step {number}: the ledger calls {extra} trained, the weights don't; it lacks {lacking}, which they know")
         if both := discarded & known:
             self.refuse(f"step {number}: {_told(both)} were trained, and the ledger calls them discarded")
         counts, held = queue.counts(), {int(prompt_id.rpartition("/")[2]) for prompt_id in queue.outstanding()}
         all_of_them = trained | discarded | held
-        if not may_lack_lines and (missing := set(range(counts["admitted"])) - all_of_them):
+        if missing := set(range(counts["admitted"])) - all_of_them:
             unreported = {int(prompt_id.rpartition("/")[2]) for prompt_id, _ in queue.snapshot().unreported}
             if missing - unreported:
                 self.refuse(f"step {number}: prompts {_told(missing - unreported)} are nowhere: {counts['admitted']} were admitted")
@@ -144,19 +152,54 @@ class Books:
         newest = sorted(self.saved.values())[-keep:]
         self.saved = {name: saved for name, saved in self.saved.items() if saved in newest}
 
-    def resumed(self, step: int, damaged: Iterable[str]) -> None:
+    def is_written(self, step: int, folder: Path, mark: Any, *, is_flushed: bool) -> None:
+        """A checkpoint of this step is told to be complete: what it says of other files is in them.
+
+        Args:
+            mark: how far the ledger has come, as the checkpoint has it.
+            is_flushed: the disk was not full when all lines were to be written.
+        """
+        ledger = (folder / "ledger.jsonl").read_bytes() if mark.bytes else b""
+        if (len(ledger[: mark.bytes]), zlib.crc32(ledger[: mark.bytes])) != (mark.bytes, mark.crc32):
+            self.refuse(f"the checkpoint of step {step} counts on {mark.lines} lines of the ledger, which are not all on disk")
+        lacking = self._lacking(step, folder)
+        known = self._lines_lacking[max(saved for saved in self._lines_lacking if saved <= step)]
+        if is_flushed and (new := lacking - known):
+            self.refuse(f"the checkpoint of step {step} is complete, and the lines of steps {_told(new)} are not on disk")
+        self._lines_lacking[step] = lacking
+
+    def _lacking(self, step: int, folder: Path) -> set[int]:
+        """Steps up to this one that have no line of numbers. Raises: ViolationError for one that has two."""
+        path = folder / "metrics.jsonl"
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+        if sorted(set(steps)) != steps:
+            self.refuse(f"metrics.jsonl has the steps {steps}")
+        return set(range(1, step + 1)) - set(steps)
+
+    def is_filled(self, finished: Iterable[Any]) -> None:
+        """A new queue gets these as finished."""
+        for group in finished:
+            node = getattr(group.payload, "place", None)
+            if node is not None and node.is_gone and self.lost.get(group.group_id, -1.0) >= node.gone_at:
+                self.refuse(f"a new queue gets group {group.group_id} as finished, though the driver knows that its tokens are lost")
+
+    def resumed(self, step: int, damaged: Iterable[str], folder: Path) -> None:
         """The run goes on at this step. What was called complete, and was not damaged since, is not lost."""
+        self.lost = {}
+        self._lines_lacking = {saved: lacking for saved, lacking in self._lines_lacking.items() if saved <= step}
+        if new := self._lacking(step, folder) - self._lines_lacking[step]:
+            self.refuse(f"the run goes on at step {step}, and the lines of steps {_told(new)} are gone")
         whole = [saved for name, saved in self.saved.items() if name not in set(damaged)]
         if whole and step < max(whole):
             self.refuse(f"the run goes on at step {step}, though a whole checkpoint of step {max(whole)} was told")
         self.saved = {name: saved for name, saved in self.saved.items() if saved <= step}
 
 
-def read_ledger(path: Path) -> tuple[set[int], set[int]]:
+def read_ledger(content: bytes) -> tuple[set[int], set[int]]:
     """Positions of trained and of discarded prompts. Raises: ViolationError for one that stands there twice."""
     trained: set[int] = set()
     discarded: set[int] = set()
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in content.splitlines():
         record = json.loads(line)
         position = int(record["prompt_id"].rpartition("/")[2])
         if position in trained or position in discarded:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import heapq
-import inspect
 import os
 import random
 import time
@@ -119,21 +118,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().close()
 
 
-async def _beside(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-    """In place of asyncio.to_thread: a moment later, whole."""
-    await asyncio.sleep(0.002)
-    result = function(*args, **named)
-    return await result if inspect.isawaitable(result) else result
-
-
 @contextmanager
-def installed(clock: Clock, seed: int) -> Iterator[None]:
-    """While this lasts, everybody's clock, threads and chances are the simulation's."""
+def installed(clock: Clock, seed: int, to_thread: Callable[..., Any]) -> Iterator[None]:
+    """While this lasts, everybody's clock, threads and chances are the simulation's. Args: to_thread: in place of asyncio's."""
     chances = random.Random(seed)
     with (
         mock.patch.object(time, "monotonic", clock.time),
         mock.patch.object(time, "time", lambda: 1.7e9 + clock.now),
-        mock.patch.object(asyncio, "to_thread", _beside),
+        mock.patch.object(asyncio, "to_thread", to_thread),
         mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=chances.getrandbits(128), version=4)),
         mock.patch.object(os, "urandom", chances.randbytes),
         mock.patch.object(gc, "freeze", lambda: None),  # a process that simulates thousands of runs would keep them all

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from errno import ENOSPC
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+from tests.simulation.disk import Disk
 from tests.simulation.engine import Health
 from tests.simulation.node import Node
 from tests.simulation.processes import Process, SimulatedRay
@@ -24,6 +21,8 @@ DRIVER = "driver"
 _KINDS = {"worker": WORKER, "queue": QUEUE, "service": SERVICE, "learner": RANK, "driver": DRIVER}
 
 
+_OF_CALLS = ("late_call", "late_reply", "lost_reply", "repeated_call", "lost_call", "stuck_call")
+"""In the order of the fields of Fate."""
 LEAVING = {"drain_node", "end_worker", "resize_pool"}
 """Workers leave in order, soon after one of them was given a group."""
 
@@ -40,72 +39,11 @@ class Fate:
     is_repeated: bool = False
     is_swallowed: bool = False
     """It never comes, and who called is told the same as of a lost answer."""
+    is_stuck: bool = False
+    """What it is to work on is gone, and is looked for without end: it never begins, and nobody is told."""
 
 
 _USUAL = Fate()
-
-
-class Disk:
-    """Every file below a folder is written to it."""
-
-    def __init__(self) -> None:
-        self.is_full = False
-        self.was_full = False
-        """Since the driver began."""
-
-    @contextmanager
-    def in_place(self, root: Path) -> Iterator[None]:
-        opened, usage = Path.open, shutil.disk_usage
-        prefix = str(root)
-
-        def open_here(path: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
-            if self.is_full and set(mode) & set("wax+") and str(path).startswith(prefix):
-                file = opened(path, mode, *args, **named)
-                return _FullFile(file) if "b" in mode and "a" in mode else _refuse(file)
-            return opened(path, mode, *args, **named)
-
-        def free(path: Any) -> Any:
-            found = usage(path)
-            return found._replace(free=0) if self.is_full else found
-
-        with mock.patch.object(Path, "open", open_here), mock.patch.object(shutil, "disk_usage", free):
-            yield
-
-    @contextmanager
-    def not_full(self) -> Iterator[None]:
-        """For what no run writes."""
-        is_full, self.is_full = self.is_full, False
-        try:
-            yield
-        finally:
-            self.is_full = is_full
-
-
-def _refuse(file: Any) -> Any:
-    file.close()
-    raise OSError(ENOSPC, "No space left on device", file.name)
-
-
-class _FullFile:
-    """Takes a part of what is written, as a file does whose disk becomes full."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def __enter__(self) -> _FullFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, data: bytes) -> int:
-        written: int = self._file.write(data[: len(data) // 2])
-        if not written:
-            raise OSError(ENOSPC, "No space left on device")
-        return written
 
 
 class Faults:
@@ -117,6 +55,9 @@ class Faults:
         self._cluster: SimulatedRay | None = None
         self._calls: list[Fault] = []
         """Wait for the next call of their method."""
+        self._late_again = 0.0
+        """So late is the next answer with each group that was lost with a node."""
+        self._late_groups: set[int] = set()
         self._held_up_until = 0.0
         self.learner_slowness = 1.0
         self.rejected = 0
@@ -131,6 +72,8 @@ class Faults:
     def begin(self, cluster: SimulatedRay) -> None:
         """A driver has begun; what should have come while there was none comes now."""
         self._cluster, self.crash, self.interrupt, self.learner_slowness = cluster, None, None, 1.0
+        self._disk.delay = cluster.delay
+        self._late_groups.clear()
         for fault in self._faults:
             if fault not in self.played:
                 cluster.loop.call_at(max(fault.at, cluster.loop.time()), self._play, fault)
@@ -168,7 +111,7 @@ class Faults:
                 process.kill() if verb == "kill" else self._freeze(process, fault.lasts)
         elif fault.kind in LEAVING:
             self._calls.append(replace(fault, what="generate_group"))
-        elif fault.kind in ("late_call", "late_reply", "lost_reply", "lost_call", "repeated_call", "damage_update"):
+        elif fault.kind in (*_OF_CALLS, "damage_update"):
             self._calls.append(fault)
         else:
             getattr(self, f"_{fault.kind}")(fault)
@@ -193,7 +136,7 @@ class Faults:
 
     def _lose_node(self, fault: Fault) -> None:
         """Of workers: as a group that one of them has finished is read, or some seconds after it was finished; it may have been drawn by
-        then. Queue or service may be lost, too, a little later.
+        then. Queue or service may be lost, too, a little later; or what was lost comes late when it is sampled again.
         """
         if (process := self._target(WORKER, fault)) is None:
             return
@@ -201,6 +144,7 @@ class Faults:
 
         def lose() -> None:
             _end_of(node, cluster, hangs=fault.what == "hangs")
+            self._late_again = fault.lasts if fault.what == "late" else 0.0
             if fault.what in _KINDS:
                 cluster.loop.call_later(fault.lasts, lambda: self._kill_one(_KINDS[fault.what], fault))
 
@@ -280,8 +224,12 @@ class Faults:
         self.rejected += int(fault.lasts)
 
     def _full_disk(self, fault: Fault) -> None:
-        self._disk.is_full = self._disk.was_full = True
-        self._later(fault.lasts, lambda: setattr(self._disk, "is_full", False))
+        self._disk.fill()
+        self._later(fault.lasts, self._disk.make_room)
+
+    def _slow_disk(self, fault: Fault) -> None:
+        self._disk.is_slow = True
+        self._later(fault.lasts, lambda: setattr(self._disk, "is_slow", False))
 
     def _crash_driver(self, fault: Fault) -> None:
         self.crash = fault
@@ -292,6 +240,11 @@ class Faults:
         if self.interrupt is not None:
             self.interrupt(signal.SIGTERM)
 
+    def are_lost(self, group_ids: Iterable[int]) -> None:
+        """The driver has heard of it, and has these groups sampled again."""
+        if self._late_again:
+            self._late_groups.update(group_ids)
+
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def start_is_held_up(self, process: Process) -> float:
@@ -299,6 +252,9 @@ class Faults:
         return max(0.0, self._held_up_until - process.cluster.loop.time()) if process.kind == WORKER else 0.0
 
     def fate_of(self, process: Process, method: str, args: tuple[Any, ...]) -> Fate:
+        if method == "generate_group" and args[0].group_id in self._late_groups:
+            self._late_groups.discard(args[0].group_id)
+            return Fate(late_s=self._late_again)
         for fault in self._calls:
             if fault.kind == "damage_update":
                 if method == "update_weights" and args[2]:  # one that is verified; what damages others is beyond a checksum's reach
@@ -312,14 +268,13 @@ class Faults:
                     process.cluster.loop.call_later(soon_s, getattr(self, f"_{fault.kind}"), process, fault)
                     return _USUAL
                 self._tell(f"{fault.kind}: {process.name}.{method}")
-                sent_late_s, late_s = (fault.lasts * (fault.kind == kind) for kind in ("late_call", "late_reply"))
-                is_lost, is_repeated, is_swallowed = (fault.kind == kind for kind in ("lost_reply", "repeated_call", "lost_call"))
-                return Fate(sent_late_s, late_s, is_lost, is_repeated, is_swallowed)
+                sent_late_s, late_s = (fault.lasts * (fault.kind == kind) for kind in _OF_CALLS[:2])
+                return Fate(sent_late_s, late_s, *(fault.kind == kind for kind in _OF_CALLS[2:]))
         return _USUAL
 
 
 def _end_of(node: Node, cluster: SimulatedRay, *, hangs: bool = False) -> None:
-    node.is_gone, node.hangs = True, hangs
+    node.is_gone, node.hangs, node.gone_at = True, hangs, cluster.loop.time()
     for worker in cluster.alive(WORKER):
         if worker.node is node:
             worker.kill()

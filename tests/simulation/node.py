@@ -18,6 +18,7 @@ class Node:
         self._cluster, self.name = cluster, name
         self.is_leaving = self.is_gone = self.hangs = False
         """Its store is; a read from it is never answered, then."""
+        self.gone_at = 0.0
         self.on_stored: Callable[[], object] | None = None
         self.on_read: Callable[[], object] | None = None
         """Are told once: of the next value that is stored here, and of the next that is read."""

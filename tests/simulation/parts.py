@@ -10,7 +10,11 @@ from typing import Any
 
 import ray.exceptions
 
+from actors.carriers import Ticket
+from actors.metrics import StepMetrics
+from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
+from actors.supervision import abandon, wait_for
 from correction.errors import EvenkeelError
 from rollout.trajectory import Prompt
 
@@ -42,25 +46,13 @@ class SimulatedFolder(RunFolder):
         self._tell(level, text)
 
 
-class WrittenAtOnce:
-    """In place of the thread that writes."""
-
-    def do(self, job: Callable[[], object]) -> None:
-        job()
-
-    async def taken_back(self, take_back: Callable[[], Any], step_of: Callable[[Any], int]) -> Any:
-        return await asyncio.to_thread(take_back)
-
-    async def room(self) -> None: ...
-
-
 class Notes:
-    """In place of the observer: it is told everything, and keeps what the run's books are compared with."""
+    """In place of the observer: it is told everything, and keeps what the run's books are compared with. Its lines are of a number each."""
 
-    def __init__(self, world: Any) -> None:
-        self._world = world
-        self._telling: list[asyncio.Task[None]] = []
-        self.disk = WrittenAtOnce()
+    def __init__(self, world: Any, folder: RunFolder) -> None:
+        self._world, self._folder = world, folder
+        self._writing: asyncio.Task[None] | None = None
+        self.disk = PatientWriter(lambda text: self.event("warning", text))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
@@ -77,7 +69,6 @@ class Notes:
             self._world.books.refuse(f"{target.name} holds other weights than the learner's of version {version}, by its probe")
 
     def go_back(self, totals: Any) -> None:
-        self._telling = []
         self._world.went_back()
 
     def saved(self, path: Path, seconds: float) -> None:
@@ -91,18 +82,34 @@ class Notes:
         return SimpleNamespace(number=number, version=version, batch=batch, result=result)
 
     def tell(self, step: Any, observed: Awaitable[Any]) -> None:
-        self._telling = [task for task in self._telling if not task.done()]
-        self._telling.append(asyncio.create_task(self._tell(observed)))
+        self._writing = asyncio.create_task(self._tell(step.number, observed, self._writing))
 
-    async def _tell(self, observed: Awaitable[Any]) -> None:
+    async def _tell(self, step: int, observed: Awaitable[Any], previous: asyncio.Task[None] | None) -> None:
+        if previous is not None:
+            await previous
         try:
             await asyncio.wait_for(observed, 300.0)
         except (EvenkeelError, ray.exceptions.RayError, TimeoutError) as error:
             self.event("warning", f"no diagnostics: {error}")
+        self.disk.line(step, self._folder.append_metrics, StepMetrics(step, {"weight_version": step}))
 
     async def flush(self) -> None:
-        if self._telling:
-            await asyncio.wait(self._telling)
+        began = asyncio.get_running_loop().time()
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+        await wait_for(self.disk.done(), "lines of the last steps", deadline_s=self._world.schedule.config.deadlines.disk_s)
+        self._world.flushed_since = began
+
+    def abandon(self) -> None:
+        if self._writing is not None:
+            abandon(self._writing)
+            self._writing = None
+
+    def lost(self, tickets: Sequence[Ticket]) -> None:
+        self._world.are_lost([ticket.group_id for ticket in tickets])
+
+    def close(self) -> None:
+        self.disk.close(within_s=30.0)
 
     def serve(self) -> None: ...
 

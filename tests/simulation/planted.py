@@ -14,11 +14,13 @@ from unittest import mock
 from actors import payloads
 from actors.batch_source import BatchSource
 from actors.carriers import Ticket
+from actors.collective_calls import CollectiveCaller
 from actors.dispatch import WaitingWork
 from actors.ledger import Ledger
 from actors.outstanding import Outstanding
 from actors.pool import RolloutPool
 from actors.record import checkpoint_reader
+from actors.record.patience import PatientWriter
 from actors.trajectory_queue import GroupState, TrajectoryQueue
 from actors.weight_sync import WeightSync
 from rollout import continuation
@@ -241,6 +243,56 @@ def the_last_checkpoint_is_taken_on_trust() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def a_call_that_never_began_is_only_late() -> Iterator[None]:
+    """All ranks answer, so nothing counts as lost, and the deadline ends the run."""
+
+    async def none(caller: CollectiveCaller) -> list[str]:
+        return []
+
+    with mock.patch.object(CollectiveCaller, "_not_begun", none):
+        yield
+
+
+@contextmanager
+def what_is_handed_to_the_disk_is_on_it() -> Iterator[None]:
+    """A checkpoint doesn't wait for the ledger's lines that a slow disk has not taken yet."""
+    with mock.patch.object(Ledger, "flush", lambda ledger, queue=None: ledger._mark):
+        yield
+
+
+@contextmanager
+def a_flush_leaves_refused_lines_for_later() -> Iterator[None]:
+    """They wait in memory for the next step's, and a checkpoint counts on them."""
+
+    async def done(writer: PatientWriter) -> None:
+        await writer._thread.done()
+
+    with mock.patch.object(PatientWriter, "done", done):
+        yield
+
+
+@contextmanager
+def lost_groups_are_still_as_good_as_finished() -> Iterator[None]:
+    """To the driver, which gives them to the next queue."""
+    with mock.patch.object(Outstanding, "lose", lambda outstanding, tickets: None):
+        yield
+
+
+@contextmanager
+def lost_groups_have_no_place_reserved() -> Iterator[None]:
+    """Younger ones take theirs, while they are sampled again."""
+    lose = TrajectoryQueue.lose
+
+    def careless(queue: TrajectoryQueue, group_ids: Sequence[int]) -> None:
+        before = queue._undrawn.copy()
+        lose(queue, group_ids)
+        queue._undrawn = before
+
+    with mock.patch.object(TrajectoryQueue, "lose", careless):
+        yield
+
+
 BUGS: tuple[Bug, ...] = (
     a_group_is_handed_out_twice,
     a_discarded_prompt_is_not_counted,
@@ -260,6 +312,11 @@ BUGS: tuple[Bug, ...] = (
     a_continued_answer_is_of_the_version_that_ended_it,
     what_is_handed_back_is_as_good_as_finished,
     the_last_checkpoint_is_taken_on_trust,
+    a_call_that_never_began_is_only_late,
+    what_is_handed_to_the_disk_is_on_it,
+    a_flush_leaves_refused_lines_for_later,
+    lost_groups_are_still_as_good_as_finished,
+    lost_groups_have_no_place_reserved,
 )
 
 

@@ -40,7 +40,7 @@ DRIVER: ContextVar[Process | None] = ContextVar("driver", default=None)
 """The driver's own, of a run in which it stands still for a while; None: its tasks are plain ones, which are faster."""
 
 
-_BESIDE = ("heartbeat", "address", "open_broadcast", "close_broadcast")
+_BESIDE = ("heartbeat", "begun", "address", "open_broadcast", "close_broadcast")
 """Calls in a thread of their own: they wait for none of the others."""
 _ON_A_NODE = 2
 _TASKS = 32
@@ -289,6 +289,8 @@ class SimulatedRay:
             return refs[0] if results == 1 else refs
         for ref in refs:
             process.pending[ref] = None
+        if fate.is_stuck:
+            return refs[0] if results == 1 else refs
         what = f"{process.name}.{method}"
         attempt = _Call(self, process, method, args, named, refs, fate)
         arrives = self.loop.time() + self.delay(what, 0.001, 0.05) + fate.sent_late_s

@@ -31,7 +31,8 @@ class Fault:
     lasts: float = 0.0
     """Seconds; or how many times, for what happens to the next so many answers, updates, replies."""
     what: str = ""
-    """Method of a call; for a crash: what it does to the newest checkpoint; for an update: whose; for a node: what goes with it, later."""
+    """Method of a call; for a crash: what it does to the newest checkpoint; for an update: whose; for a node: what goes with it, later, or
+    that what was lost with it comes late."""
 
     def __str__(self) -> str:
         rest = [self.what, f"for {self.lasts:g}" if self.lasts else "", f"of #{self.target}" if self.target else ""]
@@ -136,6 +137,7 @@ _FAULTS = {  # by kind: how often, how long
     "lost_reply": (3, None),
     "lost_call": (3, None),
     "repeated_call": (3, None),
+    "stuck_call": (2, None),
     "no_node": (1, (5.0, 100.0)),
     "slow_learner": (1, (5.0, 60.0)),
     "freeze_service": (1, (1.0, 300.0)),
@@ -143,6 +145,7 @@ _FAULTS = {  # by kind: how often, how long
     "freeze_learner": (1, (1.0, 300.0)),
     "freeze_driver": (1, (1.0, 25.0)),
     "full_disk": (2, (1.0, 60.0)),
+    "slow_disk": (2, (5.0, 100.0)),
     "crash_driver": (4, None),
     "stop_driver": (1, None),
     "kill_learner": (1, None),
@@ -171,8 +174,9 @@ _LOST = (
     *("load", "answer", "start", "abort", "heartbeat"),
 )
 _REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
+_STUCK = ("step", "step", "proximal")
 _BROKEN = ("", "", "everybody")
-_WITH_A_NODE = ("", "", "queue", "service", "hangs")
+_WITH_A_NODE = ("", "", "queue", "service", "hangs", "late", "late")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 
 
@@ -207,8 +211,10 @@ def _fault(chance: random.Random, until_s: float) -> Fault:
         lasts = chance.randint(*limits) if is_count else round(limits[0] * (limits[1] / limits[0]) ** chance.random(), 1)
     # A sync that is given up may still arrive; of the others, what comes later than this ends a run by its deadline.
     methods: dict[str, Any] = {"late_call": _LATE, "late_reply": _LATE, "lost_reply": _LOST, "lost_call": _LOST, "repeated_call": _REPEATED}
-    methods |= {"break_update": _BROKEN, "crash_driver": _AFTER_A_CRASH, "lose_node": _WITH_A_NODE}
+    methods |= {"stuck_call": _STUCK, "break_update": _BROKEN, "crash_driver": _AFTER_A_CRASH, "lose_node": _WITH_A_NODE}
     what = chance.choice(methods[kind]) if kind in methods else ""
     if kind == "late_call" and what == "update_weights":
         lasts = round(2.5 * lasts, 1)
+    if what == "late":
+        lasts = round(10.0 + 2.0 * lasts, 1)
     return Fault(round(chance.uniform(0.0, until_s), 1), kind, chance.randrange(4), lasts, what)

@@ -39,7 +39,7 @@ def test_seeds_differ_in_what_befalls_a_run() -> None:
     """Every kind of fault comes in two hundred; in the fast suite runs are resumed, and go through without a fault."""
     schedules = [schedule_of(seed) for seed in range(SEEDS)]
     kinds = {fault.kind for seed in range(2 * SEEDS) for fault in schedule_of(seed).faults}
-    assert len(kinds) == 30, kinds
+    assert len(kinds) == 32, kinds
     assert sum(not schedule.faults for schedule in schedules) > 10
     assert sum(any(fault.kind == "crash_driver" for fault in schedule.faults) for schedule in schedules) > 10
 
@@ -117,6 +117,25 @@ def test_a_learners_call_that_a_bad_network_swallows_costs_no_step(kind: str, me
         assert not any("The run goes back to" in line for line in outcome.trace)
         played += any(f"{kind}: " in line for line in outcome.trace)
     assert played > (3 if method != "checkpoint_bytes" else 0)
+
+
+@pytest.mark.parametrize("method", ["step", "proximal"])
+@pytest.mark.parametrize("at", [5.0, 14.0])
+def test_the_run_goes_back_for_a_call_that_never_begins(method: str, at: float) -> None:
+    """What it is to work on is gone, and Ray looks for it without end; all parts answer."""
+    schedule = run_of_one_worker(steps=3, groups_per_step=2, faults=(Fault(at, "stuck_call", what=method),))
+    outcome = play(replace(schedule, forwards=method == "proximal"))
+    told = "\n".join(outcome.trace)
+    assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 1, 3)
+    assert told.count("not begun by rank 0") == told.count("The run goes back to") == 1
+
+
+def test_a_slow_disk_holds_no_run_up_and_loses_no_line() -> None:
+    """Each write takes seconds; the driver is killed, and what its last checkpoint says is there (books.py)."""
+    for at in (12.0, 20.0, 28.0):
+        faults = (Fault(5.0, "slow_disk", lasts=60.0), Fault(at, "crash_driver"))
+        outcome = play(run_of_one_worker(steps=4, groups_per_step=2, faults=faults))
+        assert (outcome.violation, outcome.drivers, outcome.steps) == ("", 2, 4)
 
 
 @pytest.mark.parametrize("kind", ["lost_call", "lost_reply"])

@@ -31,14 +31,16 @@ import learner.file_sums
 import learner.model_check
 from actors import interrupts
 from actors.controller import Controller
-from actors.record import checkpoint_reader
+from actors.record import checkpoint_reader, patience
 from actors.record.checkpoint_writer import ATTEMPTS
+from actors.resume import TrainingState
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError
 from tests.simulation.clock import Clock, NothingLeftError, VirtualLoop, installed
+from tests.simulation.disk import Disk, SimulatedFileThread, beside
 from tests.simulation.engine import SimulatedEngine, SimulatedSampler
-from tests.simulation.faults import QUEUE, RANK, WORKER, Disk, Fate, Faults, damage
+from tests.simulation.faults import QUEUE, RANK, WORKER, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
 from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
 from tests.simulation.schedule import ENDS_A_RUN, REFUSES_A_START, Schedule
@@ -77,14 +79,16 @@ class World:
         self.schedule, self._root = schedule, root
         config = schedule.config
         self.books = Books(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
-        self.disk = Disk()
+        self._clock = Clock()
+        self.disk = Disk(self._clock.time)
         self._updates = Counter[str]()
         """Weight updates that workers were asked for, by worker."""
         self.trace: list[str] = []
-        self._clock = Clock()
         self.faults = Faults(schedule.faults, self.disk, lambda text: self.tells("fault", text))
         self._drivers = self._rejected = 0
         self._damaged: list[str] = []
+        self.flushed_since = 0.0
+        """All lines were tried from then on, the last time."""
         self._folder = root / "run"
         self._is_training = False
         """The present driver has begun to; one that starts may end if a part doesn't come up."""
@@ -131,7 +135,14 @@ class World:
             elif method in ("update_weights", "receive_weights"):
                 self._updates[process.name] += 1
                 ref.on_done = partial(self._synced, process.name, self._updates[process.name], self._controller._generation)
+        elif caller is None and process.kind == QUEUE and method == "fill":
+            self.books.is_filled(args[0].finished)
         return self.faults.fate_of(process, method, args)
+
+    def are_lost(self, group_ids: list[int]) -> None:
+        """The driver has heard that these groups' tokens are gone."""
+        self.books.lost |= dict.fromkeys(group_ids, self._clock.now)
+        self.faults.are_lost(group_ids)
 
     def computes(self, function: str) -> None:
         if function == "checksums_of":
@@ -157,20 +168,29 @@ class World:
 
     def _begin_books(self, step: int) -> None:
         """Of a driver, or of a generation of its weights."""
-        self.books.resumed(step, self._damaged)
+        self.books.resumed(step, self._damaged, self._folder)
         self.books.receipts, self.books.exports = {}, Counter()
         self._queue_process = None
 
     def checkpoint_saved(self, path: Path) -> None:
         self.tells("world", f"{path.name} is told to be complete")
-        self.books.is_saved(path.name, int(path.name.rpartition("_")[2]), keep=self.schedule.config.checkpoint.keep)
+        step, mark = int(path.name.rpartition("_")[2]), TrainingState.load(path / "state").ledger
+        self.books.is_written(step, self._folder, mark, is_flushed=self.disk.was_full_until < self.flushed_since)
+        self.books.is_saved(path.name, step, keep=self.schedule.config.checkpoint.keep)
 
     def step_ended(self, number: int) -> None:
         self.steps = number
         self.tells("world", f"step {number} is settled")
         queue = self._queue
         if queue is not None:
-            self.books.step_ended(number, self._folder / "ledger.jsonl", queue, may_lack_lines=self.disk.was_full)
+            self.books.step_ended(number, self._ledger, queue)
+
+    @property
+    def _ledger(self) -> bytes:
+        """The file, and what is on its way there."""
+        path = self._folder / "ledger.jsonl"
+        on_their_way = self._controller._source.ledger._unwritten
+        return b"".join([path.read_bytes() if path.exists() else b"", *on_their_way])
 
     @property
     def _queue(self) -> Any:
@@ -193,7 +213,8 @@ class World:
         logger.setLevel(logging.CRITICAL + 1)
         torch.set_num_threads(1)  # its batches are of a few tokens
         try:
-            with installed(self._clock, self.schedule.seed), self.disk.in_place(self._root), self._doubles():
+            to_thread = beside(self.disk, lambda: HERE.get() is None)
+            with installed(self._clock, self.schedule.seed, to_thread), self.disk.in_place(self._root), self._doubles():
                 self._play()
         except (ViolationError, NothingLeftError) as error:
             violation = self.books.violation or str(error)
@@ -223,7 +244,8 @@ class World:
                     self.books.refuse(f"the run ended, though nothing befell it that may end it: {ended}")
                 resumes_left -= 1
             self._clock.now += _RESTART_S
-            self.disk.is_full = False  # whoever resumes has made room
+            self.disk.make_room()  # whoever resumes has done so
+            self.disk.is_slow = False
 
     def _resume_point(self) -> Any:
         """As `evenkeel train --resume` finds it."""
@@ -247,7 +269,7 @@ class World:
 
     def _one_driver(self, point: Any) -> str:
         """Returns: why it ended with a step left to do; empty: all steps are done."""
-        self.disk.was_full = self._is_training = False
+        self._is_training = False
         self._begin_books(point.checkpoint.step if point else 0)
         loop = VirtualLoop(self._clock, self._after_step)
         loop.set_exception_handler(lambda *_: None)  # of tasks that nobody waits for any more; what matters, the books see
@@ -297,14 +319,14 @@ class World:
 
     async def _driver(self, point: Any) -> Any:
         folder = parts.SimulatedFolder(self._folder, self.tells)
-        self._controller = Controller(
-            self.schedule.config,
-            folder,
-            parts.SimulatedTask(),  # type: ignore[arg-type]
-            parts.Notes(self),  # type: ignore[arg-type]
-            resume_from=(point.checkpoint, point.state) if point else None,
-        )
-        return await self._controller.run()
+        notes: Any = parts.Notes(self, folder)
+        resume_from = (point.checkpoint, point.state) if point else None
+        task: Any = parts.SimulatedTask()
+        self._controller = Controller(self.schedule.config, folder, task, notes, resume_from=resume_from)
+        try:
+            return await self._controller.run()
+        finally:
+            notes.close()
 
     def _check_end(self) -> None:
         """All steps are done, and the last checkpoint has the state of the end."""
@@ -312,7 +334,7 @@ class World:
         if not checkpoints or checkpoints[-1].step != self.schedule.steps:
             self.books.refuse(f"the run is through, and its newest checkpoint is {checkpoints[-1] if checkpoints else 'none'}")
         if self._queue is not None:
-            self.books.step_ended(self.steps, self._folder / "ledger.jsonl", self._queue, may_lack_lines=False)
+            self.books.step_ended(self.steps, self._ledger, self._queue)
 
     def _end(self, loop: VirtualLoop) -> None:
         """The driver's actors end with it, and so does whatever waits."""
@@ -377,6 +399,7 @@ class World:
                 (service, "diagnose", parts.diagnosed),
                 (service, "clipped_tokens", parts.not_clipped),
                 (interrupts, "handled_in", self._handled_in),
+                (patience, "FileThread", partial(SimulatedFileThread, self.disk)),
                 (actors.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
                 (learner.file_sums, "ThreadPoolExecutor", parts.NoThreads),
                 (learner.checkpoint_files, "check_readable", nothing),

@@ -1,0 +1,81 @@
+"""The head of a joined cluster hangs, and listens still: the run says so, and is through when the head is woken."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.record.run_folder import RunFolder
+from actors.resume import TrainingState
+from tests.e2e.cluster import RunningCluster, ray_cluster
+from tests.e2e.launch import ON_A_CLUSTER, RECIPE, Run, is_open_to_others, listeners_of_the_page, listening
+from tests.failures.books import check_books
+from tests.failures.measured import REAL, Measured
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+STEPS, GROUPS = 12, 4
+HANGS_S = 45.0
+"""Ray's processes end when the head has given no sign for a minute."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    """Of a head that listens where other machines reach it."""
+    with ray_cluster(host="127.0.0.2") as there:
+        yield there
+
+
+@pytest.fixture(scope="module")
+def run(cluster: RunningCluster, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run_dir = tmp_path_factory.mktemp("head") / "run"
+    words = [f"model={small_model}", f"steps={STEPS}", f"groups_per_step={GROUPS}", "checkpoint.every_steps=2", "evaluation.problems=4"]
+    run = Run(run_dir, str(RECIPE), f"run_dir={run_dir}", *words, address=cluster.address, **cluster.variables)
+    try:
+        run.wait_until(lambda: len(run.metrics()) >= 1, "a step")
+        yield run
+    finally:
+        run.close()
+
+
+def test_a_run_on_a_cluster_listens_as_the_page_says(run: Run, cluster: RunningCluster) -> None:
+    """Each process that listens is named in docs/security.md; on all interfaces those alone of which the page says so, and these do."""
+    found = run.listening() | listening(cluster.head.processes())
+    named = listeners_of_the_page()
+    assert not {command for command, _ in found if not any(name in command for name in named)}
+    open_ones = {command for command, address in found if is_open_to_others(address)}
+    may_be = listeners_of_the_page(open_to_all=ON_A_CLUSTER)
+    assert not {command for command in open_ones if not any(name in command for name in may_be)}
+    for name in ("gcs_server", "raylet", "ray::"):
+        assert name in may_be and any(name in command for command in open_ones), f"{name}: the look must have seen what it is for"
+    assert any("sglang::scheduler" in command for command, _ in found)
+
+
+def test_a_head_that_hangs_is_told_and_waited_for(run: Run, cluster: RunningCluster) -> None:
+    servers = [process.pid for process in cluster.head.processes("gcs_server")]
+    folder, before = RunFolder.view(run.run_dir), max(run.steps())
+    began = time.monotonic()
+    for pid in servers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        run.wait_until(lambda: " hangs: it listens, " in run.events(), "that the head hangs", timeout_s=120.0)
+        told_s, meanwhile = time.monotonic() - began, max(run.steps()) - before
+        time.sleep(max(0.0, HANGS_S - told_s))
+    finally:
+        for pid in servers:
+            os.kill(pid, signal.SIGCONT)
+    assert run.wait() == 0, run.output()[-4000:]
+    said = [event.text for event in folder.read_events() if "the head of the Ray cluster" in event.text]
+    assert len(said) == 2 and said[0].startswith(f"the head of the Ray cluster at {cluster.address} hangs: "), said
+    assert " answers again, " in said[1]
+    state = TrainingState.load(folder.latest_checkpoint().state)
+    assert run.steps() == list(range(1, STEPS + 1)) and state.step == STEPS
+    check_books(run, state, groups_per_step=GROUPS)
+    assert "The run goes back to" not in run.events() and run.orphans(30.0) == []
+    follows = f"said after {told_s:.0f} s; the run goes on with what it has ({meanwhile} steps until then), and ends in order"
+    Measured(f"head of a joined cluster stopped for {HANGS_S:.0f} s", follows, None, "nothing", REAL).write()
