@@ -15,7 +15,7 @@ from actors.carriers import ActorInfo
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService, ServiceConfig
-from actors.environment import OF_BATCHES
+from actors.environment import OF_SERVICE
 from actors.hub_name import absolute
 from actors.learner_group import LearnerGroup
 from actors.placement import RankPlaces, fetch_where_ranks_are
@@ -151,6 +151,6 @@ def start_service(config: RunConfig, monitor: Mapping[str, Any] | None, correcti
         monitor=config.monitor,
         examples=config.metrics.trajectories_per_step,
     )
-    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES).remote(settings, queue, monitor)
+    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_SERVICE).remote(settings, queue, monitor)
     lower_priority(service)
     return service

@@ -36,7 +36,7 @@ from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.cluster import beside_the_driver
 from actors.config import DeadlinesConfig, EarlyWarningConfig, WeightSyncConfig
 from actors.correction_service import CorrectionService, ServiceConfig
-from actors.environment import OF_BATCHES
+from actors.environment import OF_BATCHES, OF_SERVICE
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
 from actors.loop_clock import LoopClock
@@ -158,7 +158,7 @@ class ReplayedRun:
         self.queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(groups_per_step=shape.groups, max_staleness=1)
         quiet = EarlyWarningConfig(detailed=False)
         settings = ServiceConfig(CORRECTION, False, shape.groups, 1, False, rollout, LearnerConfig(), deadlines, quiet, examples=4)
-        service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
+        service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_SERVICE)
         self.service = service.remote(settings, self.queue)
         self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)
         self.learner = LearnerGroup([self.rank], version=0, step_s=600.0)
