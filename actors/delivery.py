@@ -16,7 +16,8 @@ from actors.admission import PatientQueue
 from actors.carriers import StoredGroup
 from correction.errors import ActorLost
 
-_GATHER_S = 0.1
+_GATHER_S = 0.25
+"""The queue answers a call of the correction service for nearly each call that it gets here, so that all three processes pay for one."""
 _AGAIN_S = 2.0
 """After a call that found nobody."""
 

@@ -13,6 +13,15 @@ OF_BATCHES = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 """Of who hands packed batches on: their tensors cross the object store as they lie in memory, and are read where they lie there. Without
 it torch copies and checks each of them on both sides. Nobody writes to a batch once it is handed over."""
 
+OF_SERVICE = OF_BATCHES | {
+    "MALLOC_ARENA_MAX": "1",  # one heap for all threads: those of a thread of its own are given back whole
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+}
+"""Of the correction service, which makes and drops arrays of a batch's length all the time. By default glibc gives the memory of each back
+to the kernel, and the next one gets zeroed pages, by a fault for each: up to half of the processor time of packing and diagnostics. Like
+this what is freed stays in the heap, and the process keeps the size of its peak."""
+
 _OF_RANKS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: kernels start in the order of the calls, communication before what hides it
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # packed batches have another length each: fixed segments would not fit the next one

@@ -6,7 +6,8 @@ import asyncio
 import math
 import time
 
-TICK_S = 0.02
+TICK_S = 0.05
+"""A tick takes 0.1 to 0.2 ms of processor time in a process that has nothing else to do."""
 
 
 class LoopClock:

@@ -15,7 +15,7 @@ from actors.carriers import ActorInfo
 from actors.cluster import beside_the_driver, lower_priority
 from actors.config import RunConfig
 from actors.correction_service import CorrectionService
-from actors.environment import OF_BATCHES
+from actors.environment import OF_SERVICE
 from actors.hub_name import absolute
 from actors.learner_group import LearnerGroup
 from actors.placement import RankPlaces, fetch_where_ranks_are
@@ -139,6 +139,6 @@ def start_service(config: RunConfig, monitor: Mapping[str, Any] | None, correcti
         monitor: what the early warning knows; None: a new run.
         correction: the run's, or the one that an alarm has put in its place.
     """
-    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES).remote(config, queue, monitor, correction)
+    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_SERVICE).remote(config, queue, monitor, correction)
     lower_priority(service)
     return service

@@ -36,7 +36,7 @@ from actors.carriers import ActorInfo, GroupSummary, Ticket
 from actors.cluster import beside_the_driver
 from actors.config import DeadlinesConfig, EarlyWarningConfig, RunConfig, WeightSyncConfig
 from actors.correction_service import CorrectionService
-from actors.environment import OF_BATCHES
+from actors.environment import OF_BATCHES, OF_SERVICE
 from actors.forwards import next_batch
 from actors.learner_group import LearnerGroup
 from actors.loop_clock import LoopClock
@@ -159,7 +159,7 @@ class ReplayedRun:
             model=Path("model"), steps=10**6, groups_per_step=shape.groups, max_staleness=1, rollout=rollout, correction=CORRECTION,
             deadlines=deadlines, monitor=EarlyWarningConfig(detailed=False),
         )  # fmt: skip
-        service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
+        service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_SERVICE)
         self.service = service.remote(settings, self.queue)
         self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)
         self.learner = LearnerGroup([self.rank], version=0, step_s=600.0)

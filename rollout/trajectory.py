@@ -299,6 +299,29 @@ class GroupFacts(_Answers[AnswerFacts]):
     wide_bytes: int = 0
     """Of its wide fields, where these are objects of their own; 0: they aren't."""
 
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Plain tuples: facts cross four processes, and each dataclass within them would be pickled by Python code."""
+        answers = [
+            (
+                one.response_tokens,
+                [(span.version, span.start, span.end) for span in one.version_spans],
+                one.finish_reason,
+                one.reward,
+                one.reward_components,
+                one.error,
+                one.read_again_tokens,
+            )
+            for one in self.trajectories
+        ]
+        beside = self.admitted_version, self.generate_s, self.reward_s, self.wide_bytes
+        return _group_facts, (self.group_id, self.prompt_id, answers, *beside)
+
+
+def _group_facts(group_id: int, prompt_id: str, answers: list[tuple[Any, ...]], *beside: Any) -> GroupFacts:
+    """What GroupFacts.__reduce__ has taken apart."""
+    of_answers = (AnswerFacts(tokens, tuple([VersionSpan(*span) for span in spans]), *others) for tokens, spans, *others in answers)
+    return GroupFacts(group_id, prompt_id, tuple(of_answers), *beside)
+
 
 @dataclass(frozen=True, slots=True)
 class Group(_Answers[Trajectory]):

@@ -1,4 +1,5 @@
-"""Bytes a token, held and at most, of a process that packs a batch, corrects it and looks at it, as the correction service does.
+"""Bytes a token, held and at most, of a process that packs a batch, corrects it and looks at it, as the correction service does; and the
+pages that it is given for a thousand tokens when it does so once more.
 
     python -m tests.actors.service_memory TOKENS
 """
@@ -6,8 +7,10 @@
 from __future__ import annotations
 
 import re
+import resource
 import sys
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -65,6 +68,16 @@ def main() -> None:
     tokens, kept = service(int(sys.argv[1]) // (SAMPLES * (PROMPT + ANSWER)))
     print((memory("VmRSS") - before) / tokens, (memory("VmHWM") - before) / tokens)
     del kept
+    with ThreadPoolExecutor(1) as threads:  # as the service
+        *_, given = [threads.submit(pages_given, tokens).result() for _ in range(3)]
+    print(given / tokens * 1000)
+
+
+def pages_given(tokens: int) -> int:
+    """By the kernel, for a batch of so many tokens."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    service(tokens // (SAMPLES * (PROMPT + ANSWER)))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 torch.set_num_threads(1)

@@ -1,8 +1,11 @@
-"""What can't be read of the object store: lost with a node, sampled again; without room, said. What goes on without it: small groups."""
+"""What can't be read of the object store: lost with a node, sampled again; without room, said. What goes on without it: small groups. How
+facts travel."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +17,7 @@ from actors.carriers import StoredGroup, Ticket
 from actors.drawing import Drawing
 from actors.payloads import GONE, LATE, fetch_s, fetched, read_now, to_hand_on
 from correction.errors import ActorLost
-from rollout.trajectory import Group
+from rollout.trajectory import AnswerFacts, FinishReason, Group, GroupFacts, VersionSpan
 from tests.actors.cases import group, prompts, trajectory
 from tests.actors.simulated_time import simulate
 
@@ -120,3 +123,16 @@ def test_a_group_goes_on_itself_where_ray_would_keep_it_in_this_process_for_good
     assert found is (whole if goes == "itself" else reference)
     found, reference = asyncio.run(handed_on(ObjectLostError("id", "owner", "")))
     assert found is reference, "who computes with it says that it is lost"
+
+
+def test_facts_are_themselves_after_a_process_and_are_pickled_as_plain_tuples() -> None:
+    """All of their fields, of answers that several versions sampled, too; only what is no dataclass is pickled by name."""
+    spans = (VersionSpan(3, 0, 5), VersionSpan(4, 5, 9))
+    answers = (
+        AnswerFacts(9, spans, FinishReason.LENGTH, 0.5, {"format": 0.5}, None, read_again_tokens=7),
+        AnswerFacts(0, (), FinishReason.ABORT, None, {}, "the engine aborted it"),
+    )
+    facts = GroupFacts(11, "train/0/11", answers, 3, generate_s=1.5, reward_s=0.25, wide_bytes=1 << 20)
+    pickled = pickle.dumps(facts)
+    assert pickle.loads(pickled) == facts
+    assert b"FinishReason" in pickled and not {b"AnswerFacts", b"VersionSpan"} & set(re.findall(rb"\w+", pickled))

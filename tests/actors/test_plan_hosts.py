@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.derived import derived
+from actors.environment import OF_SERVICE
 from actors.plan import host_memory
 from actors.plan.gpus import Gpus
 from actors.plan.host_memory import CUDA, DIAGNOSTICS, MODULES, HostMemory, corrected_bytes, hosts
@@ -70,12 +72,18 @@ def vars_of(owner: Any) -> list[Tensor]:
 
 
 def test_what_the_service_takes_of_a_batch_is_what_a_process_was_seen_to_take() -> None:
-    """Packed, corrected and looked at, at its most: 122 to 149 bytes a token, as its heap has holes or not; 8 + 34 + 105 are counted."""
+    """Packed, corrected and looked at, at its most: 122 to 149 bytes a token, as its heap has holes or not; 8 + 34 + 105 are counted. With
+    the service's environment the next batch gets the memory of those before it; else thousands of pages come anew."""
     words = [sys.executable, "-m", "tests.actors.service_memory", "1000000"]
-    done = subprocess.run(words, cwd=RECIPES.parent, capture_output=True, text=True, check=True)
     config = recipe("qwen3_8b_8gpu")
     counted = host_memory.ANSWER + corrected_bytes(DENSE, config) + DIAGNOSTICS
-    assert 0.7 * counted < float(done.stdout.split()[1]) < 1.1 * counted
+    pages = list[float]()
+    for environment in (OF_SERVICE, {}):
+        done = subprocess.run(words, cwd=RECIPES.parent, env=os.environ | environment, capture_output=True, text=True, check=True)
+        _, most, again = map(float, done.stdout.split())
+        assert 0.7 * counted < most < 1.1 * counted
+        pages.append(again)
+    assert pages[0] < 0.2 * pages[1]
 
 
 def test_modules_are_what_a_rank_imports() -> None:
