@@ -33,7 +33,7 @@ def check_devices(config: RunConfig) -> None:
 
 
 def check_shares(config: RunConfig) -> None:
-    """Refuse two ranks on one GPU, which NCCL can't connect, and shares that don't go with the transport of the weights.
+    """Refuse two ranks on one GPU, which NCCL can't connect, and devices and shares that don't go with the transport of the weights.
 
     Raises: ConfigError.
     """
@@ -43,6 +43,7 @@ def check_shares(config: RunConfig) -> None:
             f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
             "engine's ranks are on whole GPUs of one node. Set rollout.gpus_per_worker to 1, or tensor_parallel to 1"
         )
+    _check_weight_group(config)
     _check_nccl_options(config)
     if learner.resolved_device != "cuda":
         return
@@ -62,6 +63,21 @@ def check_shares(config: RunConfig) -> None:
             "weight_sync.transport = broadcast where a rank or a worker has a share of a GPU: an engine may be on the learner's own, and "
             "NCCL makes no group of two processes on one. Set weight_sync.transport: object_store"
         )
+
+
+def _check_weight_group(config: RunConfig) -> None:
+    """Raises: ConfigError for a broadcast from the learner (learner/broadcast.py) to engines that would join its group otherwise."""
+    engine, learner = config.rollout.engine, config.learner
+    own = "nccl" if learner.resolved_device == "cuda" else "gloo"
+    is_alike = engine.resolved_device == learner.resolved_device
+    if config.weight_sync.transport != "broadcast" or (is_alike and engine.resolved_group_backend == own):
+        return
+    remedy = "rollout.engine.weight_group_backend: auto, or " if is_alike else ""
+    raise ConfigError(
+        f"weight_sync.transport = broadcast: the learner, on {learner.resolved_device}, joins the weight group by {own}, and engines, on "
+        f"{engine.resolved_device}, by {engine.resolved_group_backend}: a group has one backend, and one kind of device. Set {remedy}"
+        "weight_sync.transport: object_store"
+    )
 
 
 def _check_nccl_options(config: RunConfig) -> None:

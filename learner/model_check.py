@@ -22,7 +22,7 @@ def check_trainable(folder: str | os.PathLike[str], *, has_weights: bool = True)
     try:
         expected = expected_shapes(hf_config)
     except DataError as error:
-        raise DataError(f"{folder}: {error}") from error
+        raise DataError(f"{folder}: {error}. Set model to another one (docs/models.md)") from error
     except (ArithmeticError, AttributeError, TypeError) as error:  # sizes that make no model
         raise DataError(f"{folder}/config.json: its sizes make no model ({error}). Put back a whole copy of the file") from error
     if not has_weights:

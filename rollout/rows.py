@@ -106,13 +106,21 @@ def read_file(path: Path, task: FileTask, excess: Callable[[Question], str | Non
         excess: why a question can't be asked (too long), or None; a row with a reason is skipped.
     Raises: DataError if the file is missing, of an unknown kind, or without a usable row.
     """
-    key = "rollout.task.held_out_path" if path == task.held_out_path else "rollout.task.path"
-    if not path.is_file():
-        raise DataError(f"{key} = {path}: no such file (seen from {Path.cwd()}); correct the path, or run from its folder")
+    check_file(path, task)
     try:
         return _collect(file_rows(path), str(path), task, excess)
     except (UnreadableFile, OSError) as error:
-        raise DataError(f"{key} = {path}: {error}") from error
+        raise DataError(f"{_key(path, task)} = {path}: {error}") from error
+
+
+def check_file(path: Path, task: FileTask) -> None:
+    """Raises: DataError if a file of the task is not there."""
+    if not path.is_file():
+        raise DataError(f"{_key(path, task)} = {path}: no such file (seen from {Path.cwd()}); correct the path, or run from its folder")
+
+
+def _key(path: Path, task: FileTask) -> str:
+    return "rollout.task.held_out_path" if path == task.held_out_path else "rollout.task.path"
 
 
 def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[Question], str | None]) -> ReadRows:

@@ -16,11 +16,11 @@ import xxhash
 
 from correction.errors import DataError
 from rollout.chat import ChatEncoder
-from rollout.config import ReasoningGymTask, TaskConfig
+from rollout.config import FileTask, ReasoningGymTask, TaskConfig
 from rollout.gym_entry import COLUMN, as_json
 from rollout.gym_source import ReasoningGymSource, check_names
 from rollout.questions import Question, QuestionSource, SkippedRow, text_key
-from rollout.rows import RowSource, with_field
+from rollout.rows import RowSource, check_file, with_field
 from rollout.trajectory import Prompt
 
 _FINGERPRINT_POSITIONS = 16
@@ -78,6 +78,14 @@ def check_task_names(config: TaskConfig) -> None:
     """What can be said of a task before its model is looked at. Raises: ConfigError for an unknown data set or option."""
     if isinstance(config, ReasoningGymTask):
         check_names(config)
+
+
+def check_files(config: TaskConfig) -> None:
+    """Raises: DataError if a file of questions is not there."""
+    if isinstance(config, FileTask):
+        for path in (config.path, config.held_out_path):
+            if path is not None:
+                check_file(path, config)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder | None = None) -> Task:

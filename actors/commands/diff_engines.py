@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from actors.commands.train import check_model_folder
+from actors.doctor.start_checks import check_model_folder
 from actors.true_on_policy import contract_of
 from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare

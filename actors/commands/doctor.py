@@ -12,9 +12,10 @@ import typer
 
 from actors.config import RunConfig
 from actors.doctor.facts import Complaint
-from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
+from actors.doctor.gather import nodes_of_cluster, own_machine
 from actors.doctor.node_rules import Request, on_nodes, requests
 from actors.doctor.paper_rules import enough, on_paper, worst_first
+from actors.doctor.start_checks import judged
 from actors.plan.shape import ModelShape
 from correction.errors import ConfigError, DataError, EvenkeelError
 
@@ -38,10 +39,10 @@ def doctor(
 ) -> None:
     """Say what would fail or go slowly, in seconds, before anything starts; or, of a run's folder, what happened to the run.
 
-    First what follows from the recipe and the model's config.json: memory of each GPU, layouts, types, disk. Then what the nodes have:
-    this machine, or each node of the cluster at ray.address, by a small task on it: GPUs, versions, folders, shared memory. With --gpus the
-    first part alone, for machines that aren't there; with --cluster whether nodes that `ray up` would start offer the resources that the
-    run asks for. `evenkeel train` asks the same, and stops at what can't work.
+    First what follows from the recipe, the model's folder and the task's file: memory of each GPU, layouts, types, disk, what the learner
+    can't train. Then what the nodes have: this machine, or each node of the cluster at ray.address, by a small task on it: GPUs, versions,
+    folders, shared memory. With --gpus the first part alone, from config.json, for machines that aren't there; with --cluster whether nodes
+    that `ray up` would start offer the resources that the run asks for. `evenkeel train` asks the same, and stops at what can't work.
 
     With --deep, if nothing stands in the way so far: how fast the learner's groups are, whether the learner agrees with float32 on a CPU
     and the engine with the learner, on a model of two layers in the recipe's widths; and how long a weight update would take, by
@@ -126,15 +127,14 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
     from actors.plan.gpus import Gpus
 
     if gpus:
-        config = derived(config, has_gpu=True)
         kind = Gpus.parse(gpus)
-        return on_paper(paper_facts(config, gpu_bytes=kind.memory), config) + enough(kind, config), []
+        config, facts = judged(derived(config, has_gpu=True), gpu_bytes=kind.memory)
+        return worst_first(on_paper(facts, config) + enough(kind, config)), []
     from actors.cluster import Cluster, check_ray, gpus_there
 
     check_ray(config.ray)
     try:
-        config = derived(config, has_gpu=gpus_there(config) > 0)
-        facts = paper_facts(config)
+        config, facts = judged(derived(config, has_gpu=gpus_there(config) > 0))
     except EvenkeelError as error:
         if not isinstance(error, ConfigError):
             raise

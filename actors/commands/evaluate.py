@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.progress import Progress
 
 from actors.commands.task_config import task_config
-from actors.commands.train import check_model_folder, model_config
 from actors.config import RunConfig
 from actors.devices import check_engine_device
+from actors.doctor.start_checks import check_model_folder
 from actors.evaluation import Evaluation, evaluate
 from actors.hub import model_folder
 from correction.errors import DataError
+from learner.hf_folder import read_config
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.config import AnswerSampling
 from rollout.sampler import Sampler
@@ -72,7 +73,7 @@ def task_for(config: RunConfig) -> tuple[Task, int]:
     check_model_folder(model)
     check_engine_device(config)
     check_task_names(config.rollout.task)
-    longest_prompt = config.rollout.max_prompt_tokens(model_config(model).max_position_embeddings)
+    longest_prompt = config.rollout.max_prompt_tokens(read_config(model).get_text_config().max_position_embeddings)
     encoder = ChatEncoder.for_task(load_tokenizer(model), config.rollout.task, longest_prompt)
     return build_task(config.rollout.task, encoder), longest_prompt
 

@@ -31,15 +31,14 @@ def plan(
 
     from actors.commands.recipe import load_config
     from actors.derived import derived
-    from actors.doctor.gather import paper_facts
     from actors.doctor.paper_rules import enough, on_paper, worst_first
+    from actors.doctor.start_checks import judged
     from actors.doctor.views import show
     from actors.plan.gpus import Gpus
     from actors.plan.view import in_numbers, make_plan, sections
 
     kind = Gpus.parse(gpus)
-    config = derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True)
-    facts = paper_facts(config, gpu_bytes=kind.memory)
+    config, facts = judged(derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True), gpu_bytes=kind.memory)
     complaints = worst_first(on_paper(facts, config) + enough(kind, config))
     found = make_plan(facts, config, kind, complaints)
     if as_json:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from actors import interrupts
 from actors.cluster import Cluster, check_ray, gpus_there
@@ -24,6 +23,7 @@ from actors.devices import check_devices, check_types
 from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import on_nodes, requests
 from actors.doctor.paper_rules import on_paper, stop_at_failures
+from actors.doctor.start_checks import checked
 from actors.head_watch import ends_with_the_head
 from actors.hub import config_folder, outline_folder, pinned
 from actors.plan.shape import ModelShape
@@ -34,11 +34,8 @@ from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
 from actors.run_summary import RunSummary
 from actors.supervision import HALF_OVER, counted
-from actors.true_on_policy import resolved
 from correction.engines.quick_imports import uncollected
-from correction.errors import DataError, EvenkeelError
-from learner.hf_folder import HFWeights, read_config
-from learner.model_check import check_trainable
+from correction.errors import EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer
 from rollout.rewards import RewardPool
 from rollout.stacks import tell_stacks
@@ -93,19 +90,15 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     model, has_weights = (resumed_from, True) if resumed_from else outline_folder(config.model)
     config, of_devices = decide_devices(config)
     check_devices(config)
-    check_model_folder(model, has_weights=has_weights)
+    config = checked(config, model, has_weights=has_weights)
     check_task_names(config.rollout.task)
-    check_trainable(model, has_weights=has_weights)
-    shape = model_config(model)
-    config.learner.check_model(shape)
-    config = resolved(config, model)
     facts = paper_facts(config, model)
     config = with_deadlines(config, bytes_of(model) if has_weights else facts.shape.weight_bytes("bfloat16"))
     check_types(config)
     of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)
     tokenizer = load_tokenizer(model)
-    longest_prompt = config.rollout.max_prompt_tokens(shape.max_position_embeddings)
+    longest_prompt = config.rollout.max_prompt_tokens(facts.shape.context)
     encoder = ChatEncoder.for_task(tokenizer, config.rollout.task, longest_prompt)
     task = build_task(config.rollout.task, encoder)
     asyncio.run(_try_reward(config, task))
@@ -145,27 +138,6 @@ def warmup_demonstrations(model: Path) -> tuple[Demonstration, ...]:
     if record is None:
         return ()
     return build_task(record.task).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
-
-
-def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
-    """Args: has_weights: they are meant to be there. Raises: DataError if this is no model folder, or one of its files is damaged."""
-    if not (path / "config.json").is_file():
-        reason = "is not there" if not path.exists() else "has no config.json"
-        raise DataError(
-            f"model = {path}: {reason}; a model is a Hugging Face folder with config.json, safetensors and a tokenizer. "
-            f"`evenkeel init-model RECIPE` makes a small one; of the Hugging Face hub write hf:ORGANISATION/NAME"
-        )
-    read_config(path)
-    if not has_weights:
-        return
-    if not any(path.glob("*.safetensors")):
-        raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
-    HFWeights(path).shapes()
-
-
-def model_config(path: Path) -> Any:
-    """The text model's Hugging Face config. Raises: DataError if the folder has none that can be read."""
-    return read_config(path).get_text_config()
 
 
 def _from_the_start(folder: RunFolder) -> str:

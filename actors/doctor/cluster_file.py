@@ -1,6 +1,6 @@
 """A cluster file of `ray up` against a recipe: whether the nodes that it describes offer what the run asks Ray for.
 
-Nothing is started. deploy/ has two such files, for a cloud and for hosts of one's own.
+Nothing is started. deploy/ has three such files: for a cloud, for a cloud's GPUs, and for hosts of one's own.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ClusterFile:
             kinds = _hosts(content, starts, resource) if is_fixed else _types(content, resource)
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ConfigError(f"{path}: no cluster file of `ray up` ({reason}); deploy/ has two to begin with") from error
+            raise ConfigError(f"{path}: no cluster file of `ray up` ({reason}); deploy/ has three to begin with") from error
         return cls(path, kinds, content.get("max_workers"), starts["head"] + starts["worker"], is_fixed)
 
 

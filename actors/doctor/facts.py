@@ -36,6 +36,8 @@ class PaperFacts:
     """Free bytes on the disk of the run folder."""
     host_bytes: int | None = None
     """Memory of the machine that keeps the object store; None: not known."""
+    refused: tuple[str, ...] = ()
+    """Why `train` would not take the model's folder or the task's file (start_checks.py)."""
 
 
 @dataclass(frozen=True, slots=True)

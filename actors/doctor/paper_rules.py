@@ -35,12 +35,15 @@ def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
         try:
             check(config)
         except ConfigError as error:
-            yield Complaint("fail", str(error))
+            yield _refusal(str(error))
+
+
+def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
+    yield from map(_refusal, facts.refused)
 
 
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    for obstacle in obstacles(facts.shape, config.learner):
-        yield Complaint("fail", obstacle, "Set it to a common divisor, or to 1")
+    yield from map(_refusal, obstacles(facts.shape, config.learner))
 
 
 def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -78,7 +81,7 @@ def context_is_the_models(facts: PaperFacts, config: RunConfig) -> Iterator[Comp
     try:
         config.rollout.max_prompt_tokens(facts.shape.context)
     except ConfigError as error:
-        yield Complaint("fail", str(error))
+        yield _refusal(str(error))
 
 
 def optimizer_is_shared(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -161,6 +164,7 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
 
 PAPER_RULES: tuple[PaperRule, ...] = (
     devices_and_types,
+    train_takes_model_and_task,
     layout_divides_the_model,
     float8_can_be_had,
     engine_ranks_divide_the_model,
@@ -172,6 +176,13 @@ PAPER_RULES: tuple[PaperRule, ...] = (
     host_holds_the_run,
     staleness_leaves_time_for_the_longest,
 )
+
+
+def _refusal(text: str) -> Complaint:
+    """Of an error's text, whose last sentence or part is what to change."""
+    mark = next((mark for mark in (". ", "; ") if mark in text), "")
+    sentence, _, setting = text.rpartition(mark) if mark else (text, "", "")
+    return Complaint("fail", sentence, setting[:1].upper() + setting[1:])
 
 
 def on_paper(facts: PaperFacts, config: RunConfig) -> list[Complaint]:

@@ -56,12 +56,13 @@ class Gpus:
         name = match[1].upper() if match else ""
         size = re.fullmatch(r"(\d+)GI?B", name)
         memory = int(size[1]) << 30 if size else MEMORY_MIB.get(name, 0) << 20
-        if match is None or not memory:
+        per_node, nodes = (int(match[2] or 1), int(match[3] or 1)) if match else (0, 0)
+        if match is None or not memory or not per_node or not nodes:
             raise ConfigError(
                 f"--gpus {text}: no such GPU. Write NAMExGPUS, or NAMExGPUSxNODES, such as H100x8 or H100x8x4; NAME is one of "
                 f"{', '.join(MEMORY_MIB)}, or its memory, as in 24GBx1"
             )
-        return cls(name, memory, int(match[2] or 1), int(match[3] or 1))
+        return cls(name, memory, per_node, nodes)
 
     def __str__(self) -> str:
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""

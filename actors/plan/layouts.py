@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
 from actors.plan.shape import ModelShape
+from correction.errors import ConfigError
 from learner.config import LearnerConfig
 
 _LARGEST_TENSOR_PARALLEL = 8
@@ -51,30 +52,29 @@ def layouts(
 
 
 def obstacles(shape: ModelShape, config: LearnerConfig) -> list[str]:
-    """Why the model can't be spread so: each a setting, and a number that it doesn't divide."""
+    """Why the model can't be spread so: what the learner itself refuses, and stages and experts that don't come out even. What to set is
+    the last sentence of each."""
     ranks, stages = config.tensor_parallel, config.pipeline_parallel * config.virtual_pipeline
+    divisor, found = "Set it to a common divisor, or to 1", []
+    try:
+        config.check_model(shape.sizes)
+    except ConfigError as error:
+        found.append(str(error))
     is_wrong = {
-        f"learner.tensor_parallel = {ranks} doesn't divide the model's {shape.heads} heads": shape.heads % ranks != 0,
-        f"learner.tensor_parallel = {ranks} and the model's {shape.key_heads} key-value heads: neither divides the other": (
-            shape.key_heads % ranks != 0 and ranks % shape.key_heads != 0
-        ),
-        f"learner.tensor_parallel = {ranks} doesn't divide the feed-forward width of {shape.feed_forward}": (
-            not shape.experts and shape.feed_forward % ranks != 0
-        ),
-        f"learner.pipeline_parallel x virtual_pipeline = {stages} doesn't divide the model's {shape.layers} layers": (
+        f"learner.pipeline_parallel x virtual_pipeline = {stages} doesn't divide the model's {shape.layers} layers. {divisor}": (
             shape.layers % stages != 0
         ),
-        f"learner.expert_parallel = {config.expert_parallel}, but the model has no experts": (
+        f"learner.expert_parallel = {config.expert_parallel}, but the model has no experts. Set it to 1": (
             not shape.experts and config.expert_parallel > 1
         ),
-        f"learner.expert_parallel = {config.expert_parallel} doesn't divide the model's {shape.experts} experts": (
+        f"learner.expert_parallel = {config.expert_parallel} doesn't divide the model's {shape.experts} experts. {divisor}": (
             shape.experts % config.expert_parallel != 0
         ),
-        f"learner.tensor_parallel = {ranks} with experts and without sequence_parallel: true": (
+        f"learner.tensor_parallel = {ranks} with experts and without sequence_parallel. Set learner.sequence_parallel: true": (
             bool(shape.experts) and ranks > 1 and not config.sequence_parallel
         ),
     }
-    return [text for text, wrong in is_wrong.items() if wrong]
+    return found + [text for text, wrong in is_wrong.items() if wrong]
 
 
 def _possible(shape: ModelShape, config: LearnerConfig, ranks: int, gpus_per_node: int) -> Iterator[LearnerConfig]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from correction.errors import DataError
@@ -40,6 +41,7 @@ class ModelShape:
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
         """Raises: DataError if the folder has no config.json that can be read, or of a family that the learner doesn't train."""
+        check_is_model(folder)
         try:
             content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -70,6 +72,17 @@ class ModelShape:
             is_tied=bool(config.get("tie_word_embeddings", False)),
             experts=_experts(config) if family.experts else 0,
             experts_per_token=config["num_experts_per_tok"] if family.experts else 0,
+        )
+
+    @property
+    def sizes(self) -> SimpleNamespace:
+        """Under the names of a transformers config, for `LearnerConfig.check_model`."""
+        return SimpleNamespace(
+            model_type=self.model_type,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            intermediate_size=self.feed_forward,
+            num_experts=self.experts,
         )
 
     @property
@@ -147,6 +160,16 @@ class ModelShape:
         queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
         attention = [(queries, self.hidden), (keys, self.hidden), (keys, self.hidden), (self.hidden, queries)]
         return attention + [(self.feed_forward, self.hidden)] * 2 + [(self.hidden, self.feed_forward)]
+
+
+def check_is_model(folder: Path) -> None:
+    """Raises: DataError if the folder has no config.json."""
+    if not (folder / "config.json").is_file():
+        reason = "is not there" if not folder.exists() else "has no config.json"
+        raise DataError(
+            f"model = {folder}: {reason}; a model is a Hugging Face folder with config.json, safetensors and a tokenizer. "
+            f"`evenkeel init-model RECIPE` makes a small one; of the Hugging Face hub write hf:ORGANISATION/NAME"
+        )
 
 
 def _experts(config: Mapping[str, Any]) -> int:

@@ -144,7 +144,33 @@ def test_one_group_has_one_nccl(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     with pytest.raises(ConfigError, match=rf"engine_args\.{name} = True with weight_sync.transport = broadcast.*object_store"):
         check_devices(config(option, "weight_sync.transport=broadcast"))
     check_devices(config(option))
-    check_devices(config(option, "weight_sync.transport=broadcast", "rollout.engine.device=cpu"))
+    check_devices(config(option, "weight_sync.transport=broadcast", "rollout.engine.device=cpu", "learner.device=cpu"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("rollout.engine.device=cpu", r"learner, on cuda, .* by nccl, and engines, on cpu, by gloo: .*\. Set weight_sync.transport: ob"),
+        ("learner.device=cpu", "the learner, on cpu, joins the weight group by gloo, and engines, on cuda, by nccl"),
+        ("rollout.engine.weight_group_backend=gloo", r"by nccl, and engines, on cuda, by gloo: .* Set rollout.*_backend: auto, or weight"),
+        ("rollout.engine.device=cpu rollout.engine.weight_group_backend=nccl", "by nccl, and engines, on cpu, by nccl"),
+        ("rollout.engine.device=cpu learner.device=cpu rollout.engine.weight_group_backend=nccl", "on cpu, joins .* on cpu, by nccl"),
+    ],
+)
+def test_a_broadcast_is_refused_where_learner_and_engines_make_no_group(monkeypatch: pytest.MonkeyPatch, overrides: str, said: str) -> None:
+    gpus(monkeypatch, 8)
+    with pytest.raises(ConfigError, match=said):
+        check_devices(config("weight_sync.transport=broadcast", *overrides.split()))
+    check_devices(config(*overrides.split()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_broadcast_among_equal_devices_is_not(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    gpus(monkeypatch, 8)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    both = (f"rollout.engine.device={device}", f"learner.device={device}", "weight_sync.transport=broadcast")
+    check_devices(config(*both))
+    check_devices(config(*both, f"rollout.engine.weight_group_backend={backend}"))
 
 
 @pytest.mark.parametrize(

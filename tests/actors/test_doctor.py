@@ -24,6 +24,7 @@ from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
 from correction.errors import ConfigError
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
@@ -91,7 +92,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
 @pytest.mark.parametrize(
     ("overrides", "facts", "severity", "said", "setting"),
     [
-        ("learner.tensor_parallel=3", {}, "fail", "tensor_parallel = 3 doesn't divide the model's 32 heads", "divisor"),
+        ("learner.tensor_parallel=3", {}, "fail", "learner.tensor_parallel = 3: num_attention_heads = 32, num_key", "divisor"),
         ("learner.pipeline_parallel=5", {}, "fail", "= 5 doesn't divide the model's 36 layers", "divisor"),
         ("rollout.engine.tensor_parallel=3", {}, "fail", "engine.tensor_parallel = 3 doesn't divide the model's 32 heads", "divisor"),
         ("rollout.engine.tensor_parallel=5", {}, "fail", "= 5 and the model's 8 key-value heads: neither divides the other", "divisor"),
@@ -389,7 +390,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save_config(tmp_path, QWEN3_06B | {"max_position_embeddings": 128})
+    model = save_tiny_model(save_tiny_tokenizer(tmp_path / "model"), max_position_embeddings=128)
     nano = [str(RECIPES / "nano_spell_backward.yaml"), f"model={model}"]
     good = CliRunner().invoke(app, ["doctor", *nano, "--json"])
     found = json.loads(good.stdout)
@@ -397,6 +398,7 @@ def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: py
     assert [(row["kind"], row["parts"]) for row in found["resources"]] == [("CPU", "1 rank, 1 worker")]
     monkeypatch.setattr(gather, "gpus_of_driver", list)
     bad = CliRunner().invoke(app, ["doctor", *nano, "learner.tensor_parallel=3"])
-    assert bad.exit_code == 1 and "doesn't divide the model's 16 heads" in bad.stdout and "the run can't work like this" in bad.stdout
+    assert bad.exit_code == 1 and "num_attention_heads = 4, num_key_value_heads = 2," in bad.stdout
+    assert "the run can't work like this" in bad.stdout
     paper_only = CliRunner().invoke(app, ["doctor", *nano, "--gpus", "H100x1"])
     assert paper_only.exit_code == 1 and "the run asks for 2 GPUs, and 1 x H100 (80 GiB) are 1" in paper_only.stdout

@@ -240,7 +240,7 @@ def test_layouts_that_fit_come_first_and_divide_the_model() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"tensor_parallel": 3}, "tensor_parallel = 3 doesn't divide the model's 32 heads"),
+        ({"tensor_parallel": 3}, "tensor_parallel = 3: num_attention_heads = 32, num_key_value_heads = 8 in"),
         ({"pipeline_parallel": 5}, "= 5 doesn't divide the model's 36 layers"),
         ({"expert_parallel": 2, "data_parallel": 2}, "expert_parallel = 2, but the model has no experts"),
     ],
@@ -252,7 +252,7 @@ def test_why_a_layout_can_t_be(settings: dict[str, Any], said: str) -> None:
 def test_gpus_by_name_and_by_memory() -> None:
     assert Gpus.parse("H100x8") == Gpus("H100", 81_559 << 20, 8, 1)
     assert (Gpus.parse("h200x8x4").count, Gpus.parse("24GBx1").memory) == (32, 24 << 30)
-    for wrong in ("H100y8", "Z9x8", ""):
+    for wrong in ("H100y8", "Z9x8", "", "H100x0", "H100x8x0"):
         with pytest.raises(ConfigError, match="no such GPU"):
             Gpus.parse(wrong)
 

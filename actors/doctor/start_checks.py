@@ -1,0 +1,95 @@
+"""What the model's folder and the task's file have to say against a run: `train` stops at the first of it, `doctor` and `plan` tell all.
+
+The results are facts; nothing is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from actors.config import RunConfig
+from actors.doctor.facts import PaperFacts
+from actors.doctor.gather import paper_facts
+from actors.hub import config_folder
+from actors.hub_name import HubName
+from actors.plan.shape import check_is_model
+from correction.errors import DataError, EvenkeelError
+
+
+def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
+    """Args: has_weights: they are meant to be there. Raises: DataError if this is no model folder, or one of its files is damaged."""
+    from learner.hf_folder import read_config
+
+    check_is_model(path)
+    read_config(path)
+    if has_weights:
+        _check_weights(path)
+
+
+def _check_weights(path: Path) -> None:
+    from learner.hf_folder import HFWeights
+
+    if not any(path.glob("*.safetensors")):
+        raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
+    HFWeights(path).shapes()
+
+
+def checked(config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None) -> RunConfig:
+    """The configuration as the run would be given it (actors/true_on_policy.py), if the model's folder goes with it.
+
+    Args:
+        config: with devices and types (actors/derived.py).
+        folder: the model's, or a copy of it without the weights.
+        has_weights: they are meant to be in the folder.
+        refused: takes each reason against the run; None: the first is raised.
+    Raises: DataError if there is no config.json that can be read; EvenkeelError kinds, if nothing takes the reasons.
+    """
+    from actors.true_on_policy import resolved
+    from learner.model_check import check_trainable
+
+    check_model_folder(folder, has_weights=False)
+    with _kept(refused):
+        if has_weights:
+            _check_weights(folder)
+        check_trainable(folder, has_weights=has_weights)
+    with _kept(refused):
+        return resolved(config, folder)
+    return config
+
+
+def judged(config: RunConfig, *, gpu_bytes: int | None = None) -> tuple[RunConfig, PaperFacts]:
+    """The configuration as the run would be given it, and what is known without a cluster, with every reason against the run.
+
+    Args:
+        config: with devices and types.
+        gpu_bytes: of each GPU of machines that are meant and aren't here: config.json alone has to be; None: the run is started here.
+    Raises: DataError if there is no config.json of a model that the learner trains, or no such model on the hub.
+    """
+    refused: list[str] = []
+    is_here, of_hub = gpu_bytes is None, HubName.of(config.model) is not None
+    folder = config_folder(config.model)
+    config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused)
+    facts = paper_facts(config, folder, gpu_bytes=gpu_bytes)
+    if is_here:
+        from rollout.chat import ChatEncoder, load_tokenizer
+        from rollout.tasks import check_files
+
+        with _kept(refused):
+            check_files(config.rollout.task)
+        with _kept(refused):
+            if not of_hub:
+                ChatEncoder.for_task(load_tokenizer(folder), config.rollout.task)
+    return config, replace(facts, refused=tuple(refused))
+
+
+@contextlib.contextmanager
+def _kept(refused: list[str] | None) -> Iterator[None]:
+    try:
+        yield
+    except EvenkeelError as error:
+        if refused is None:
+            raise
+        refused.append(str(error))
