@@ -43,7 +43,7 @@ def rank_memory(shape: ModelShape, config: LearnerConfig, *, longest: int, has_r
         config: with a dtype.
         longest: tokens of the longest sequence, which is a pass of its own where it is longer than tokens_per_microbatch.
     """
-    stages = [_of_stage(shape, config, stage, longest, has_reference) for stage in range(config.pipeline_parallel)]
+    stages = [stage_memory(shape, config, stage, longest=longest, has_reference=has_reference) for stage in range(config.pipeline_parallel)]
     return max(stages, key=lambda memory: memory.total)
 
 
@@ -89,23 +89,37 @@ def _expert_activations(shape: ModelShape, config: LearnerConfig) -> float:
 
 
 def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
-    """Peak of the head's backward pass, as the head of learner/logprobs.py says."""
+    """Peak of the head's backward pass, as the head of learner/logprobs.py says, and the copies that a float32_head works with."""
     rows = -(-shape.vocabulary // config.tensor_parallel)
     chunk = min(config.logprob_chunk_tokens, tokens)
     results = 12 * tokens
     if config.resolved_dtype == "float32" or config.float32_head:
-        return 8 * chunk * rows + 4 * rows * shape.hidden + 4 * tokens * shape.hidden + results
+        gradients = 4 * (rows + tokens) * shape.hidden
+        copies = gradients if config.resolved_dtype != "float32" else 0  # of the matrix and of what goes in
+        return 8 * chunk * rows + gradients + copies + results
     return max(8 * chunk * rows + 4 * rows * shape.hidden, 2 * chunk * rows + 6 * rows * shape.hidden) + 2 * tokens * shape.hidden + results
 
 
-def _of_stage(shape: ModelShape, config: LearnerConfig, stage: int, longest: int, has_reference: bool) -> RankMemory:
+def stage_memory(shape: ModelShape, config: LearnerConfig, stage: int, *, longest: int, has_reference: bool = False) -> RankMemory:
+    """Of a rank of a stage; as rank_memory."""
     weights, gradients, optimizer = state_bytes(shape, config, stage)
     tokens = max(config.tokens_per_microbatch, longest)
-    passes = config.pipeline_parallel - stage  # 1F1B: micro-batches whose backward pass is still to come
     layers = shape.layers / config.pipeline_parallel
-    activations = layer_activations(shape, config) * layers * passes * tokens
+    activations = layer_activations(shape, config) * layers * _passes(config, stage) * tokens
     if config.recompute_activations:  # one layer at a time is there as a whole
         activations += layer_activations(shape, config.model_copy(update={"recompute_activations": False})) * tokens
     is_last = stage == config.pipeline_parallel - 1
     head = head_bytes(shape, config, tokens) if is_last else 0
     return RankMemory(weights, gradients, optimizer, round(activations), head, weights if has_reference else 0)
+
+
+def _passes(config: LearnerConfig, stage: int) -> float:
+    """Most micro-batches of which a stage keeps all its layers' activations: those whose backward pass is still to come.
+
+    1F1B: one for each stage from this one on. Interleaved, of V chunks a stage, it is a number of chunks, each a V-th of the layers:
+    two for each later stage, (V - 1) P before the first backward pass, and the one at work (Megatron's get_pp_rank_microbatches).
+    """
+    later, chunks = config.pipeline_parallel - stage - 1, config.virtual_pipeline
+    if chunks == 1:
+        return later + 1
+    return (2 * later + (chunks - 1) * config.pipeline_parallel + 1) / chunks

@@ -293,6 +293,29 @@ def test_the_phase_is_that_of_the_step() -> None:
     asyncio.run(scenario())
 
 
+def test_the_ranks_have_their_places_before_a_worker_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks Ray first gets the GPUs: engines would take those of the learner's."""
+
+    async def scenario() -> None:
+        run, done = controller(Observer()), list[str]()
+
+        async def reserve(config: RunConfig) -> Any:
+            assert config is run._config
+            done.append("ranks ask")
+            await asyncio.sleep(0.0)
+            done.append("ranks have")
+
+        run._task, run._folder = SimpleNamespace(held_out_prompts=lambda: prompts(0, 4)), mock.Mock()  # type: ignore[assignment]
+        monkeypatch.setattr("actors.controller.reserve", reserve)
+        monkeypatch.setattr("actors.controller.outline_folder", lambda _: [None])
+        monkeypatch.setattr(run, "_make_queue", lambda: None)
+        monkeypatch.setattr(run, "_start_pool", lambda: done.append("workers ask"))
+        await run._start()
+        assert done == ["ranks ask", "ranks have", "workers ask"]
+
+    asyncio.run(scenario())
+
+
 def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
     """After a resume it holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line."""
 

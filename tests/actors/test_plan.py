@@ -17,7 +17,7 @@ from actors.derived import derived
 from actors.plan.engine_memory import default_fraction, engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts, obstacles
-from actors.plan.learner_memory import layer_activations, rank_memory, state_bytes
+from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
 from actors.plan.shape import FLOAT8_BLOCK, ModelShape
 from actors.plan.traffic import BUS, HOST_COPY, NETWORK, active_parameters, checkpoint_bytes, token_bytes, traffic
 from correction.correct import correct
@@ -28,9 +28,11 @@ from learner.config import LearnerConfig
 from learner.families import FAMILIES
 from learner.hf_folder import read_config
 from learner.learner_rank import LearnerRank
+from learner.logprobs import head_logprobs
 from learner.model_check import expected_shapes
 from tests.actors.known_models import LLAMA_31_8B, QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B, save_config
 from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, random_batch
+from tests.learner.test_learner_logprobs import peaks
 from tests.tiny_models import save_tiny_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -105,22 +107,21 @@ def test_weights_gradients_optimizer_and_checkpoint_to_the_byte(tmp_path: Path, 
     assert 0 <= on_disk - checkpoint_bytes(shape, run) < 0.001 * on_disk, "and a scalar for each parameter"
 
 
-def kept_for_backward(folder: Path, tokens: int, **settings: Any) -> int:
-    """Bytes that autograd keeps of a forward pass, weights aside."""
+def kept_for_backward(learner: LearnerRank, tokens: int) -> int:
+    """Bytes that autograd keeps of a forward pass on this rank, weights aside."""
     storages: dict[int, tuple[int, Tensor]] = {}
-    with learner_on(folder, device="cpu", **settings) as learner:
-        weights = {parameter.untyped_storage().data_ptr() for parameter in learner._policies[0].parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in learner._policies[0].parameters()}
 
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                storages[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
-            return tensor
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
+        return tensor
 
-        positions, packed = pack(RowLayout((tokens,)), torch.device("cpu"))
-        ids = torch.randint(0, 500, (1, tokens))
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            learner._require().chunks[0](input_ids=ids, position_ids=positions, attention_mask=None, packed_seq_params=packed)
+    positions, packed = pack(RowLayout((tokens,)), torch.device("cpu"))
+    ids = torch.randint(0, 500, (1, tokens))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        learner._require().chunks[0](input_ids=ids, position_ids=positions, attention_mask=None, packed_seq_params=packed)
     return sum(size for size, _ in storages.values())
 
 
@@ -132,9 +133,28 @@ def test_activations_are_what_autograd_keeps(tmp_path: Path, family: str, dtype:
     settings: dict[str, Any] = {"dtype": dtype, "recompute_activations": recompute}
     sizes: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160} | ({} if family == "mixtral" else {"head_dim": 16})
     folders = [save_tiny_model(tmp_path / str(n), family, tie=False, num_hidden_layers=n, **sizes) for n in (1, 2)]
-    one, two = (kept_for_backward(folder, 256, **settings) for folder in folders)
+    measured = []
+    for folder in folders:
+        with learner_on(folder, device="cpu", **settings) as learner:
+            measured.append(kept_for_backward(learner, 256))
     expected = layer_activations(ModelShape.read(folders[0]), LearnerConfig(device="cpu", **settings)) * 256
-    assert two - one == pytest.approx(expected, rel=0.03)
+    assert measured[1] - measured[0] == pytest.approx(expected, rel=0.03)
+
+
+def in_float32(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return head_logprobs(hidden.float(), weight.float(), targets, **options)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "float32_head": True}])
+@pytest.mark.parametrize(("tokens", "width", "rows", "chunk"), [(600, 16, 512, 48), (90, 64, 1000, 32), (16, 64, 1000, 32)])
+def test_the_head_takes_what_is_alive_at_most(tokens: int, width: int, rows: int, chunk: int, settings: dict[str, Any]) -> None:
+    """Of both passes, on each of two ranks; beside it come some numbers of the tokens of a chunk."""
+    config = LearnerConfig(device="cpu", tensor_parallel=2, logprob_chunk_tokens=chunk, **settings)
+    shape = replace(ModelShape.of(QWEN3_06B), hidden=width, vocabulary=2 * rows)
+    head = in_float32 if config.float32_head else head_logprobs
+    _, measured = peaks(head, config.torch_dtype, tokens, width, rows, chunk_tokens=chunk)
+    planned = head_bytes(shape, config, tokens)
+    assert planned <= measured <= planned + 100 * chunk
 
 
 def test_what_the_ranks_share() -> None:
