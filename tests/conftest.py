@@ -35,8 +35,18 @@ _ENGINES = (
 )
 """Files whose tests own engines: of several processes only one imports SGLang, and starts the shared engine."""
 
-_RANKS = ("tests/learner/test_learner_kept_weights.py", "tests/learner/test_learner_ranks.py")
+_RANKS = (
+    "tests/actors/test_plan_ranks.py",
+    "tests/actors/test_wide_fields.py",
+    "tests/learner/test_learner_batch_invariant.py",
+    "tests/learner/test_learner_kept_weights.py",
+    "tests/learner/test_learner_layers.py",
+    "tests/learner/test_learner_ranks.py",
+)
 """Files whose tests share processes for the learner's ranks."""
+
+_TREES = ("tests/test_imports.py", "tests/test_layers.py")
+"""Files that read the same syntax trees."""
 
 _RUNS = (
     "tests/e2e/test_several_workers.py",
@@ -61,7 +71,8 @@ _COMPUTING = (
 def group_of(node_id: str) -> str:
     """A file stays in one process, and so does all that owns engines: engines, ranks and whole runs are then made once."""
     file = node_id.split("::")[0]
-    return "engines" if file in _ENGINES else "ranks" if file in _RANKS else file
+    shared = {"engines": _ENGINES, "ranks": _RANKS, "trees": _TREES}
+    return next((name for name, files in shared.items() if file in files), file)
 
 
 def _rank(group: str) -> int:
