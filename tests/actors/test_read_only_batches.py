@@ -9,12 +9,17 @@ import pytest
 
 from correction.methods import PRESETS
 from tests.e2e.launch import ROOT, environment
+from tests.learner.learner_cases import save_model
+from tests.learner.moe_cases import save_moe
 
 
 @pytest.fixture(scope="module")
-def played() -> subprocess.CompletedProcess[str]:
+def played(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which a write ends."""
-    command = [sys.executable, "-m", "tests.actors.read_only_paths"]
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "dense")
+    save_moe(folder / "moe")
+    command = [sys.executable, "-m", "tests.actors.read_only_paths", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment(), cwd=ROOT, check=False)
 
 
