@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+# Before torch, for this process and all that it starts: a test of two threads would have the one that is done with its part spin until
+# the other is, and with two such processes on two cores that one waits for the core. Sleeping, it needs a tenth of the seconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import actors  # noqa: F401  # before Ray: a test that forgets to start one gets an error, not a Ray of somebody else's
+from correction.engines.quick_imports import uncollected
 from correction.engines.weight_bucket import WeightBucket
 from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
@@ -30,8 +35,18 @@ _ENGINES = (
 )
 """Files whose tests own engines: of several processes only one imports SGLang, and starts the shared engine."""
 
-_RANKS = ("tests/learner/test_learner_kept_weights.py", "tests/learner/test_learner_ranks.py")
+_RANKS = (
+    "tests/actors/test_plan_ranks.py",
+    "tests/actors/test_wide_fields.py",
+    "tests/learner/test_learner_batch_invariant.py",
+    "tests/learner/test_learner_kept_weights.py",
+    "tests/learner/test_learner_layers.py",
+    "tests/learner/test_learner_ranks.py",
+)
 """Files whose tests share processes for the learner's ranks."""
+
+_TREES = ("tests/test_imports.py", "tests/test_layers.py")
+"""Files that read the same syntax trees."""
 
 _RUNS = (
     "tests/e2e/test_several_workers.py",
@@ -56,7 +71,8 @@ _COMPUTING = (
 def group_of(node_id: str) -> str:
     """A file stays in one process, and so does all that owns engines: engines, ranks and whole runs are then made once."""
     file = node_id.split("::")[0]
-    return "engines" if file in _ENGINES else "ranks" if file in _RANKS else file
+    shared = {"engines": _ENGINES, "ranks": _RANKS, "trees": _TREES}
+    return next((name for name, files in shared.items() if file in files), file)
 
 
 def _rank(group: str) -> int:
@@ -98,8 +114,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (_rank(name := group_of(item.nodeid)), places[name]))  # stable: tests of a group keep their order
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # torch, Ray and 4,000 tests stay to the end: no collection of garbage need look through them
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """torch, Ray and 4,000 tests stay to the end: no collection of garbage need look through them, now or later."""
+    with uncollected():
+        return (yield)
 
 
 def pytest_sessionfinish() -> None:

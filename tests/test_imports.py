@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.test_layers import imported_from
+from tests.test_layers import imported_from, nodes
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("correction", "rollout", "learner", "actors", "lab", "benchmarks", "docs", "tests")
@@ -45,7 +45,7 @@ def defined(path: Path) -> frozenset[str]:
 
 def missing(path: Path) -> Iterator[str]:
     """What a file imports of ours that isn't there."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             wanted = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and (source_module := imported_from(node, path)):

@@ -37,12 +37,20 @@ def source_files(package: str) -> list[Path]:
 
 
 _READ = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
     """Imports, classes and functions of a file, wherever they stand in it. Each file is read by a dozen tests."""
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, _READ)]
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    found = []
+    while waiting:  # no expression holds a statement, and most nodes are expressions
+        node = waiting.pop()
+        if isinstance(node, _READ):
+            found.append(node)
+        waiting += reversed([child for child in ast.iter_child_nodes(node) if isinstance(child, _STATEMENTS)])
+    return found
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,15 +1,15 @@
-"""python -m tests.actors.read_only_paths: the ways of a batch, with every preset, where what came from another process may only be read.
+"""python -m tests.actors.read_only_paths FOLDER: the ways of a batch, with every preset, where what another process made may only be read.
 
-So it lies in Ray's object store. A write ends this process by SIGSEGV; what has gone well is said, a line each. With --write it writes.
+So it lies in Ray's object store. A write ends this process by SIGSEGV, which a child shows first; what has gone well is said, a line each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import os
+import signal
 import sys
-import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +37,8 @@ from rollout.trajectory import Group, TopLogprobs
 from rollout.weight_update import require_checksums
 from tests.actors.read_only_memory import read_only
 from tests.actors.test_correction_service import GROUPS, Learner, Scene, answered, play
-from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch, save_model
-from tests.learner.moe_cases import random_routes, save_moe
+from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch
+from tests.learner.moe_cases import random_routes
 
 SHARED = [([9, 9, 9], [3, 8, 2]), ([6, 6], [9, 4]), ([5, 5], [0, 7])]
 """Prompts and answers of groups whose prompts are read once."""
@@ -133,7 +133,7 @@ def train(learner: LearnerRank, preset: str) -> None:
 def ask(folder: Path) -> None:
     """What else the learner is asked about a batch: logprobs of three policies, routes to replay, shared prompts; and its weights."""
     tis = CorrectionConfig(preset="tis-token")
-    with learner_on(save_model(folder / "dense")) as learner:
+    with learner_on(folder / "dense") as learner:
         batch = read_only(grouped_batch(SHARED))
         kept = KeptWeights(learner)
         kept.keep(0, oldest=0)
@@ -144,7 +144,7 @@ def ask(folder: Path) -> None:
         for bucket in map(read_only, learner.weight_buckets()):
             require_checksums([bucket], {name: bucket.checksums()[name] for name in bucket.tensors()})
     for replay in ("rollout", "recompute"):
-        with learner_on(save_moe(folder / replay), routing_replay=replay, optimizer_steps_per_batch=2) as learner:
+        with learner_on(folder / "moe", routing_replay=replay, optimizer_steps_per_batch=2) as learner:
             batch = grouped_batch(SHARED)
             batch = read_only(replace(batch, routed_experts=random_routes(batch)) if replay == "rollout" else batch)
             said = read_only(learner.proximal(batch))
@@ -153,21 +153,28 @@ def ask(folder: Path) -> None:
             assert learner.step(read_only(correct(batch, tis)), tis, step=1).optimizer_steps == 2
 
 
-def main(words: Sequence[str]) -> None:
-    faulthandler.enable()
-    if "--write" in words:
+def signal_of_a_write() -> int:
+    """By which a child of this process ends that writes to such a batch; it has nothing to import."""
+    if not (child := os.fork()):
         read_only(grouped_batch(SHARED)).advantages.mul_(2.0)
+        os._exit(0)
+    return -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main(folder: Path) -> None:
+    """Args: folder: of two models, "dense" and "moe". Whoever makes them imports for seconds."""
+    print("a write:", signal.Signals(signal_of_a_write()).name, flush=True)
+    faulthandler.enable()
     ray.put = read_only
-    with tempfile.TemporaryDirectory() as made:
-        ask(Path(made))
-        print("asked", flush=True)
-        for steps in (1, 2):
-            with learner_on(save_model(Path(made) / str(steps)), optimizer_steps_per_batch=steps) as learner:
-                for preset in PRESETS:
-                    serve(preset, steps)
-                    train(learner, preset)
-                    print(preset, steps, flush=True)
+    ask(folder)
+    print("asked", flush=True)
+    for steps in (1, 2):
+        with learner_on(folder / "dense", optimizer_steps_per_batch=steps) as learner:
+            for preset in PRESETS:
+                serve(preset, steps)
+                train(learner, preset)
+                print(preset, steps, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]))

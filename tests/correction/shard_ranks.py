@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from correction import CorrectionConfig, all_reduce_sum, correct, policy_loss, policy_scale
 from tests.correction.fixtures import random_batch
 
+RANKS = 2
 PRESETS = ("mis-full", "icepop", "m2po", "dppo-binary-tv", "gspo")
 
 
@@ -64,11 +67,20 @@ class Shift(torch.nn.Module):
         return (logprobs + self.shift[:-1])[index] + self.shift[-1]
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
+def compare(rank: int) -> None:
+    distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
     for case in (losses, gradients):
-        case(distributed.get_rank())
+        case(rank)
         sys.stdout.write(f"{case.__name__} are equal\n")  # at once, or the ranks' lines would mix
         sys.stdout.flush()
     distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    ranks = torch.multiprocessing.start_processes(compare, nprocs=RANKS, start_method="fork", join=False)  # torch is imported once
+    while not ranks.join():
+        pass
