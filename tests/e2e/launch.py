@@ -29,8 +29,8 @@ RECIPE = Path(__file__).with_name("small.yaml")
 EVENKEEL = [sys.executable, "-m", "actors.commands.cli"]
 _MARK = "EVENKEEL_TEST_MARK"
 _GONE = "(gone)"
-PRIVATE, ON_A_CLUSTER = 2, 3
-"""Columns of the table in docs/security.md."""
+PRIVATE = 2
+"""Column of the table in docs/security.md."""
 RAY_AGENTS = ("DashboardAgent", "RuntimeEnvAgent")
 """Two processes of Ray's that, when raylet is gone, first try to tell the control service for a minute, and then end."""
 

@@ -13,7 +13,7 @@ import pytest
 from actors.record.run_folder import RunFolder
 from actors.resume import TrainingState
 from tests.e2e.cluster import RunningCluster, ray_cluster
-from tests.e2e.launch import ON_A_CLUSTER, RECIPE, Run, is_open_to_others, listeners_of_the_page, listening
+from tests.e2e.launch import RECIPE, Run, listeners_of_the_page, listening
 from tests.failures.books import check_books
 from tests.failures.measured import REAL, Measured
 
@@ -43,17 +43,11 @@ def run(cluster: RunningCluster, small_model: Path, tmp_path_factory: pytest.Tem
         run.close()
 
 
-def test_a_run_on_a_cluster_listens_as_the_page_says(run: Run, cluster: RunningCluster) -> None:
-    """Each process that listens is named in docs/security.md; on all interfaces those alone of which the page says so, and these do."""
+def test_the_page_names_whatever_listens_for_a_run_on_a_cluster(run: Run, cluster: RunningCluster) -> None:
+    """docs/security.md, of the run's processes and of the head's."""
     found = run.listening() | listening(cluster.head.processes())
     named = listeners_of_the_page()
     assert not {command for command, _ in found if not any(name in command for name in named)}
-    open_ones = {command for command, address in found if is_open_to_others(address)}
-    may_be = listeners_of_the_page(open_to_all=ON_A_CLUSTER)
-    assert not {command for command in open_ones if not any(name in command for name in may_be)}
-    for name in ("gcs_server", "raylet", "ray::"):
-        assert name in may_be and any(name in command for command in open_ones), f"{name}: the look must have seen what it is for"
-    assert any("sglang::scheduler" in command for command, _ in found)
 
 
 def test_a_head_that_hangs_is_told_and_waited_for(run: Run, cluster: RunningCluster) -> None:
