@@ -58,7 +58,7 @@ def test_of_gpus_that_aren_t_here(tmp_path: Path, model: dict[str, Any], overrid
 def test_both_commands_ask(tmp_path: Path, words: list[str]) -> None:
     model = save_config(tmp_path, QWEN3_8B | WINDOW)
     done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={model}"])
-    assert "use_sliding_window = True of qwen3" in done.stdout and "1 thing can't work so" in done.stdout, done.output
+    assert "use_sliding_window = True of qwen3" in done.stdout and "1 failure: the run can't work like this" in done.stdout, done.output
 
 
 @pytest.fixture(scope="module")
