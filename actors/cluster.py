@@ -91,6 +91,7 @@ class Cluster:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
         workers = self._config.rollout.most_workers
         arguments: dict[str, Any] = {
+            "address": "local",  # not RAY_ADDRESS, nor the last one that `ray start` has left a note of on this machine
             "num_cpus": self._config.logical_cpus,
             "resources": {settings.rollout_resource: workers},
             "include_dashboard": settings.include_dashboard,

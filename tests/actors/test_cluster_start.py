@@ -82,6 +82,7 @@ def test_a_start_that_timed_out_is_tried_again_without_its_remains(
         other.kill()
         other.wait()
     assert len(calls) == 2 and calls[0] == calls[1]
+    assert calls[0]["address"] == "local", "a private Ray is never somebody else's"
     assert "trying again, 2 of 3" in caplog.text and "timed out during startup" in caplog.text
 
 
