@@ -18,6 +18,7 @@ from rollout.continuation import continued, is_begun, kept, unsampled
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineProcess
 from rollout.engine_ranks import obstacles
+from rollout.sglang_answer import trajectory_of
 from rollout.trajectory import ExpertShape, Trajectory
 from rollout.weight_update import UpdatableEngine
 
@@ -149,7 +150,7 @@ class RolloutEngine(UpdatableEngine):
         ]
         answers = await self._request(inputs, samplings, deadline_s, "generate", **options)
         for i, read, answer in zip(todo, inputs, answers, strict=True):
-            rest = Trajectory.from_sglang(answer, read, self.name, prompt_id=prompt_id, topk=topk, experts=self._experts)
+            rest = trajectory_of(answer, read, self.name, prompt_id=prompt_id, topk=topk, experts=self._experts)
             whole = continued(found[i], rest) if found[i].response_ids else rest
             found[i] = kept(whole, self.longest_prompt) if self.is_leaving and is_begun(whole) else whole
         return found

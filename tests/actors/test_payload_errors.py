@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from actors.carriers import StoredGroup, Ticket
 from actors.drawing import Drawing
 from actors.payloads import GONE, LATE, fetch_s, fetched, read_now, to_hand_on
 from correction.errors import ActorLost
-from rollout.trajectory import AnswerFacts, FinishReason, Group, GroupFacts, VersionSpan
+from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, Group, GroupFacts, VersionSpan
 from tests.actors.cases import group, prompts, trajectory
 from tests.actors.simulated_time import simulate
 
@@ -130,8 +130,10 @@ def test_facts_are_themselves_after_a_process_and_are_pickled_as_plain_tuples() 
     spans = (VersionSpan(3, 0, 5), VersionSpan(4, 5, 9))
     answers = (
         AnswerFacts(9, spans, FinishReason.LENGTH, 0.5, {"format": 0.5}, None, read_again_tokens=7),
-        AnswerFacts(0, (), FinishReason.ABORT, None, {}, "the engine aborted it"),
+        AnswerFacts(0, (), FinishReason.ABORT, None, {}, "the engine aborted it", FailureKind.ENGINE),
     )
+    for field in fields(AnswerFacts):
+        assert getattr(answers[0], field.name) != getattr(answers[1], field.name), "each field has a value that another one's would change"
     facts = GroupFacts(11, "train/0/11", answers, 3, generate_s=1.5, reward_s=0.25, wide_bytes=1 << 20)
     pickled = pickle.dumps(facts)
     assert pickle.loads(pickled) == facts

@@ -21,7 +21,8 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, RequestError, SyncError
 from rollout.engine_config import EngineConfig
 from rollout.engine_process import EngineCapabilities
-from rollout.trajectory import ExpertShape, FailureKind, FinishReason, Trajectory, VersionSpan
+from rollout.sglang_answer import trajectory_of
+from rollout.trajectory import ExpertShape, FailureKind, FinishReason, VersionSpan
 from rollout.weight_update import UpdateCheck
 
 
@@ -138,10 +139,10 @@ def answer(spans: list[tuple[str, int, int]], logprobs: list[float], tokens: int
 
 
 def test_trajectory_reads_spans() -> None:
-    trajectory = Trajectory.from_sglang(answer([("3", 0, 1), ("5", 1, 4)], [-1.0] * 4), [7, 8, 9], "engine")
+    trajectory = trajectory_of(answer([("3", 0, 1), ("5", 1, 4)], [-1.0] * 4), [7, 8, 9], "engine")
     assert trajectory.version_spans == (VersionSpan(3, 0, 1), VersionSpan(5, 1, 4))
     assert trajectory.finish_reason is FinishReason.LENGTH
-    assert Trajectory.from_sglang(answer([("3", 0, 0)], [], 0), [7, 8, 9], "engine").version_spans == ()
+    assert trajectory_of(answer([("3", 0, 0)], [], 0), [7, 8, 9], "engine").version_spans == ()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_trajectory_reads_spans() -> None:
 )
 def test_trajectory_refuses_what_does_not_cover_the_tokens(spans: list[tuple[str, int, int]], logprobs: list[float]) -> None:
     with pytest.raises(RequestError):
-        Trajectory.from_sglang(answer(spans, logprobs), [7, 8, 9], "engine")
+        trajectory_of(answer(spans, logprobs), [7, 8, 9], "engine")
 
 
 def routes(count: int) -> str:
@@ -169,17 +170,17 @@ def test_trajectory_reads_routes_of_all_tokens_but_the_last() -> None:
     shape = ExpertShape(layers=2, experts=6, k=1)
     sent = answer([("3", 0, 4)], [-1.0] * 4)
     sent["meta_info"] |= {"prompt_tokens": 3, "routed_experts": routes(6)}  # type: ignore[operator]
-    found = Trajectory.from_sglang(sent, [7, 8, 9], "engine", experts=shape).routed_experts
+    found = trajectory_of(sent, [7, 8, 9], "engine", experts=shape).routed_experts
     assert found is not None and (found.positions, found.ids.typecode) == (6, "B")
     assert found.ids.tolist() == [0, 1, 1, 1, 2, 1, 3, 1, 4, 1, 5, 1]
-    assert Trajectory.from_sglang(sent, [7, 8, 9], "engine").routed_experts is None
-    wide = Trajectory.from_sglang(sent, [7, 8, 9], "engine", experts=replace(shape, experts=257)).routed_experts
+    assert trajectory_of(sent, [7, 8, 9], "engine").routed_experts is None
+    wide = trajectory_of(sent, [7, 8, 9], "engine", experts=replace(shape, experts=257)).routed_experts
     assert wide is not None and wide.ids.typecode == "h"
     for changes, wrong in (({"routed_experts": routes(5)}, shape), ({"routed_experts": None}, shape), ({}, replace(shape, experts=5))):
         with pytest.raises(RequestError, match="routed experts"):
-            Trajectory.from_sglang({**sent, "meta_info": {**sent["meta_info"], **changes}}, [7, 8, 9], "engine", experts=wrong)  # type: ignore[dict-item]
+            trajectory_of({**sent, "meta_info": {**sent["meta_info"], **changes}}, [7, 8, 9], "engine", experts=wrong)  # type: ignore[dict-item]
     aborted = {**sent["meta_info"], "finish_reason": {"type": "abort"}, "routed_experts": None}  # type: ignore[dict-item]
-    unread = Trajectory.from_sglang({**sent, "meta_info": aborted}, [7, 8, 9], "engine", experts=shape)
+    unread = trajectory_of({**sent, "meta_info": aborted}, [7, 8, 9], "engine", experts=shape)
     assert unread.routed_experts is None and unread.error == "the engine aborted the request"
     assert unread.failure is FailureKind.ENGINE
 

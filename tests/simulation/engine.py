@@ -17,6 +17,7 @@ from typing import Any
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup, continued, is_begun, kept, unsampled
+from rollout.sglang_answer import trajectory_of
 from rollout.trajectory import Group, Prompt, SyncReceipt, Trajectory
 from tests.simulation.processes import Process
 
@@ -185,7 +186,7 @@ class SimulatedEngine:
         meta = {"output_token_logprobs": logprobs, "weight_versions": versions, "finish_reason": {"type": ends}, "prompt_tokens": 3}
         answer = {"output_ids": ids, "meta_info": meta}
         read = [*prompt.token_ids, *begun.response_ids]
-        return Trajectory.from_sglang(answer, read, self._process.name, prompt_id=prompt.prompt_id)
+        return trajectory_of(answer, read, self._process.name, prompt_id=prompt.prompt_id)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.raise_if_lost()
