@@ -142,7 +142,8 @@ class CollectiveCaller:
             except DeadlineExceeded as error:
                 if not (idle := await self._not_begun()):
                     raise
-                self._missed = f"{error}; not begun by {' and '.join(idle)}: what it was to work on did not come"
+                why = "an earlier call is not over there, or what it was to work on did not come"
+                self._missed = f"{error}; not begun by {' and '.join(idle)}: {why}"
                 raise ActorLost(self._missed) from error
 
     async def _not_begun(self) -> list[str]:

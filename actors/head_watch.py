@@ -68,8 +68,10 @@ def _look(
             return
         try:
             answers = _answers(address, look_s)
-        except OSError:
-            continue
+        except OSError as error:
+            if not (hangs and isinstance(error, TimeoutError)):  # one that hangs takes no more connections at some time
+                continue
+            answers = False
         seen_s = time.monotonic()
         silent_s = seen_s - answered_s
         if answers:
@@ -82,7 +84,7 @@ def _look(
             tell(
                 "warning",
                 f"{head} hangs: it listens, and has answered nothing for {silent_s:.0f} s. The run goes on with what it has; whatever is "
-                "to start on the cluster waits until the head answers",
+                "to start on the cluster waits until the head answers. After some minutes Ray itself may give up",
             )
     text = (
         f"{head} is gone: nothing has listened there for {limit_s:.0f} s, and what the cluster knew of "

@@ -43,9 +43,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ENDED_BY_ALARM = 3
-"""Exit code of a run that monitor.on_alarm = stop has ended, with a checkpoint; 1 and 2 are errors."""
-
 ENGINES_DIFFER = 4
 """Exit code of diff-engines when a bit differs."""
 
@@ -126,10 +123,7 @@ def train(
         from actors.commands.train import train_run
 
     summary = train_run(None if resume else recipe, words, resume, discard_queue=discard_queue)
-    if summary.alarm:
-        raise typer.Exit(ENDED_BY_ALARM)
-    if summary.ended_by not in (None, signal.SIGINT):
-        raise typer.Exit(interrupts.exit_code(summary.ended_by))
+    raise typer.Exit(summary.exit_code)
 
 
 @app.command(

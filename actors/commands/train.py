@@ -41,8 +41,10 @@ from rollout.rewards import RewardPool
 from rollout.stacks import tell_stacks
 from rollout.tasks import Demonstration, Task, build_task, check_task_names
 
-_LEFT_S = 60.0
-"""For the report and the end of the process, if something hangs that the run has left: a package's own end would wait for it."""
+_LEFT_S = 600.0
+"""For the report and the end of the process, if something that the run has left hangs or uploads slowly. A package's own end waits."""
+_LEFT_HURRIED_S = 60.0
+"""After a signal."""
 
 def train_run(recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False) -> RunSummary:
     """Run a recipe, or go on with a run folder; prints as it goes.
@@ -171,6 +173,7 @@ def _run_in(
                 tell_stacks()
                 HALF_OVER.set(StackCollector(folder, observer.event).half_over)
                 summary = _run_controller(controller)
+                code = summary.exit_code
     except BaseException as error:
         hurries = isinstance(error, interrupts.Interrupted)
         code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
@@ -183,7 +186,7 @@ def _run_in(
     finally:
         hurries = hurries or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
         if observer.close(within_s=2.0 if hurries else 30.0):
-            interrupts.end_within(_LEFT_S, code)
+            interrupts.end_within(_LEFT_HURRIED_S if hurries else _LEFT_S, code)
         report = None if hurries else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary

@@ -113,8 +113,8 @@ class WandbView:
     def close(self, *, within_s: float = _CLOSE_S) -> None:
         """Args: within_s: for what waits, and for the package's own end."""
         self._thread.do(partial(self._try, lambda: self._run.finish()))
-        if not self._thread.end(within_s=within_s):
-            self._give_up(f"it does not answer, and {counted(max(0, self._thread.waiting - 2), 'step')} more wait for it")
+        if not self._thread.end(within_s=within_s) and (steps := self._thread.waiting - 2) >= 0:  # besides its own end, and the thread's
+            self._give_up(f"it does not answer, and {counted(steps, 'step')} more wait for it")
 
     @property
     def hangs(self) -> bool:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from actors import interrupts
+from actors.run_summary import RunSummary
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
@@ -203,3 +204,12 @@ interrupts.end_within(0.2, 3)
 def test_a_process_whose_own_end_hangs_is_ended_with_its_exit_code() -> None:
     done = subprocess.run([sys.executable, "-c", NEVER_ENDS], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (3, "evenkeel: something still hangs 0.2 s after the run's end, and is left\n")
+
+
+@pytest.mark.parametrize(
+    ("alarm", "number", "code"),
+    [("", None, 0), ("", signal.SIGINT, 0), ("", signal.SIGTERM, 143), ("", signal.SIGHUP, 129), ("reward fell", None, 3)],
+)
+def test_exit_code_of_a_run(alarm: str, number: int | None, code: int) -> None:
+    """One rule for the command line and for the end of a process that hangs: a scheduler resumes on 143."""
+    assert RunSummary(3, None, None, 1.0, stopped_early=True, alarm=alarm, ended_by=number).exit_code == code

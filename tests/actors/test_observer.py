@@ -492,6 +492,23 @@ def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_h
     assert told.text.endswith("its folder: it does not answer, and 2 steps more wait for it") and seen.observer.close(), "something hangs"
 
 
+def test_weights_and_biases_that_uploads_at_the_end_is_not_given_up(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has every step; that its own end takes long is no error, and the process waits for it."""
+    uploads, tried = threading.Event(), list[int]()
+    run = SimpleNamespace(log=lambda numbers: tried.append(int(numbers["step"])), finish=lambda: uploads.wait(60.0))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
+    view.write(StepMetrics(1, {}))
+    view.write(StepMetrics(2, {}))
+    until(lambda: len(tried) == 2)
+    view.close(within_s=0.1)
+    assert view.hangs and tried == [1, 2]
+    uploads.set()
+    until(lambda: not view.hangs)
+    seen.settle()
+    assert list(seen.folder.read_events()) == []
+
+
 def test_what_waits_for_weights_and_biases_is_bounded(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_views, "_MOST_STEPS", 2)
     view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)

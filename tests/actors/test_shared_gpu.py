@@ -15,7 +15,7 @@ from actors import workers
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.learner_rank_actor import LearnerRankActor
-from actors.part_heartbeat import in_turn
+from actors.part_heartbeat import sequential_actor
 from actors.placement import reserve
 from actors.rollout_worker import WorkerSettings
 from correction.errors import ConfigError
@@ -42,7 +42,7 @@ def test_a_rank_and_a_worker_share_one_gpu_and_each_looks_whether_it_has_it(one_
     """Both are placed, with 0.65 and 0.35 and no more, on GPU 0; there torch sees none, and each says so before it starts anything."""
     config = load_config(RunConfig, RECIPE, SHARES)
     places = asyncio.run(reserve(config))
-    rank = in_turn(LearnerRankActor).options(**places.options(0)).remote(config.learner, 0, bind="127.0.0.1")
+    rank = sequential_actor(LearnerRankActor).options(**places.options(0)).remote(config.learner, 0, bind="127.0.0.1")
     worker = workers.create("7", WorkerSettings.of(config, Path("none"), prompt(0))).actor
     ray.get([rank.__ray_ready__.remote(), worker.__ray_ready__.remote()], timeout=PLACED_S)
     starts = {"learner rank 0": rank.start.remote(1, ("127.0.0.1", 1), Path("none"), 0), "rollout worker 7": worker.start.remote(0)}
