@@ -232,12 +232,13 @@ def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) ->
     os._exit(code)
 
 
-def end_within(seconds: float, code: int) -> None:
-    """End this process after so long, if it hasn't ended by itself: a package's own end, or a disk, may never come back."""
+def end_within(seconds: float, code: int, hangs: Callable[[], bool]) -> None:
+    """End this process after so long, if it is still there and this hangs: a package's own end, or a disk, may never return."""
 
     def leave() -> None:
         time.sleep(seconds)
-        end_all(f"something still hangs {seconds:g} s after the run's end, and is left", code)
+        if hangs():
+            end_all(f"something still hangs {seconds:g} s after the run's end, and is left", code)
 
     threading.Thread(target=leave, name="last resort", daemon=True).start()
 

@@ -158,7 +158,7 @@ _STALENESS = [
     Metric("staleness/tokens/", Kind.HISTOGRAM, _U.VERSIONS, _R.SUM, "Trained tokens by staleness.", "staleness"),
     _gauge(
         "staleness/mixed_version_share", _U.SHARE, _R.MEAN, "mixed versions",
-        "Trajectories during which new weights arrived, so that their tokens carry more than one version.", SEQUENCES,
+        "Trajectories during which new weights arrived, so that their tokens carry more than one version.", SEQUENCES, digits=".1%",
     ),
 ]
 

@@ -61,8 +61,8 @@ _DIGITS = {
     Unit.ONE: ",.6g",
     Unit.SECONDS: ".2f",
     Unit.SHARE: ".0%",
-    Unit.NATS: ".1e",
-    Unit.NATS_SQUARED: ".1e",
+    Unit.NATS: ".2g",
+    Unit.NATS_SQUARED: ".2g",
     Unit.TOKENS: ",.0f",
     Unit.TOKENS_PER_SECOND: ",.0f",
     Unit.VERSIONS: ".2f",
@@ -99,6 +99,8 @@ class Metric:
 
     def number(self, value: float) -> str:
         """A value as the terminal, logs and the report show it, without its unit."""
+        if self.unit is Unit.SECONDS and 0 < abs(value) < 1 and not self.digits:
+            return format(value, ".2g")
         return format(value, self.digits or (",.0f" if self.kind is Kind.COUNTER else _DIGITS[self.unit]))
 
     def text(self, value: float) -> str:

@@ -65,9 +65,9 @@ def member(name: str) -> str:
     return name[len(metric.name) :] if metric.is_family else ""
 
 
-def shown(metrics: Mapping[str, float], name: str) -> str:
-    """A number with its unit, as the catalogue has it written; "-" where it is absent."""
-    return lookup(name).text(metrics[name]) if name in metrics else "-"
+def shown(metrics: Mapping[str, float], name: str, within: str = "{}") -> str:
+    """A number with its unit, as the catalogue has it written, in the place of the braces of `within`; "-" where it is absent."""
+    return within.format(lookup(name).text(metrics[name])) if name in metrics else "-"
 
 
 class StepMetrics(Mapping[str, float]):

@@ -185,8 +185,9 @@ def _run_in(
         raise
     finally:
         hurries = hurries or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
-        if observer.close(within_s=2.0 if hurries else 30.0):
-            interrupts.end_within(_LEFT_HURRIED_S if hurries else _LEFT_S, code)
+        observer.close(within_s=2.0 if hurries else 30.0)
+        if observer.hangs():
+            interrupts.end_within(_LEFT_HURRIED_S if hurries else _LEFT_S, code, observer.hangs)
         report = None if hurries else _report(folder)
     view.close(_summary_text(summary, folder, report, how=config.evaluation.description, steps=config.steps))
     return summary

@@ -117,8 +117,7 @@ class Observer:
         self._discovery.register(info.key, info.target, {"role": info.role, "name": info.name})
         if info.role == "rollout":
             self._workers.add(info.name)
-        detail = f", {info.detail}" if info.detail else ""
-        self.event("info", f"{info.role} {info.name} is up (process {info.pid}{detail})")
+        self.event("info", f"{info.role} {info.name} is up (process {info.pid}{info.detail and f', {info.detail}'})")
 
     def left(self, key: str) -> None:
         self._discovery.deregister(key)
@@ -339,10 +338,7 @@ class Observer:
             self.warned(event)
 
     async def flush(self) -> None:
-        """Wait until every step told so far is written; they are written as well if this wait is cancelled.
-
-        Raises: DeadlineExceeded if the disk hangs.
-        """
+        """Wait until all steps told so far are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if the disk hangs."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
         what, limit_s = "lines of the last steps -> the run folder's disk", self._config.deadlines.disk_s
@@ -356,7 +352,7 @@ class Observer:
         """Steps whose diagnostics are still awaited get no line; a flush has waited for them long enough."""
         if self._writing is not None:
             abandon(self._writing)
-            self._writing = None
+        self._writing = None
 
     def keep_scatter(self, sample: ScatterSample | None) -> None:
         """Write what the report draws pi_prox against mu from."""
@@ -367,8 +363,12 @@ class Observer:
         """Running totals, for a checkpoint."""
         return self._totals | self._raised
 
-    def close(self, *, within_s: float = 30.0) -> bool:
-        """Args: within_s: time for the disk to take what is left; what it doesn't take is told. Returns: whether something hangs."""
+    def hangs(self) -> bool:
+        """After `close`: the disk or a view is in a call that has not come back."""
+        return self.disk.hangs or any(view.hangs for view in self._views)
+
+    def close(self, *, within_s: float = 30.0) -> None:
+        """Args: within_s: time for the disk to take what is left; what it doesn't take is told."""
         for line in self._repeated.take():
             self.event("warning", f"after the last step: {line}")
         self._clock.stop()
@@ -377,7 +377,6 @@ class Observer:
                 getattr(self, part).close()
         if lost := self.disk.close(within_s=within_s, last=self._close_views):
             self._view.event("warning", lost)
-        return self.disk.hangs or any(view.hangs for view in self._views)
 
     def _show(self, metrics: StepMetrics) -> None:
         for view in self._views:
@@ -396,5 +395,4 @@ class Observer:
     def _queue_numbers(self, counts: dict[str, int]) -> dict[str, float]:
         for name in ("admitted", "trained", "discarded"):
             self._totals[f"groups/{name}_total"] = counts[name]
-        outstanding = counts["in_flight"] + counts["finished"] + counts["drawn"]
-        return {"queue/groups": counts["finished"], "queue/outstanding": outstanding}
+        return {"queue/groups": counts["finished"], "queue/outstanding": counts["in_flight"] + counts["finished"] + counts["drawn"]}

@@ -159,7 +159,7 @@ class _State:
             ("held-out", self._accuracy()),
             ("mismatch k3", shown(self.metrics, "mismatch/k3")),
             ("with staleness", shown(self.metrics, "mismatch_and_staleness/k3")),
-            ("rejected", shown(self.metrics, "rejection/rejected_share") + " of tokens"),
+            ("rejected", shown(self.metrics, "rejection/rejected_share", "{} of tokens")),
             ("early warning", self._warning()),
         ]
         right = [
@@ -167,7 +167,7 @@ class _State:
             ("rollout", self._side("throughput/rollout_tokens_per_s", "wait/rollout_share")),
             ("learner", self._side("throughput/learner_tokens_per_s", "wait/learner_share")),
             ("staleness", self._staleness()),
-            ("weights", "version " + shown(self.metrics, "weight_version")),
+            ("weights", shown(self.metrics, "weight_version", "version {}")),
             ("entropy", shown(self.metrics, "learner/entropy")),
         ]
         for (name_1, value_1), (name_2, value_2) in zip(left, right, strict=True):

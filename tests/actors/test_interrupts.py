@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -197,13 +198,25 @@ NEVER_ENDS = """
 import atexit, time
 from actors import interrupts
 atexit.register(time.sleep, 1000)    # as a package does whose service doesn't answer
-interrupts.end_within(0.2, 3)
+interrupts.end_within(0.2, 3, lambda: True)
 """
 
 
 def test_a_process_whose_own_end_hangs_is_ended_with_its_exit_code() -> None:
     done = subprocess.run([sys.executable, "-c", NEVER_ENDS], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (3, "evenkeel: something still hangs 0.2 s after the run's end, and is left\n")
+
+
+def test_a_process_goes_on_when_what_hung_has_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that has more to do than this run."""
+    ended = list[int]()
+    monkeypatch.setattr(interrupts, "end_all", lambda text, code: ended.append(code))
+    for code, hangs in ((3, True), (4, False)):
+        before = set(threading.enumerate())
+        interrupts.end_within(0.01, code, lambda hangs=hangs: hangs)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10.0)
+    assert ended == [3]
 
 
 @pytest.mark.parametrize(

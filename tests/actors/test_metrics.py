@@ -76,7 +76,10 @@ def test_shares_of_an_earlier_run_are_read_by_their_names_of_today() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("mismatch/k3", 3e-13, "3.0e-13 nats"),
+        ("mismatch/max_abs_log_ratio", 4.6, "4.6 nats"),
+        ("time/pause_s", 0.004, "0.004 s"),
+        ("staleness/mixed_version_share", 0.004, "0.4%"),
+        ("mismatch/k3", 3e-13, "3e-13 nats"),
         ("time/step_s", 2.0, "2.00 s"),
         ("wait/learner_share", 0.34, "34%"),
         ("rejection/rejected_share", 0.01, "1.00%"),

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -480,16 +481,19 @@ def wandb_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
 
 
-def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_hangs: list[int]) -> None:
+def test_weights_and_biases_that_hangs_holds_nothing_up(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the lines of the run's folder, nor a flush, which a checkpoint waits for, nor the end."""
     view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, tell=seen.observer.waiting)
     seen.observer._views.append(view)
     asyncio.run(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     assert wandb_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     view.close(within_s=0.2)
+    monkeypatch.setattr(view, "close", partial(view.close, within_s=0.2))
     seen.settle()
     (told,) = seen.folder.read_events()
-    assert told.text.endswith("its folder: it does not answer, and 2 steps more wait for it") and seen.observer.close(), "something hangs"
+    assert told.text.endswith("its folder: it does not answer, and 2 steps more wait for it")
+    seen.observer.close()
+    assert seen.observer.hangs()
 
 
 def test_weights_and_biases_that_uploads_at_the_end_is_not_given_up(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

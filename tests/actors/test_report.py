@@ -100,7 +100,7 @@ def test_a_finished_run(folder: RunFolder) -> None:
     page = write_report(folder).read_text()
     assert "Finished after 40 steps." in page and "nano &lt;sum&gt;" in page
     accuracies = "0.500 [0.450, 0.550] on 512 problems", "0.900 [0.850, 0.950] on 512 problems"
-    for shown in (*accuracies, "+0.400", "1 min 20 s", "4.0e-11 nats", "4.0e-05 nats"):
+    for shown in (*accuracies, "+0.400", "1 min 20 s", "4e-11 nats", "4e-05 nats"):
         assert shown in page, shown
     titles = re.findall(r"<h3>(.*?)</h3>", page)
     assert {
@@ -199,7 +199,7 @@ def test_values_that_are_not_finite_are_left_out_of_curves(folder: RunFolder) ->
 def test_summary_takes_maxima_as_maxima() -> None:
     steps = [StepMetrics(1, {"mismatch/k3": 3e-12}), StepMetrics(2, {"mismatch/k3": 1e-12})]
     rows = dict(summary_rows(steps, [], {"steps": 2}))
-    assert rows["k3 KL at staleness 0, largest of any batch"] == "3.0e-12 nats" and rows["steps"] == "2 of 2"
+    assert rows["k3 KL at staleness 0, largest of any batch"] == "3e-12 nats" and rows["steps"] == "2 of 2"
     assert not any("accuracy" in row for row in rows)
 
 

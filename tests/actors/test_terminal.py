@@ -52,7 +52,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "... starting engines 1/2",
         "warning: a reward [red]raised[/red]",
         "step  3/10  reward 0.750  step 2.00 s  rollout 1,234 tokens/s  learner 5,678 tokens/s  rollout waits 12%  learner waits 34%  "
-        "staleness 0.50  mismatch k3 3.0e-13 nats  rejected 1.00%",
+        "staleness 0.50  mismatch k3 3e-13 nats  rejected 1.00%",
         "held-out accuracy 0.500 [0.460, 0.540] on 512 problems, weight version 0",
         "the end",
     ]
@@ -162,8 +162,15 @@ def test_the_panel_shows_what_a_person_wants_to_know() -> None:
     view.close("the end")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     for shown in ("3/10", "30 %", "about 14 s left", "0.750", "0.500 [0.460, 0.540]", "2.00 s", "1,234 tokens/s, waits 12%",
-                  "5,678 tokens/s, waits 34%", "mean 0.50, max 1", "3.0e-13 nats", "1.00% of tokens", "the end"):
+                  "5,678 tokens/s, waits 34%", "mean 0.50, max 1", "3e-13 nats", "1.00% of tokens", "the end"):
         assert shown in text, shown
+
+
+def test_what_is_not_known_of_a_step_is_a_dash_without_words() -> None:
+    view, out = watch(terminal=True)
+    view.step(StepMetrics(3, {"reward/mean": 0.5}))
+    view.close()
+    assert "of tokens" not in out.getvalue() and "version" not in out.getvalue()
 
 
 def test_the_cursor_is_given_back() -> None:
