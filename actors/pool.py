@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -321,7 +321,9 @@ class RolloutPool(Membership):
                 return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
             except ActorUnavailable as error:
                 log.info("%s; asked again in %g s", error, pause_s)
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):  # what a lost worker had goes on elsewhere at once
+                async with asyncio.timeout(pause_s):
+                    await self.until(lambda: worker.state is not WorkerState.JOINED)
             await self.until(lambda: self._is_current(worker) or worker.state is not WorkerState.JOINED)
             if worker.state is not WorkerState.JOINED:
                 raise ActorLost(f"{what}: it could not be reached, and is gone or leaves")

@@ -36,6 +36,7 @@ trap finish EXIT
 trap '[[ -n $run ]] && kill -TERM "$run" 2>/dev/null || exit 143' TERM
 
 ulimit -n 65536 2>/dev/null || echo "this job may open $(ulimit -n) files a process; Ray likes 65536" >&2
+export RAY_health_check_period_ms=1000 RAY_health_check_failure_threshold=3   # a node that is gone is known after 3 s, not Ray's 15
 offer="{\"rollout\": $per_node}"              # a rollout worker asks for one unit; the learner's ranks are placed first
 echo "starting Ray on $count nodes, head $head ($address)"
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \

@@ -67,6 +67,7 @@ class AutoscaledCluster:
         configuration = self._temp / "autoscaler.json"
         configuration.write_text(json.dumps(self._configuration()))
         own = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_enable_autoscaler_v2": "0"}
+        own |= {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}  # as in deploy/
         own |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"}
         ports = [f"--port={self._port}", f"--ray-client-server-port={_free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
         command = [

@@ -98,6 +98,29 @@ def test_a_worker_that_dies_after_a_hiccup_is_lost_with_its_group(monkeypatch: p
     play(scenario)
 
 
+def test_what_a_worker_had_that_could_not_be_reached_goes_on_as_soon_as_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the pause before the next attempt, which grows to 15 s: Ray may hear of the end of a node that late."""
+
+    async def scenario() -> None:
+        world, calls = World(monkeypatch, workers=2, places=4), list[tuple[str, float]]()
+
+        async def dies_unheard(mortal: Mortal, ticket: Ticket) -> None:
+            if ticket.group_id == 2:
+                calls.append((mortal.name, world.now))
+                if len(calls) == 1:
+                    asyncio.get_running_loop().call_later(16.0, mortal.dead.set)
+                if mortal.name == calls[0][0]:
+                    raise HICCUP
+
+        world.sample = dies_unheard  # type: ignore[assignment]
+        await world.begin()
+        await world.all_done(4)
+        (lost, began), *_, (other, again) = calls
+        assert other != lost and len(world.lost) == 1 and again - began < 16.0 + HEARTBEAT_S / 5, "its next sign of life is missing"
+
+    play(scenario)
+
+
 def test_a_group_that_never_reaches_a_worker_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time for half a minute, while the worker answers its heartbeat: five times."""
 
