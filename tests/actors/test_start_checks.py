@@ -125,6 +125,8 @@ def test_no_layout_is_offered_that_the_learner_refuses() -> None:
 
 def test_a_reason_without_a_remedy_is_a_sentence_alone() -> None:
     config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", []), has_gpu=True)
-    facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=("it can't be", "it is so; do this", "a; b. Set c: d"))
+    refused = ("it can't be", "it is so; do this", "a; b. Set c: d", "unusable (no library. Install it. Restart.); copy it")
+    facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=refused)
     found = [(one.sentence, one.setting) for one in on_paper(facts, config)]
-    assert found == [("it can't be", ""), ("it is so", "Do this"), ("a; b", "Set c: d")]
+    parts = [("it can't be", ""), ("it is so", "Do this"), ("a; b", "Set c: d"), ("unusable (no library. Install it. Restart.)", "Copy it")]
+    assert found == parts
