@@ -75,9 +75,10 @@ def judged(config: RunConfig, *, gpu_bytes: int | None = None) -> tuple[RunConfi
     facts = paper_facts(config, folder, gpu_bytes=gpu_bytes)
     if is_here:
         from rollout.chat import ChatEncoder, load_tokenizer
-        from rollout.tasks import check_files
+        from rollout.tasks import check_files, check_task_names
 
         with _kept(refused):
+            check_task_names(config.rollout.task)
             check_files(config.rollout.task)
         with _kept(refused):
             if not of_hub:

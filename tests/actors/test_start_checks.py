@@ -85,6 +85,8 @@ def without(folder: Path, whole: Path, pattern: str = "", **options: Any) -> Pat
         ("", {"intermediate_size": 96}, [], "its config.json and its safetensors describe different models"),
         ("", WINDOW, [], "use_sliding_window = True of qwen3"),
         ("", {}, ["true_on_policy=true", "learner.threads=4"], "learner.threads = 4: with more than 2"),
+        ("", {}, ["rollout.task.dataset=spell_backwards"], r"dataset = spell_backwards: .*; did you mean spell_backward\?"),
+        ("", {}, ["rollout.task.options={min_len: 3}"], r"rollout\.task\.options\.min_len: spell_backward has no such option"),
         ("", {}, ["rollout.task={kind: file, path: none.jsonl}"], "rollout.task.path = .*none.jsonl: no such file"),
         ("", {}, ["rollout.task={kind: file, path: ROWS, held_out_path: none.jsonl}"], "task.held_out_path = .*none.jsonl: no such"),
     ],
