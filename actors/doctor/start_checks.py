@@ -17,12 +17,12 @@ from actors.hub import config_folder
 from actors.hub_name import HubName
 from actors.plan.shape import check_is_model
 from correction.errors import DataError, EvenkeelError
+from learner.hf_folder import HFWeights, read_config, read_json
+from learner.plain_config import is_plainly_trainable
 
 
 def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
     """Args: has_weights: they are meant to be there. Raises: DataError if this is no model folder, or one of its files is damaged."""
-    from learner.hf_folder import read_config
-
     check_is_model(path)
     read_config(path)
     if has_weights:
@@ -30,8 +30,6 @@ def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
 
 
 def _check_weights(path: Path) -> None:
-    from learner.hf_folder import HFWeights
-
     if not any(path.glob("*.safetensors")):
         raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
     HFWeights(path).shapes()
@@ -48,13 +46,16 @@ def checked(config: RunConfig, folder: Path, *, has_weights: bool, refused: list
     Raises: DataError if there is no config.json that can be read; EvenkeelError kinds, if nothing takes the reasons.
     """
     from actors.true_on_policy import resolved
-    from learner.model_check import check_trainable
 
-    check_model_folder(folder, has_weights=False)
-    with _kept(refused):
-        if has_weights:
-            _check_weights(folder)
-        check_trainable(folder, has_weights=has_weights)
+    check_is_model(folder)
+    if has_weights or not is_plainly_trainable(read_json(folder / "config.json")):
+        from learner.model_check import check_trainable  # by transformers
+
+        check_model_folder(folder, has_weights=False)
+        with _kept(refused):
+            if has_weights:
+                _check_weights(folder)
+            check_trainable(folder, has_weights=has_weights)
     with _kept(refused):
         return resolved(config, folder)
     return config
