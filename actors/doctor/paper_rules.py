@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from actors.config import RunConfig
 from actors.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
@@ -42,6 +43,7 @@ def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
 
 def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     yield from map(_refusal, facts.refused)
+    yield from (replace(_refusal(text), stops_deep=False) for text in facts.lacking)
 
 
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:

@@ -35,7 +35,9 @@ def _check_weights(path: Path) -> None:
     HFWeights(path).shapes()
 
 
-def checked(config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None) -> RunConfig:
+def checked(
+    config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None, lacking: list[str] | None = None
+) -> RunConfig:
     """The configuration as the run would be given it (actors/true_on_policy.py), if the model's folder goes with it.
 
     Args:
@@ -43,6 +45,7 @@ def checked(config: RunConfig, folder: Path, *, has_weights: bool, refused: list
         folder: the model's, or a copy of it without the weights.
         has_weights: they are meant to be in the folder.
         refused: takes each reason against the run; None: the first is raised.
+        lacking: the same of its weights.
     Raises: DataError if there is no config.json that can be read; EvenkeelError kinds, if nothing takes the reasons.
     """
     from actors.true_on_policy import resolved
@@ -53,9 +56,11 @@ def checked(config: RunConfig, folder: Path, *, has_weights: bool, refused: list
 
         check_model_folder(folder, has_weights=False)
         with _kept(refused):
-            if has_weights:
-                _check_weights(folder)
-            check_trainable(folder, has_weights=has_weights)
+            check_trainable(folder, has_weights=False)
+            with _kept(lacking):
+                if has_weights:
+                    _check_weights(folder)
+                    check_trainable(folder)
     with _kept(refused):
         return resolved(config, folder)
     return config
@@ -70,21 +75,22 @@ def judged(config: RunConfig, *, gpu_bytes: int | None = None) -> tuple[RunConfi
     Raises: DataError if there is no config.json of a model that the learner trains, or no such model on the hub.
     """
     refused: list[str] = []
+    lacking: list[str] = []
     is_here, of_hub = gpu_bytes is None, HubName.of(config.model) is not None
     folder = config_folder(config.model)
-    config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused)
+    config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, gpu_bytes=gpu_bytes)
     if is_here:
         from rollout.chat import ChatEncoder, load_tokenizer
         from rollout.tasks import check_files, check_task_names
 
-        with _kept(refused):
+        with _kept(lacking):
             check_task_names(config.rollout.task)
             check_files(config.rollout.task)
-        with _kept(refused):
+        with _kept(lacking):
             if not of_hub:
                 ChatEncoder.for_task(load_tokenizer(folder), config.rollout.task)
-    return config, replace(facts, refused=tuple(refused))
+    return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking))
 
 
 @contextlib.contextmanager
