@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.config import RunConfig
-from correction.batch import PackedBatch
-from correction.engines.agreement import Agreement, compare
 from correction.engines.contract import Contract, SideSettings
 from correction.errors import ActorLost, ConfigError, EngineError
 from correction.schedule import needs_proximal_forward
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
+
+if TYPE_CHECKING:  # the settings are resolved by commands that answer at once: without torch
+    from torch import Tensor
+
+    from correction.batch import PackedBatch
+    from correction.engines.agreement import Agreement
 
 
 def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
@@ -119,6 +121,8 @@ def compare_batch(learner: LearnerConfig, batch: PackedBatch, target_logprobs: T
     Args:
         target_logprobs: [N], of the first forward pass that each token was in.
     """
+    from correction.engines.agreement import compare
+
     has_several_steps = learner.total_optimizer_steps_per_batch > 1
     trained = batch.proximal_logprobs if has_several_steps and batch.proximal_logprobs is not None else target_logprobs
     return compare(batch, trained)

@@ -6,14 +6,15 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from correction.engines.quick_imports import without_model_classes
 from correction.errors import DataError
+
+if TYPE_CHECKING:  # who reads a folder's JSON alone must not wait for torch
+    from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -122,6 +123,8 @@ def write_shards(folder: str | os.PathLike[str], shards: Iterable[dict[str, Tens
     Args:
         shards: HF name -> contiguous CPU tensor.
     """
+    from safetensors.torch import save_file
+
     target = Path(folder)
     written: list[tuple[Path, list[str]]] = []
     total_bytes = 0

@@ -28,7 +28,8 @@ def load_tokenizer(folder: Path | str) -> Any:
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True  # `excess` says it, of the row
         return tokenizer
     except Exception as error:
-        raise DataError(f"model = {folder}: unusable tokenizer ({type(error).__name__}: {error}); copy the files afresh") from error
+        reason = " ".join(str(error).split())  # transformers' texts have several lines
+        raise DataError(f"model = {folder}: unusable tokenizer ({type(error).__name__}: {reason}); copy the files afresh") from error
 
 
 _CHARACTERS_PER_TOKEN = 16

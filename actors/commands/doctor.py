@@ -44,9 +44,9 @@ def doctor(
     folders, shared memory. With --gpus the first part alone, from config.json, for machines that aren't there; with --cluster whether nodes
     that `ray up` would start offer the resources that the run asks for. `evenkeel train` asks the same, and stops at what can't work.
 
-    With --deep, if nothing stands in the way so far: how fast the learner's groups are, whether the learner agrees with float32 on a CPU
-    and the engine with the learner, on a model of two layers in the recipe's widths; and how long a weight update would take, by
-    broadcast too where weight_sync.transport says so.
+    With --deep, if nothing stands in the way so far, unless it is the model's weights, its tokenizer or the task: how fast the learner's
+    groups are, whether the learner agrees with float32 on a CPU and the engine with the learner, on a model of two layers in the recipe's
+    widths; and how long a weight update would take, by broadcast too where weight_sync.transport says so.
 
     Of a run's folder: how the run ended, what it waited for, which part was slow or gone, whether its books balance, and what to do.
 
@@ -68,14 +68,23 @@ def doctor(
 
     config = load_config(RunConfig, target, overrides or [])
     complaints, rows = _of_cluster(config, cluster) if cluster else _found(config, gpus)
-    if deep and all(one.severity != "fail" for one in complaints):
-        complaints = worst_first([*complaints, *_measured(config)])
+    if deep:
+        complaints = worst_first([*complaints, *_measured_unless(complaints, config)])
     if as_json:
         typer.echo(json.dumps(in_json(complaints, rows), indent=2))
     else:
         show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
     if any(one.severity == "fail" for one in complaints):
         raise typer.Exit(UNFIT)
+
+
+def _measured_unless(complaints: list[Complaint], config: RunConfig) -> list[Complaint]:
+    """What was measured; nothing, and a line that says why, if one of the complaints stands in the way."""
+    in_the_way = [one.sentence for one in complaints if one.severity == "fail" and one.stops_deep]
+    if in_the_way:
+        typer.echo(f"not measured: {in_the_way[0]}", err=True)
+        return []
+    return _measured(config)
 
 
 def _measured(config: RunConfig) -> list[Complaint]:

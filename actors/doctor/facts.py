@@ -20,6 +20,8 @@ class Complaint:
     sentence: str
     setting: str = ""
     """What to change, as KEY: VALUE or in words; empty: nothing."""
+    stops_deep: bool = True
+    """Of a failure: `doctor --deep` can't measure with it. It does without weights, tokenizer and task, of which it makes its own."""
 
     def __str__(self) -> str:
         return f"{self.sentence}. {self.setting}" if self.setting else self.sentence
@@ -37,7 +39,9 @@ class PaperFacts:
     host_bytes: int | None = None
     """Memory of the machine that keeps the object store; None: not known."""
     refused: tuple[str, ...] = ()
-    """Why `train` would not take the model's folder or the task's file (start_checks.py)."""
+    """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
+    lacking: tuple[str, ...] = ()
+    """Why it would not take the weights, the tokenizer, the task or its file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from actors.config import RunConfig
 from actors.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
@@ -27,6 +28,8 @@ STORE_SHARE = 0.3
 """Share of a node's memory that Ray takes for its object store by default."""
 WORTH_SAYING = 1.5
 """Ratio of two times from which a note is worth it, as the assumed speeds are rough."""
+SHORT_TAIL_S = 5.0
+"""Seconds of a step for its longest answers of which nothing is said: other parts of a step take as long."""
 LESS = "Use machines with more memory, shorter answers (rollout.engine.context_length), or fewer (groups_per_step)"
 
 
@@ -40,6 +43,7 @@ def devices_and_types(facts: PaperFacts, config: RunConfig) -> Iterator[Complain
 
 def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     yield from map(_refusal, facts.refused)
+    yield from (replace(_refusal(text), stops_deep=False) for text in facts.lacking)
 
 
 def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -139,7 +143,7 @@ def staleness_leaves_time_for_the_longest(facts: PaperFacts, config: RunConfig) 
     if not facts.gpus or not on_gpus or config.max_staleness == 0:
         return
     found = pace(facts.shape, config, min(facts.gpus))
-    if found.tail_s > WORTH_SAYING * found.others_s:
+    if found.tail_s > max(SHORT_TAIL_S, WORTH_SAYING * found.others_s):
         price = "which costs older samples and more correction"
         raise_it = f"Set max_staleness: {found.enough}, {price}, or l" if found.enough > config.max_staleness else "L"
         yield Complaint(
@@ -179,9 +183,9 @@ PAPER_RULES: tuple[PaperRule, ...] = (
 
 
 def _refusal(text: str) -> Complaint:
-    """Of an error's text, whose last sentence or part is what to change."""
-    mark = next((mark for mark in (". ", "; ") if mark in text), "")
-    sentence, _, setting = text.rpartition(mark) if mark else (text, "", "")
+    """Of an error's text, whose last sentence or part is what to change; what it quotes of a library's error may have sentences, too."""
+    mark = max((". ", "; "), key=text.rfind)
+    sentence, _, setting = text.rpartition(mark) if mark in text else (text, "", "")
     return Complaint("fail", sentence, setting[:1].upper() + setting[1:])
 
 

@@ -17,12 +17,12 @@ from actors.hub import config_folder
 from actors.hub_name import HubName
 from actors.plan.shape import check_is_model
 from correction.errors import DataError, EvenkeelError
+from learner.hf_folder import HFWeights, read_config, read_json
+from learner.plain_config import is_plainly_trainable
 
 
 def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
     """Args: has_weights: they are meant to be there. Raises: DataError if this is no model folder, or one of its files is damaged."""
-    from learner.hf_folder import read_config
-
     check_is_model(path)
     read_config(path)
     if has_weights:
@@ -30,14 +30,14 @@ def check_model_folder(path: Path, *, has_weights: bool = True) -> None:
 
 
 def _check_weights(path: Path) -> None:
-    from learner.hf_folder import HFWeights
-
     if not any(path.glob("*.safetensors")):
         raise DataError(f"model = {path}: no *.safetensors in it; save the weights in that format (save_pretrained does)")
     HFWeights(path).shapes()
 
 
-def checked(config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None) -> RunConfig:
+def checked(
+    config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None, lacking: list[str] | None = None
+) -> RunConfig:
     """The configuration as the run would be given it (actors/true_on_policy.py), if the model's folder goes with it.
 
     Args:
@@ -45,16 +45,22 @@ def checked(config: RunConfig, folder: Path, *, has_weights: bool, refused: list
         folder: the model's, or a copy of it without the weights.
         has_weights: they are meant to be in the folder.
         refused: takes each reason against the run; None: the first is raised.
+        lacking: the same of its weights.
     Raises: DataError if there is no config.json that can be read; EvenkeelError kinds, if nothing takes the reasons.
     """
     from actors.true_on_policy import resolved
-    from learner.model_check import check_trainable
 
-    check_model_folder(folder, has_weights=False)
-    with _kept(refused):
-        if has_weights:
-            _check_weights(folder)
-        check_trainable(folder, has_weights=has_weights)
+    check_is_model(folder)
+    if has_weights or not is_plainly_trainable(read_json(folder / "config.json")):
+        from learner.model_check import check_trainable  # by transformers
+
+        check_model_folder(folder, has_weights=False)
+        with _kept(refused):
+            check_trainable(folder, has_weights=False)
+            with _kept(lacking):
+                if has_weights:
+                    _check_weights(folder)
+                    check_trainable(folder)
     with _kept(refused):
         return resolved(config, folder)
     return config
@@ -69,20 +75,22 @@ def judged(config: RunConfig, *, gpu_bytes: int | None = None) -> tuple[RunConfi
     Raises: DataError if there is no config.json of a model that the learner trains, or no such model on the hub.
     """
     refused: list[str] = []
+    lacking: list[str] = []
     is_here, of_hub = gpu_bytes is None, HubName.of(config.model) is not None
     folder = config_folder(config.model)
-    config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused)
+    config = checked(config, folder, has_weights=is_here and not of_hub, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, gpu_bytes=gpu_bytes)
     if is_here:
         from rollout.chat import ChatEncoder, load_tokenizer
-        from rollout.tasks import check_files
+        from rollout.tasks import check_files, check_task_names
 
-        with _kept(refused):
+        with _kept(lacking):
+            check_task_names(config.rollout.task)
             check_files(config.rollout.task)
-        with _kept(refused):
+        with _kept(lacking):
             if not of_hub:
                 ChatEncoder.for_task(load_tokenizer(folder), config.rollout.task)
-    return config, replace(facts, refused=tuple(refused))
+    return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking))
 
 
 @contextlib.contextmanager

@@ -222,11 +222,13 @@ def test_a_weight_group_that_comes_to_nothing_is_one_sentence(tmp_path: Path) ->
     ],
 )
 def test_a_visit_on_gloo(tmp_path: Path, family: str, layout: list[str], kinds: list[str]) -> None:
-    """Everything is measured, agrees to float32's rounding, and nothing is left."""
-    model = save_tiny_model(save_tiny_tokenizer(tmp_path / "model"), family, tie=False)
+    """Everything is measured, from config.json alone, agrees to float32's rounding, and nothing is left."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (save_tiny_model(tmp_path / "whole", family, tie=False) / "config.json").rename(model / "config.json")
     before = set(Path("/tmp").glob("evenkeel-doctor-*"))
     done = evenkeel("doctor", str(RECIPE), "--deep", "--json", f"model={model}", *layout, timeout_s=300.0)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     findings = json.loads(done.stdout)["findings"]
     notes = [one["sentence"] for one in findings if one["level"] == "note"]
     assert [kind for kind in kinds if any(f"{kind} ranks inside a node" in note for note in notes)] == kinds
@@ -234,5 +236,6 @@ def test_a_visit_on_gloo(tmp_path: Path, family: str, layout: list[str], kinds: 
     assert sum("in float32" in note for note in notes) == 2 + broadcasts, "learner with reference, engine with learner, by each way"
     assert sum(note.startswith("expect ") for note in notes) == 1 + broadcasts
     assert sum("(gloo) has " in note for note in notes) == broadcasts
-    assert not [one for one in findings if one["level"] == "fail"]
+    failed = [one["sentence"] for one in findings if one["level"] == "fail"]
+    assert [text in one for text, one in zip(("no *.safetensors in it", "the folder has no tokenizer"), failed, strict=True)] == [True] * 2
     assert set(Path("/tmp").glob("evenkeel-doctor-*")) == before

@@ -18,6 +18,7 @@ from correction.batch import FinalDecision
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
 from learner.results import Proximal, StepResult, StepValues
+from tests.actors.known_models import QWEN3_8B, save_config
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "scipy", "pandas", "datasets", "reasoning_gym", "matplotlib")
@@ -93,6 +94,26 @@ def test_every_public_name_of_correction_is_found_and_is_no_module() -> None:
     assert found["correct"].__module__ == "correction.correct"
     with pytest.raises(AttributeError, match="no attribute 'corect'"):
         _ = correction.corect  # type: ignore[attr-defined]
+
+
+JUDGES = """
+import sys
+from actors.commands.cli import app
+try:
+    app(sys.argv[1:])
+finally:
+    print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+
+
+@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"]])
+def test_a_recipe_is_judged_for_gpus_that_aren_t_here_without_anything_heavy(tmp_path: Path, words: list[str]) -> None:
+    asked = [*words, "recipes/qwen3_8b_8gpu.yaml", f"model={save_config(tmp_path, QWEN3_8B)}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", JUDGES, *asked], capture_output=True, text=True, cwd=ROOT, env=environment)
+    *said, loaded = done.stdout.splitlines()
+    assert done.returncode == 0 and said[-1] == "ready", done.stdout + done.stderr
+    assert set(loaded.split()) & set(HEAVY) == set()
 
 
 READS = """

@@ -53,6 +53,13 @@ def test_answers_that_outlast_what_may_be_stale_have_a_price() -> None:
     assert said(*LONG, "groups_per_step=16", "max_staleness=0") == [], "synchronous: that is what was asked for"
 
 
+def test_nothing_is_said_of_seconds_that_other_parts_of_a_step_take_as_well() -> None:
+    """600 tokens are 10 s, half of which a step waits; the nano recipe's 10 are none. One group leaves the rest idle meanwhile."""
+    one = ("groups_per_step=1", "max_staleness=1")
+    assert said(*one, "rollout.sampling.max_tokens=600") == []
+    assert len(said(*one, "rollout.sampling.max_tokens=602")) == 1
+
+
 def test_no_more_staleness_is_advised_than_a_run_can_bear() -> None:
     """A few long answers would want 22 versions; where as many as are advised don't do, shorter answers are what is left."""
     few = (*LONG, "groups_per_step=4")

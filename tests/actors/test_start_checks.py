@@ -85,6 +85,8 @@ def without(folder: Path, whole: Path, pattern: str = "", **options: Any) -> Pat
         ("", {"intermediate_size": 96}, [], "its config.json and its safetensors describe different models"),
         ("", WINDOW, [], "use_sliding_window = True of qwen3"),
         ("", {}, ["true_on_policy=true", "learner.threads=4"], "learner.threads = 4: with more than 2"),
+        ("", {}, ["rollout.task.dataset=spell_backwards"], r"dataset = spell_backwards: .*; did you mean spell_backward\?"),
+        ("", {}, ["rollout.task.options={min_len: 3}"], r"rollout\.task\.options\.min_len: spell_backward has no such option"),
         ("", {}, ["rollout.task={kind: file, path: none.jsonl}"], "rollout.task.path = .*none.jsonl: no such file"),
         ("", {}, ["rollout.task={kind: file, path: ROWS, held_out_path: none.jsonl}"], "task.held_out_path = .*none.jsonl: no such"),
     ],
@@ -101,13 +103,37 @@ def test_of_a_run_on_this_machine(
     _, facts = judged(derived(config, has_gpu=False))
     with pytest.raises(EvenkeelError, match=said) as stopped:
         prepare(config)
-    assert facts.refused == (str(stopped.value),)
+    assert (*facts.refused, *facts.lacking) == (str(stopped.value),)
+
+
+@pytest.mark.parametrize(("options", "in_the_way"), [({}, []), (WINDOW, ["use_sliding_window = True of qwen3"])])
+def test_deep_needs_a_config_alone_but_one_that_is_trained(
+    tmp_path: Path, whole: Path, options: dict[str, Any], in_the_way: list[str]
+) -> None:
+    """Weights, tokenizer and task are made for it; without them the run can't work all the same."""
+    model = without(tmp_path / "model", whole, "[!c]*", **options)
+    assert [path.name for path in model.glob("*") if path.suffix != ".jinja"] == ["config.json"]
+    config = load_config(RunConfig, SMALL, [f"model={model}", SCORED, "rollout.task={kind: file, path: none.jsonl}"])
+    config, facts = judged(derived(config, has_gpu=False))
+    failed = [one for one in on_paper(facts, config) if one.severity == "fail"]
+    without_it = [one.sentence for one in failed if not one.stops_deep]
+    assert any("none.jsonl: no such file" in one for one in without_it) and any("no tokenizer" in one for one in without_it)
+    assert any("no *.safetensors in it" in one for one in without_it) is (not in_the_way), "of a model that is trained"
+    stops = [one.sentence for one in failed if one.stops_deep]
+    assert len(stops) == len(in_the_way) and all(text in one for text, one in zip(in_the_way, stops, strict=True))
+
+
+def test_deep_says_in_a_line_why_it_measures_nothing(tmp_path: Path, whole: Path) -> None:
+    model = without(tmp_path / "model", whole, **WINDOW)
+    done = CliRunner().invoke(app, ["doctor", str(SMALL), "--deep", f"model={model}", SCORED])
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("not measured: ")]
+    assert "use_sliding_window = True of qwen3" in line and "starting the learner's ranks" not in done.stderr and done.exit_code == 1
 
 
 def test_nothing_is_said_of_a_whole_folder_and_the_run_gets_what_train_resolves(whole: Path, tmp_path: Path) -> None:
     config = load_config(RunConfig, SMALL, [f"model={whole}", f"run_dir={tmp_path}", SCORED, "true_on_policy=true"])
     config, facts = judged(derived(config, has_gpu=False))
-    assert facts.refused == () and [one for one in on_paper(facts, config) if one.severity == "fail"] == []
+    assert facts.refused == facts.lacking == () and [one for one in on_paper(facts, config) if one.severity == "fail"] == []
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
 
 
@@ -125,6 +151,8 @@ def test_no_layout_is_offered_that_the_learner_refuses() -> None:
 
 def test_a_reason_without_a_remedy_is_a_sentence_alone() -> None:
     config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", []), has_gpu=True)
-    facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=("it can't be", "it is so; do this", "a; b. Set c: d"))
+    refused = ("it can't be", "it is so; do this", "a; b. Set c: d", "unusable (no library. Install it. Restart.); copy it")
+    facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=refused)
     found = [(one.sentence, one.setting) for one in on_paper(facts, config)]
-    assert found == [("it can't be", ""), ("it is so", "Do this"), ("a; b", "Set c: d")]
+    parts = [("it can't be", ""), ("it is so", "Do this"), ("a; b", "Set c: d"), ("unusable (no library. Install it. Restart.)", "Copy it")]
+    assert found == parts

@@ -102,3 +102,9 @@ def test_a_missing_template_and_a_missing_tokenizer_are_named(tokenizer: Any, tm
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="unusable tokenizer"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "None"}')
+    with pytest.raises(DataError, match=r"one of: .* to have sentencepiece") as refused:  # transformers' text has four lines
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refused.value)

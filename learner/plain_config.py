@@ -1,0 +1,84 @@
+"""Whether a config.json can be trained, for most of those that can, without transformers: importing it, and torch with it, takes seconds.
+
+Whoever gets no yes here asks transformers (learner/model_check.py), which alone says no, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from correction.errors import DataError
+from learner.families import family_of
+
+_SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "max_position_embeddings",
+}
+_OF_EXPERTS = {"moe_intermediate_size", "num_experts", "num_experts_per_tok"}
+_SIZES_OF = {"qwen3": _SIZES, "qwen3_moe": _SIZES | _OF_EXPERTS, "qwen2": _SIZES, "llama": _SIZES}
+"""By model_type: what the file has to say. Of these families transformers' defaults of all else are what the learner supports; of mistral,
+for one, they are not (sliding_window)."""
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_token(value: Any) -> bool:
+    return value is None or type(value) is int
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) is float and 0.0 <= value <= 1.0
+
+
+def _is_plain_rope(value: Any) -> bool:
+    return value is None or (type(value) is dict and value.keys() <= {"rope_type", "rope_theta"} and _is_theta(value.get("rope_theta", 1)))
+
+
+def _is_theta(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_SIZES | _OF_EXPERTS | {"head_dim", "max_window_layers", "decoder_sparse_step", "pretraining_tp"}, _is_size),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings", "use_cache"), _is_bool),
+    **dict.fromkeys(("norm_topk_prob", "output_router_logits"), _is_bool),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _is_token),
+    **dict.fromkeys(("initializer_range", "rms_norm_eps", "attention_dropout", "router_aux_loss_coef"), _is_share),
+    **dict.fromkeys(("model_type", "hidden_act", "transformers_version"), lambda value: type(value) is str),
+    **dict.fromkeys(("dtype", "torch_dtype"), lambda value: value in ("float32", "bfloat16", "float16")),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _is_plain_rope),
+    "rope_theta": _is_theta,
+    "architectures": lambda value: type(value) is list and all(type(name) is str for name in value),
+    "sliding_window": lambda value: value is None or _is_size(value),
+    "mlp_only_layers": lambda value: value in (None, []),
+    "layer_types": lambda value: type(value) is list,
+}
+"""What an option's value has to be like; a file with any other option is none of these."""
+
+
+def is_plainly_trainable(content: Mapping[str, Any]) -> bool:
+    """True only where `check_trainable` has nothing to say of the config. Args: content: of config.json."""
+    sizes = _SIZES_OF.get(str(content.get("model_type")))
+    if sizes is None or not sizes <= content.keys():
+        return False
+    if not all(name in _FORMS and _FORMS[name](value) for name, value in content.items()):
+        return False
+    if "layer_types" in content and content["layer_types"] != ["full_attention"] * content["num_hidden_layers"]:
+        return False
+    heads, key_heads = content["num_attention_heads"], content["num_key_value_heads"]
+    if content["hidden_size"] % heads or heads % key_heads:
+        return False
+    rope = content.get("rope_parameters") or content.get("rope_scaling")  # a file has the one or the other
+    try:
+        family_of(SimpleNamespace(**{**content, "rope_parameters": rope}))
+    except DataError:
+        return False
+    return True

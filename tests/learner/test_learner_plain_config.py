@@ -1,0 +1,64 @@
+"""Where a config.json passes without transformers, it passes with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.model_check import check_trainable
+from learner.plain_config import _FORMS, is_plainly_trainable
+from tests.actors.known_models import LLAMA_31_8B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B
+
+MODELS: dict[str, dict[str, Any]] = {"qwen3": QWEN3_8B, "qwen3_moe": QWEN3_30B_A3B, "qwen2": QWEN25_7B, "llama": LLAMA_31_8B}
+OF_THE_HUB = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151_643,
+    "eos_token_id": 151_645, "hidden_act": "silu", "initializer_range": 0.02, "max_window_layers": 36, "rms_norm_eps": 1e-6,
+    "rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+    "use_cache": True, "use_sliding_window": False,
+}  # fmt: skip
+"""What the hub's files of Qwen3 say beside the sizes."""
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
+VALUES = [None, True, False, 0, 1, 3, -1, 4096, 0.5, 1.0, 2.0, float("inf"), "", "gelu", "float64", "bfloat16", [], ["x"], {}, YARN]
+VALUES += [{"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "x"}, {"rope_theta": "x"}, ["full_attention"] * 36]
+
+
+def changed(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One option taken away, or one with a value that may not be its own."""
+    yield config
+    yield config | OF_THE_HUB
+    yield from ({key: value for key, value in config.items() if key != gone} for gone in config)
+    yield from (config | {name: value} for name in (*_FORMS, "clip_qkv", "partial_rotary_factor") for value in VALUES)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_passes_passes_transformers_too(tmp_path: Path, kind: str) -> None:
+    """A refusal would be an error here."""
+    passed = [one for one in changed(MODELS[kind]) if is_plainly_trainable(one)]
+    for one in passed:
+        (tmp_path / "config.json").write_text(json.dumps(one))
+        check_trainable(tmp_path, has_weights=False)
+    assert passed[:2] == [MODELS[kind], MODELS[kind] | OF_THE_HUB]
+    assert len(passed) > 80, "values that are fine are among them"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_sliding_window": True, "sliding_window": 4096},
+        {"rope_scaling": YARN},
+        {"rope_parameters": YARN},
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+        {"layer_types": ["full_attention"] * 35 + ["sliding_attention"]},
+        {"num_attention_heads": 0},
+        {"hidden_size": "4096"},
+        {"model_type": "olmo2"},
+        {"an_option_of_tomorrow": True},
+    ],
+)
+def test_what_may_be_in_the_way_is_for_transformers_to_say(options: dict[str, Any]) -> None:
+    assert not is_plainly_trainable(QWEN3_8B | options)
