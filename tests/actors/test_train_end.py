@@ -13,23 +13,32 @@ from actors.commands import train
 from correction.errors import DataError
 
 
+@pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize(
-    ("error", "within_s", "reports"),
-    [(interrupts.Interrupted(signal.SIGTERM), 2.0, 0), (DataError("a row"), 30.0, 1)],
+    ("error", "within_s", "reports", "ends_in"),
+    [(interrupts.Interrupted(signal.SIGTERM), 2.0, 0, (60.0, 143)), (DataError("a row"), 30.0, 1, (600.0, 1))],
     ids=["SIGTERM", "its own error"],
 )
 def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, within_s: float, reports: int
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, within_s: float, reports: int, ends_in: tuple[float, int], hangs: bool
 ) -> None:
-    """The run's event loop has taken the signal, and the process may be killed in seconds: no time for a report either."""
-    closed, reported = list[float](), list[object]()
+    """The run's event loop has taken the signal, and the process may be killed in seconds: no time for a report either.
+
+    What hangs then has a minute, or ten, until the process ends with the code that it would have had.
+    """
+    closed, reported, left = list[float](), list[object](), list[tuple[float, int]]()
+    monkeypatch.setattr(interrupts, "end_within", lambda seconds, code, hangs: left.append((seconds, code)))
 
     def ends(text: str) -> None:
         raise error
 
     config = SimpleNamespace(steps=3, name="x", model="m", batch_arithmetic=lambda: "4 groups")
     observer = SimpleNamespace(
-        event=lambda *_: None, keep_event=lambda *_: None, phase=ends, close=lambda *, within_s: closed.append(within_s)
+        event=lambda *_: None,
+        keep_event=lambda *_: None,
+        phase=ends,
+        close=lambda *, within_s: closed.append(within_s),
+        hangs=lambda: hangs,
     )
     folder: Any = SimpleNamespace(path="run", checkpoints=list)
     monkeypatch.setattr(train, "TerminalView", lambda *_: SimpleNamespace(close=lambda: None))
@@ -38,4 +47,4 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
     monkeypatch.setattr(train, "_report", reported.append)
     with pytest.raises(type(error)):
         train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
-    assert closed == [within_s] and len(reported) == reports
+    assert closed == [within_s] and len(reported) == reports and left == [ends_in] * hangs

@@ -134,9 +134,14 @@ def weights(learner: LearnerRank) -> dict[str, Tensor]:
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Largest difference of any element, relative to the largest element of its tensor."""
+    """Largest difference of any element, relative to the largest element of its tensor.
+
+    Where all elements of a tensor are below a billionth of the largest of all tensors, to that billionth: float32 can't tell them from 0.
+    """
     assert left.keys() == right.keys()
-    return max(float((left[name] - right[name]).abs().max() / right[name].abs().max().clamp(min=1e-12)) for name in right)
+    largest = {name: float(tensor.abs().max()) for name, tensor in right.items()}
+    least = max(1e-12, 1e-9 * max(largest.values()))
+    return max(float((left[name] - right[name]).abs().max()) / max(largest[name], least) for name in right)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from correction.batch import PackedBatch
@@ -157,6 +157,7 @@ def both_ways(learner: LearnerRank, batch: PackedBatch, **changes: Any) -> list[
 
 @settings(max_examples=30, deadline=None)
 @given(shape=GROUPS, budget=st.sampled_from([30, 200, 10_000]), seed=st.integers(0, 5))
+@example(shape=[([1, 1], [1, 1])], budget=30, seed=3)  # one position to look at: the gradient of queries and keys is 0, but for rounding
 def test_step_equals_the_plain_way(learner: LearnerRank, shape: Any, budget: int, seed: int) -> None:
     """Loss and gradient to 1e-5 of the largest element, logprobs to 1e-5: float32 sums in another order."""
     batch = grouped_batch(shape, seed=seed, temperature=0.8)
