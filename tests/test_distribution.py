@@ -38,7 +38,6 @@ def project(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text())["project"]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:correction. every token")
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
-"""Bytes a token, held and at most, of a process that packs a batch, corrects it and looks at it, as the correction service does; and the
-pages that it is given for a thousand tokens when it does so once more.
+"""Memory of a process that packs a batch, corrects it and looks at it, as the correction service does.
 
-    python -m tests.actors.service_memory TOKENS
+    python -m tests.actors.service_memory bytes TOKENS  # held and at most, a token
+    python -m tests.actors.service_memory pages TOKENS  # that nine more batches are given, a thousand tokens
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ def service(groups: int) -> tuple[int, list[object]]:
     return batch.num_tokens, [made, batch, corrected, target]
 
 
-def main() -> None:
-    service(1)  # modules and kernels
+def print_bytes(tokens: int) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # what was the most so far is forgotten
     before = memory("VmRSS")
-    tokens, kept = service(int(sys.argv[1]) // (SAMPLES * (PROMPT + ANSWER)))
-    print((memory("VmRSS") - before) / tokens, (memory("VmHWM") - before) / tokens)
-    del kept
+    packed, _kept = service(tokens // (SAMPLES * (PROMPT + ANSWER)))
+    print((memory("VmRSS") - before) / packed, (memory("VmHWM") - before) / packed)
+
+
+def print_pages(tokens: int) -> None:
     with ThreadPoolExecutor(1) as threads:  # as the service
-        *_, given = [threads.submit(pages_given, tokens).result() for _ in range(3)]
-    print(given / tokens * 1000)
+        _, *given = [threads.submit(pages_given, tokens).result() for _ in range(10)]  # the first one finds no heap of its size
+    print(sum(given) / len(given) / tokens * 1000)
 
 
 def pages_given(tokens: int) -> int:
@@ -78,6 +79,11 @@ def pages_given(tokens: int) -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     service(tokens // (SAMPLES * (PROMPT + ANSWER)))
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def main() -> None:
+    service(1)  # modules and kernels
+    {"bytes": print_bytes, "pages": print_pages}[sys.argv[1]](int(sys.argv[2]))
 
 
 torch.set_num_threads(1)

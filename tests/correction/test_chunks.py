@@ -10,7 +10,6 @@ from correction import PRESETS, CorrectionConfig, correct, diagnose, gap, policy
 from correction import batch as batches
 from tests.correction.fixtures import random_batch
 
-QUIET = pytest.mark.filterwarnings("ignore:correction. every token")
 NAMES = sorted(name for name in PRESETS if "topk" not in name)
 
 
@@ -21,7 +20,6 @@ def everything(batch, target, config):
     return numbers, torch.stack([corrected.importance_weights, corrected.keep_mask.double(), corrected.token_scale])
 
 
-@QUIET
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_and_numbers_do_not_depend_on_the_cuts(name, monkeypatch):
     """Sums are added in another order: equal to the rounding of float64. Empty sequences, NaN and tokens without version included."""

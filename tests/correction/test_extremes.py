@@ -10,7 +10,6 @@ from correction import PRESETS, CorrectionConfig, DataError, PackedBatch, correc
 from tests.correction.fixtures import flat_log, random_batch, worked_example
 from tests.correction.test_properties import NAMES
 
-QUIET = pytest.mark.filterwarnings("ignore:correction. every token")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -36,7 +35,6 @@ def tiny(lengths, *, mu=-1.0, mask=True, dtype=torch.float32):
     ).validate()  # fmt: skip
 
 
-@QUIET
 @pytest.mark.parametrize("preset", NAMES)
 @pytest.mark.parametrize("lengths", [[], [0], [1], [0, 3, 0, 1, 0]], ids=str)
 @pytest.mark.parametrize("mask", [True, False])
@@ -64,7 +62,6 @@ def test_everything_vetoed_is_zero_loss_without_nan(way):
     assert loss_metrics(out.partials, config)["kept_share"] == 0
 
 
-@QUIET
 @pytest.mark.parametrize("preset", NAMES)
 @pytest.mark.parametrize("jump", [60.0, -60.0])
 def test_ratios_of_e_to_the_60_stay_finite(preset, jump):
@@ -76,7 +73,6 @@ def test_ratios_of_e_to_the_60_stay_finite(preset, jump):
     assert grad.isfinite().all()
 
 
-@QUIET
 @pytest.mark.parametrize("preset", NAMES)
 def test_probabilities_zero_and_one(preset):
     """log 1 = 0 is a good value; log 0 = -inf at a kept token is left out and counted."""
@@ -91,7 +87,6 @@ def test_probabilities_zero_and_one(preset):
     assert out.partials[5] == 1 and grad.isfinite().all() and grad[1] == 0
 
 
-@QUIET
 @pytest.mark.parametrize("preset", NAMES)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_what_is_masked_changes_nothing(preset, poison):

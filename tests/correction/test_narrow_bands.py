@@ -32,7 +32,6 @@ def kept(batch: PackedBatch, preset: str) -> float:
     return float(correct(batch, CorrectionConfig(preset=preset)).keep_mask[batch.offsets[:-1]].double().mean())
 
 
-@pytest.mark.filterwarnings("ignore:correction. every token")
 def test_geometric_bands_hold_what_hardly_differs() -> None:
     """Share of sequences kept at a k3 of 0.008: 3 in 100, where others keep all; most at 4e-5, where short ones scatter out."""
     far, near = sampled(0.137), sampled(0.01)

@@ -48,7 +48,6 @@ def loss_and_gradient(batch, target, config):
     return loss.detach(), leaf.grad
 
 
-@pytest.mark.filterwarnings("ignore:correction. every token")
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_preset_takes_padded_tensors(preset):
     """Top-K ones too."""
@@ -174,7 +173,6 @@ def test_presets_of_usual_advantages_ask_nothing():
     correct(batch, CorrectionConfig(preset="dr-grpo"))  # "own": somebody has said so
 
 
-@pytest.mark.filterwarnings("ignore:correction. every token")
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_coefficients_and_losses_of_tokens_are_the_loss(preset):
     """Losses of tokens add up to it; a sum of logprobs times coefficients has its gradient; what the trust region stopped has none."""

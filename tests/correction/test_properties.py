@@ -36,7 +36,6 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:correction. every token")
 
 
 @quick

@@ -20,7 +20,6 @@ SPREADS = (0.001, 0.1, 0.6, 2.0)
 """Standard deviation of the noise between the logits of two policies: at the first narrow bands keep something, at the last
 minimal-mask blocks something."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:correction. every token")
 
 
 @dataclass(frozen=True)

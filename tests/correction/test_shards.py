@@ -41,7 +41,6 @@ from correction.rejection import second_moment_keep
 from correction.shards import second_moment_limit
 from tests.correction.fixtures import random_batch
 
-pytestmark = pytest.mark.filterwarnings("ignore:correction. every token")
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
     *({"preset": name} for name in PRESETS),
