@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
