@@ -241,7 +241,8 @@ class _Visit:
 
     async def _broadcast_all(self, group: LearnerGroup) -> WeightSnapshot:
         bucket_bytes, probe = self._config.weight_sync.bucket_bytes, tuple(self._sequences[0])
-        plan = ExportPlan(bucket_bytes, stores=False, broadcasts=True, probe_ids=probe)
+        float8 = self._config.rollout.engine.has_float8
+        plan = ExportPlan(bucket_bytes, stores=False, broadcasts=True, probe_ids=probe, float8=float8)
         sent = await group.export(plan, deadline_s=broadcast_s(self._config))
         if sent.broadcast_error:
             raise SyncError(sent.broadcast_error)
