@@ -1,9 +1,11 @@
 """Weights by torch.distributed broadcast: the learner is rank 0 of a group of its own with the engines of a fixed pool.
 
 SGLang joins such a group with a store at tcp://host:port and a group name; the learner must build its side the same way, beside its own
-default group. A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. Gloo's calls
-return when the tensors are sent. NCCL's return when the GPU has been told to send them, so that what has become of each is asked until all
-are done, and a group in which one is late is aborted: its kernel would keep the GPU busy.
+default group. A bucket is one broadcast, of bytes: of 18,867 tensors of a mixture of experts each would be a call otherwise.
+
+A broadcast runs in a thread with a deadline: a collective that never ends must not take the learner with it. Gloo's call returns when the
+bucket is sent. NCCL's returns when the GPU has been told to send it, so that what has become of it is asked until it is done, and a group
+in which it is late is aborted: its kernel would keep the GPU busy.
 
 A group may be joined and left in another thread than the one that trains. Over gloo the members are connected then; NCCL connects them with
 the first broadcast.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
 from correction.engines.rendezvous import rendezvous_store
+from correction.engines.weight_spec import WeightSpec, widest_first
 from correction.errors import SyncError
 
 _POLL_S = 0.0005
@@ -44,7 +47,7 @@ class WeightBroadcaster:
         self._run(lambda: self._join(host, port, world_size), "group was not built")
 
     def send(self, bucket: Mapping[str, Tensor]) -> None:
-        """Broadcast the tensors one by one, in order, from where they lie.
+        """Broadcast the tensors at once, by a copy on their device (`end_to_end`).
 
         Raises: SyncError, before anything is sent, for a tensor on another device; or if it fails, and the group is of no use then.
         """
@@ -60,13 +63,11 @@ class WeightBroadcaster:
                 raise SyncError(f"weight group {self._name}: the learner has left it")
 
             def broadcast() -> None:
-                tensors = [tensor.detach().contiguous() for tensor in bucket.values()]  # kept until they are sent
+                flat = end_to_end(bucket)  # kept until it is sent
                 if self._device.type == "cpu":
-                    for tensor in tensors:
-                        dist.broadcast(tensor, src=0, group=group)
-                else:
-                    works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
-                    until_done([work for work in works if work is not None], self._timeout_s)
+                    dist.broadcast(flat, src=0, group=group)
+                elif (work := dist.broadcast(flat, src=0, group=group, async_op=True)) is not None:
+                    until_done(work, self._timeout_s)
 
             try:
                 self._run(broadcast, "broadcast failed")
@@ -112,19 +113,25 @@ class WeightBroadcaster:
             raise SyncError(f"weight group {self._name}: {what}: {errors[0]}") from errors[0]
 
 
-def until_done(works: Sequence[dist.Work], timeout_s: float) -> None:
+def end_to_end(bucket: Mapping[str, Tensor]) -> Tensor:
+    """[bytes] uint8: the tensors' bytes without gaps, as SGLang's FlattenedTensorBucket reads them, in the order of `widest_first`."""
+    specs = widest_first(WeightSpec.of(name, tensor) for name, tensor in bucket.items())
+    parts = [bucket[spec.name].detach().reshape(-1).view(torch.uint8) for spec in specs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # a large tensor is a bucket of its own: sent from where it lies
+
+
+def until_done(work: dist.Work, timeout_s: float) -> None:
     """Wait on the host for what the GPU does. (A work's own `wait` has the GPU's next kernels wait, and returns at once.)
 
     Raises: TimeoutError; what has become of a work that failed.
     """
     deadline = time.monotonic() + timeout_s
-    for number, work in enumerate(works):
-        while not work.is_completed():  # also when it has failed, or its communicator was aborted
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{number} of {len(works)} tensors were sent in {timeout_s:.0f} s; a member may be gone")
-            time.sleep(_POLL_S)
-        if (error := work.exception()) is not None:
-            raise RuntimeError(str(error))
+    while not work.is_completed():  # also when it has failed, or its communicator was aborted
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a bucket was not sent in {timeout_s:.0f} s; a member may be gone")
+        time.sleep(_POLL_S)
+    if (error := work.exception()) is not None:
+        raise RuntimeError(str(error))
 
 
 def _abort(group: dist.ProcessGroup) -> None:

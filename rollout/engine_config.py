@@ -134,11 +134,6 @@ class EngineConfig(Settings):
                 f"rollout.engine.tensor_parallel = {self.tensor_parallel} with batch_invariant: the sums over ranks are SGLang's, not the "
                 "learner's, and their bits differ. Set tensor_parallel: 1, or true_on_policy: false"
             )
-        if self.has_float8 and self.tensor_parallel > 1:
-            raise ValueError(
-                f"rollout.engine.tensor_parallel = {self.tensor_parallel} with quantization = {self.quantization}: a rank's part of a "
-                "matrix need not end where a block does, and no engine so was tried. Set quantization: none, or tensor_parallel: 1"
-            )
         return self
 
     @model_validator(mode="after")

@@ -18,8 +18,8 @@ _WHOLE = "weights are sent to, and compared with, ranks that each have a part of
 _EXPERTS = "rollout.engine.expert_parallel"
 _ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
 _ATTENTION = (
-    "groups of ranks would have requests and a cache each, and there is no rule yet which of them reads a prompt and all of its answers, "
-    "what room it has, and when it may sleep"
+    "groups of ranks would have requests, a cache and ports each, and there is no rule yet which of them reads a prompt and all of its "
+    "answers, what room it has, and when it may sleep"
 )
 _REPLICAS = "the parts of an engine with data parallelism would take weights and requests by themselves, as workers do"
 REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {

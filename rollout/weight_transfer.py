@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
-from correction.engines.weight_spec import WeightSpec
+from correction.engines.weight_spec import WeightSpec, widest_first
 from correction.errors import SyncError
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Sending:
 
 
 class Receiving:
-    """Buckets that rank 0 of a group broadcasts, tensor by tensor in the order of the specs; there is nothing to prepare."""
+    """Buckets that rank 0 of a group broadcasts; there is nothing to prepare."""
 
     def __init__(self, buckets: Sequence[Sequence[WeightSpec]], group: str) -> None:
         self._buckets, self._group = buckets, group
@@ -107,14 +107,16 @@ class Receiving:
 
 
 async def receive(manager: Any, bucket: Sequence[WeightSpec], group: str, *, version: int | None, flush: bool) -> None:
-    """Load one bucket that rank 0 of the group broadcasts, tensor by tensor in this order; otherwise as `send`."""
+    """Load one bucket that rank 0 of the group broadcasts, by one collective (learner.broadcast); otherwise as `send`."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
+    specs = widest_first(bucket)
     request = UpdateWeightsFromDistributedReqInput(
-        names=[spec.name for spec in bucket],
-        dtypes=[spec.dtype for spec in bucket],
-        shapes=[list(spec.shape) for spec in bucket],
+        names=[spec.name for spec in specs],
+        dtypes=[spec.dtype for spec in specs],
+        shapes=[list(spec.shape) for spec in specs],
         group_name=group,
+        load_format="flattened_bucket",
         flush_cache=flush,
         weight_version=_text(version),
     )

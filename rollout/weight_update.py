@@ -154,10 +154,11 @@ class UpdatableEngine:
         mode: UpdateMode | None = None,
         deadline_s: float | None = None,
     ) -> SyncReceipt:
-        """As update_weights, but rank 0 of the group broadcasts the tensors, one by one in the order of `buckets`.
+        """As update_weights, but rank 0 of the group broadcasts the buckets, each at once, in this order.
 
         Args:
-            buckets: what will be broadcast; checked as a whole before the engine is paused. One bucket at a time takes memory.
+            buckets: what will be broadcast; checked as a whole before the engine is paused. One bucket at a time takes memory: SGLang takes
+                twice its bytes while it receives.
         """
         self._process.raise_if_lost()
         check = UpdateCheck(self.name, version, await self.weight_specs())

@@ -173,10 +173,8 @@ class _Visit:
 
     async def _exported(self, group: LearnerGroup) -> WeightSnapshot | None:
         """Export the learner's weights into the object store, with its logprobs of the first sequence."""
-        float8 = self._config.rollout.engine.has_float8
-        plan = ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(self._sequences[0]), float8=float8)
         try:
-            return await group.export(plan)
+            return await group.export(self._plan())
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._tell("export of the learner", error)
             return None
@@ -240,12 +238,14 @@ class _Visit:
             await members.close()
 
     async def _broadcast_all(self, group: LearnerGroup) -> WeightSnapshot:
-        bucket_bytes, probe = self._config.weight_sync.bucket_bytes, tuple(self._sequences[0])
-        plan = ExportPlan(bucket_bytes, stores=False, broadcasts=True, probe_ids=probe)
-        sent = await group.export(plan, deadline_s=broadcast_s(self._config))
+        sent = await group.export(replace(self._plan(), stores=False, broadcasts=True), deadline_s=broadcast_s(self._config))
         if sent.broadcast_error:
             raise SyncError(sent.broadcast_error)
         return sent
+
+    def _plan(self) -> ExportPlan:
+        float8 = self._config.rollout.engine.has_float8
+        return ExportPlan(self._config.weight_sync.bucket_bytes, probe_ids=tuple(self._sequences[0]), float8=float8)
 
     async def _compare_with(self, made: Reference, group: LearnerGroup, snapshot: WeightSnapshot) -> None:
         """Compare a forward and backward pass with the reference. It changes the learner's weights, not those exported before."""

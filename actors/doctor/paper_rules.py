@@ -53,16 +53,15 @@ def layout_divides_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[C
 def float8_can_be_had(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     if not config.rollout.engine.has_float8:
         return
-    shape, remedy = facts.shape, "Set it to none"
-    fused = {"queries": shape.heads * shape.head_width, "keys": shape.key_heads * shape.head_width, "feed-forward part": shape.feed_forward}
-    odd = [f"its {part} have {rows} channels, no multiple of {FLOAT8_BLOCK}" for part, rows in fused.items() if rows % FLOAT8_BLOCK]
+    shape, ranks, remedy = facts.shape, config.rollout.engine.tensor_parallel, "Set it to none"
+    remedy += ", or rollout.engine.tensor_parallel lower" if ranks > 1 else ""
+    on_each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    channels = shape.channels(ranks).items()
+    odd = [f"its {part} have {rows} channels{on_each}, no multiple of {FLOAT8_BLOCK}" for part, rows in channels if rows % FLOAT8_BLOCK]
     if shape.experts:
         odd = ["the model is a mixture of experts, which was not tried"]
     for reason in odd:
         yield Complaint("fail", f"rollout.engine.quantization = float8_block: {reason}", remedy)
-    if config.weight_sync.transport == "broadcast":
-        text = "weight_sync.transport = broadcast with rollout.engine.quantization = float8_block: gloo has none, and NCCL's was not tried"
-        yield Complaint("fail", text, "Set weight_sync.transport: object_store")
 
 
 def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:

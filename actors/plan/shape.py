@@ -144,22 +144,27 @@ class ModelShape:
     def weight_bytes(self, dtype: str, ranks: int = 1, *, float8: bool = False) -> int:
         """Of the whole model, or of each rank of an engine, which has a part of every matrix; of experts as many bytes, whole or not.
 
-        Args: float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py); one rank.
+        Args: float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py).
         """
         shared, experts = self.split(ranks, 1, 1)[0]
         whole = (shared + experts // ranks) * BYTES_OF[dtype]
         if not float8:
             return whole
-        matrices = self._projections()
+        matrices = self._projections(ranks)
         entries = sum(rows * columns for rows, columns in matrices)
         blocks = sum(-(-rows // FLOAT8_BLOCK) * -(-columns // FLOAT8_BLOCK) for rows, columns in matrices)
         return whole + self.layers * (entries * (1 - BYTES_OF[dtype]) + 4 * blocks)
 
-    def _projections(self) -> list[tuple[int, int]]:
-        """Rows and columns of a dense layer's matrices."""
-        queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
+    def channels(self, ranks: int) -> dict[str, int]:
+        """Of a dense layer, by which its matrices are cut: what each of an engine's ranks has of them."""
+        keys = max(self.key_heads // ranks, 1) * self.head_width
+        return {"queries": self.heads * self.head_width // ranks, "keys": keys, "feed-forward part": self.feed_forward // ranks}
+
+    def _projections(self, ranks: int) -> list[tuple[int, int]]:
+        """Rows and columns that a rank has of a dense layer's matrices."""
+        queries, keys, feed_forward = self.channels(ranks).values()
         attention = [(queries, self.hidden), (keys, self.hidden), (keys, self.hidden), (self.hidden, queries)]
-        return attention + [(self.feed_forward, self.hidden)] * 2 + [(self.hidden, self.feed_forward)]
+        return attention + [(feed_forward, self.hidden)] * 2 + [(self.hidden, feed_forward)]
 
 
 def check_is_model(folder: Path) -> None:

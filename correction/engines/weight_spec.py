@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -40,3 +41,9 @@ class WeightSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+def widest_first(specs: Iterable[WeightSpec]) -> list[WeightSpec]:
+    """The order in which the tensors of a bucket lie end to end when it is broadcast. Without gaps, and whatever types there are, each then
+    begins at a multiple of its element's bytes, without which torch can't view it."""
+    return sorted(specs, key=lambda spec: -spec.itemsize)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from actors.carriers import ExportPlan
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.doctor.cut_model import CONTEXT, VOCABULARY, cut_config, make_model, reference
 from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.deep_rules import GRADIENT, in_the_deep, predicted
-from actors.doctor.live import agreement, slowest, why_no_broadcast
+from actors.doctor.live import _Visit, agreement, slowest, why_no_broadcast
 from actors.settings.deadlines import with_deadlines
 from actors.settings.derived import derived
 from correction.errors import ConfigError, DeadlineExceeded, SyncError
@@ -194,6 +197,26 @@ def test_the_learner_agrees_with_the_reference_of_what_was_made(tmp_path: Path, 
     with learner_on(folder) as learner:
         found = learner.logprobs(batch)[1:].tolist()
     assert found == pytest.approx(reference(folder, [batch.token_ids.tolist()]).logprobs, abs=2e-5)
+
+
+def test_an_engine_in_float8_is_broadcast_float8() -> None:
+    """It refuses weights of other types, by either way."""
+    asked: list[ExportPlan] = []
+
+    class Group:
+        async def export(self, plan: ExportPlan, **_: float) -> Any:
+            asked.append(plan)
+            return SimpleNamespace(broadcast_error="")
+
+    group: Any = Group()
+    for quantization in ("none", "float8_block"):
+        run = eight(BY_BROADCAST, f"rollout.engine.quantization={quantization}")
+        visit = _Visit(run, QWEN3_8B, print)
+        asyncio.run(visit._exported(group))
+        asyncio.run(visit._broadcast_all(group))
+    assert [(plan.float8, plan.stores, plan.broadcasts) for plan in asked] == [
+        (float8, not broadcasts, broadcasts) for float8 in (False, True) for broadcasts in (False, True)
+    ]
 
 
 def test_deep_is_for_machines_that_are_here() -> None:

@@ -196,6 +196,8 @@ def test_weights_in_float8_to_the_byte(tmp_path: Path) -> None:
     assert traffic(large, config).version == engine_memory(large, config.rollout, 80 << 30).weights == size
     assert 0.57 < size / large.weight_bytes("bfloat16") < 0.59
     assert FLOAT8_BLOCK == BLOCK, "said twice, as the plan imports no torch"
+    both = 2 * large.hidden * (2 * large.layers + 1) + 2 * 2 * large.layers * large.head_width
+    assert 2 * large.weight_bytes("bfloat16", 2, float8=True) - size == both, "norms are on both ranks, the blocks are shared"
 
 
 def test_an_engine_on_several_gpus_has_its_weights_cut_and_room_for_more_tokens(tmp_path: Path) -> None:

@@ -69,15 +69,6 @@ class Sent:
         return RuntimeError(self.error) if self.error else None
 
 
-class OnGpu(SimpleNamespace):
-    """As far as a broadcast looks at a tensor."""
-
-    def detach(self) -> OnGpu:
-        return self
-
-    contiguous = detach
-
-
 class Group:
     def __init__(self) -> None:
         self.aborted = threading.Event()
@@ -87,32 +78,38 @@ class Group:
 
 
 def broadcaster(monkeypatch: pytest.MonkeyPatch, works: list[Sent], timeout_s: float = 0.2) -> tuple[WeightBroadcaster, Group]:
-    """Of a group over NCCL, in which the broadcasts of one bucket become of what is told."""
+    """Of a group whose calls return at once, as NCCL's do, in which the broadcasts of buckets become of what is told. Torch's meta device
+    stands for a GPU's."""
     group, waiting = Group(), iter(works)
     monkeypatch.setattr(WeightBroadcaster, "_join", lambda self, *_: setattr(self, "_group", group))
 
     def enqueue(tensor: Any, *, src: int, group: Any, async_op: bool) -> Sent:
         assert async_op, "the call would return at once and tell nothing"
+        assert tensor.dtype == torch.uint8 and tensor.device.type == "meta", "bytes, and on the device"
         return next(waiting)
 
     monkeypatch.setattr(dist, "broadcast", enqueue)
-    return WeightBroadcaster("", 0, 2, "weights-1", timeout_s, torch.device("cuda")), group
+    return WeightBroadcaster("", 0, 2, "weights-1", timeout_s, torch.device("meta")), group
 
 
-def bucket(count: int) -> dict[str, Any]:
-    return {str(i): OnGpu(device=torch.device("cuda", 0)) for i in range(count)}
+def bucket(count: int) -> dict[str, torch.Tensor]:
+    return {str(i): torch.empty(3, 2 + i, dtype=torch.bfloat16, device="meta") for i in range(count)}
 
 
 def test_a_broadcast_over_nccl_is_done_when_the_gpu_has_sent_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    works = [Sent(3), Sent(0), Sent(20)]
+    """A bucket is one call, however many tensors it has."""
+    works = [Sent(3), Sent(20)]
     sender, group = broadcaster(monkeypatch, works, timeout_s=20.0)
     sender.send(bucket(3))
-    assert [work.left for work in works] == [0, 0, 0] and not group.aborted.is_set()
+    assert [work.left for work in works] == [0, 20]
+    sender.send(bucket(1))
+    assert [work.left for work in works] == [0, 0] and not group.aborted.is_set()
 
 
 def test_a_dead_engine_is_told_within_the_deadline_over_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's call has returned long before; the group is aborted, as its kernel waits on the GPU for the member that is gone."""
     sender, group = broadcaster(monkeypatch, [Sent(0), Sent(None)])
+    sender.send(bucket(1))
     began = time.monotonic()
     with pytest.raises(SyncError, match="weight group weights-1: broadcast failed"):
         sender.send(bucket(2))

@@ -17,11 +17,13 @@ import random
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -30,7 +32,7 @@ from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, DataError, EngineDirty, SyncError
-from learner.broadcast import WeightBroadcaster
+from learner.broadcast import WeightBroadcaster, end_to_end
 from learner.families import FAMILIES
 from rollout import weight_transfer
 from rollout.engine import RolloutEngine
@@ -359,6 +361,35 @@ def test_sglang_reads_a_bucket_of_many_types(engine: RolloutEngine) -> None:
     assert all(torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype for name, tensor in read)
 
 
+def test_a_bucket_is_broadcast_as_bytes_and_read_bit_for_bit_whatever_types_it_has(engine: RolloutEngine) -> None:
+    """By SGLang's flattened bucket, as its receiving half fills it. That leaves no gaps: after 15 bytes there is no place for a float32."""
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"values": ((3, 5), torch.float8_e4m3fn), "scales": ((1, 3), torch.float32), "odd": ((7,), torch.bfloat16)}
+    weights = {
+        name: torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+        for name, (shape, dtype) in (shapes | {"one": ((), torch.float32)}).items()
+    }
+    specs, received = [WeightSpec.of(name, tensor) for name, tensor in weights.items()], dict[str, torch.Tensor]()
+
+    async def asked(request: Any, _: None) -> tuple[bool, str]:
+        assert request.load_format == "flattened_bucket"
+        named = zip(request.names, request.dtypes, request.shapes, strict=True)
+        bucket = FlattenedTensorBucket([(name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in named])
+        flat = bucket.get_flattened_tensor()
+        flat.copy_(end_to_end(weights))  # where SGLang has its one broadcast
+        received.update(bucket.reconstruct_tensors())
+        return True, ""
+
+    manager: Any = SimpleNamespace(update_weights_from_distributed=asked)
+    asyncio.run(weight_transfer.receive(manager, specs, "weights", version=1, flush=False))
+    assert [WeightSpec.of(name, received[name]) for name in weights] == specs
+    assert sum(tensor.nbytes for tensor in received.values()) == 15 + 12 + 14 + 4
+    for name, tensor in weights.items():
+        assert torch.equal(received[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
 def test_specs_are_the_folders_tensors(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
     folder = load_file(tiny_model / "model.safetensors")
     assert engine_loop.run(engine.weight_specs()) == {name: WeightSpec(name, "float32", tuple(t.shape)) for name, t in folder.items()}
@@ -471,10 +502,20 @@ def test_update_that_fails_before_its_first_bucket_changes_nothing(
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
 
 
-def test_weights_by_broadcast_while_requests_run(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
+def test_weights_by_broadcast_while_requests_run(
+    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket is one collective."""
     version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=6)
     buckets = buckets_of(weights, 3)
     specs = [bucket.specs for bucket in buckets]
+    calls, broadcast = [], dist.broadcast
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.nbytes)
+        return broadcast(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "broadcast", counted)
 
     async def run() -> Trajectory:
         port = free_port()
@@ -495,6 +536,7 @@ def test_weights_by_broadcast_while_requests_run(engine: RolloutEngine, engine_l
     completion = engine_loop.run(run())
     assert [span.version for span in completion.version_spans] == [version, version + 1]
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+    assert calls == [bucket.nbytes for bucket in buckets] and len(weights) > 2 * len(calls)
 
 
 def test_broadcast_that_never_comes_ends_and_the_engine_recovers(

@@ -84,11 +84,6 @@ def test_how_ranks_talk_is_handed_on() -> None:
     assert {name: given[name] for name in options} == options
 
 
-def test_ranks_in_float8_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"tensor_parallel = 2 with quantization = float8_block.*Set quantization: none"):
-        EngineConfig(dtype="bfloat16", tensor_parallel=2, quantization="float8_block")
-
-
 def test_batch_invariant_ranks_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"tensor_parallel = 2 with batch_invariant.*Set tensor_parallel: 1"):
         EngineConfig(tensor_parallel=2, batch_invariant=True)

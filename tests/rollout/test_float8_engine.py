@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,16 @@ from torch import Tensor
 
 from correction.engines.float8 import BLOCK, in_float8, is_projection, quantised
 from correction.engines.weight_bucket import WeightBucket
+from correction.engines.weight_spec import WeightSpec
+from learner.broadcast import WeightBroadcaster
 from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
 from tests.tiny_models import save_tiny_model
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 """192 = 128 + 64: blocks at an edge are smaller."""
+OF_TWO = SHAPE | {"head_dim": 128}
+"""Whose matrices are cut in two between blocks."""
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -71,27 +76,47 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
     assert float((_apply(print, None, layer, x) == expected).float().mean()) > 0.98
 
 
+async def by_broadcast(engine: RolloutEngine, version: int, weights: dict[str, Tensor]) -> None:
+    """Float8, float32 and bfloat16 in one bucket, which is sent as bytes: gloo knows no float8."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    size = 1 + engine.config.tensor_parallel
+    joining = asyncio.ensure_future(engine.join_weight_group("127.0.0.1", port, 1, size, "weights"))
+    learner = await asyncio.to_thread(WeightBroadcaster, "127.0.0.1", port, size, "weights", 60.0, torch.device("cpu"))
+    await joining
+    specs = [WeightSpec.of(name, tensor) for name, tensor in weights.items()]
+    receiving = asyncio.ensure_future(engine.receive_weights(version, [specs], group="weights"))
+    await asyncio.to_thread(learner.send, weights)
+    assert (await receiving).bytes == sum(tensor.nbytes for tensor in weights.values())
+    learner.close()
+
+
 @pytest.mark.slow
 @pytest.mark.engine
-def test_an_engine_takes_float8_and_computes_with_it(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "m", tie=False, **SHAPE)
+@pytest.mark.parametrize(("ranks", "shape"), [(1, SHAPE), (2, OF_TWO)])
+def test_an_engine_takes_float8_and_computes_with_it(tmp_path: Path, ranks: int, shape: dict[str, int]) -> None:
+    """Of two ranks each has whole blocks of values, and their scales; what it holds are the parts of what was sent."""
+    folder = save_tiny_model(tmp_path / "m", tie=False, **shape)
     ids = torch.randint(5, 512, (120,), generator=torch.Generator().manual_seed(0)).tolist()
     sent = in_float8(weights_of(folder))
 
     async def scenario() -> tuple[dict[str, str], dict[str, str], list[float]]:
-        config = EngineConfig(device="cpu", dtype="bfloat16", quantization="float8_block")
+        config = EngineConfig(device="cpu", dtype="bfloat16", quantization="float8_block", tensor_parallel=ranks)
         engine = await RolloutEngine.start(folder, config, has_weights=False)
         try:
             specs = {name: str(spec) for name, spec in (await engine.weight_specs()).items()}
-            for version in (1, 2):  # once more, over weights that are in use
-                await engine.update_weights(version, [WeightBucket.of(sent)])
-            return specs, await engine.weight_checksums(), await engine.score(ids)
+            other = in_float8({name: -tensor for name, tensor in weights_of(folder).items()})
+            for version, weights in ((1, sent), (2, other)):  # once more, over weights that are in use
+                await engine.update_weights(version, [WeightBucket.of(weights)])
+            await by_broadcast(engine, 3, sent)
+            return specs, await engine.weight_checksums([WeightBucket.of(sent)]), await engine.score(ids)
         finally:
             await engine.shutdown()
 
     specs, checksums, scored = asyncio.run(asyncio.wait_for(scenario(), 300.0))
-    assert specs["model.layers.0.self_attn.k_proj.weight"] == "float8_e4m3fn [128, 192]"
-    assert specs["model.layers.0.self_attn.k_proj.weight_scale_inv"] == "float32 [1, 2]"
+    assert specs["model.layers.0.self_attn.k_proj.weight"] == f"float8_e4m3fn [{128 * ranks}, 192]"
+    assert specs["model.layers.0.self_attn.k_proj.weight_scale_inv"] == f"float32 [{ranks}, 2]"
     assert specs["model.layers.1.mlp.down_proj.weight_scale_inv"] == "float32 [2, 2]"
     assert checksums == WeightBucket.of(sent).checksums(), "to the last bit, under the names and in the shapes of the files"
     plain, float8 = (reference_logprobs(folder, ids, is_float8=is_float8) for is_float8 in (False, True))
