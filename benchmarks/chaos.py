@@ -164,7 +164,8 @@ def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[PlayedRun 
 
 def summary(calm: PlayedRun | None, disturbed: Sequence[PlayedRun]) -> str:
     """Two tables in Markdown, and what a fault costs at a mean."""
-    head = ["run", "faults", "s of training", "useful share", "faults a step", "steps done again", "held-out accuracy", "all as it should be"]
+    head = ["run", "faults", "s of training", "useful share", "faults a step"]
+    head += ["steps done again", "held-out accuracy", "all as it should be"]
     rows = [head, ["---"] * len(head)]
     for run in [*([calm] if calm else []), *disturbed]:
         share = f"{calm.training_s / run.training_s:.2f}" if calm is not None and run.training_s > 0 else "-"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
-from correction.engines.rendezvous import rendezvous_store
+from correction.engines.rendezvous import gloo_interface_towards, rendezvous_store
 from correction.errors import SyncError
 
 _POLL_S = 0.0005
@@ -89,9 +89,10 @@ class WeightBroadcaster:
         backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
         timeout = timedelta(seconds=self._timeout_s)
         store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout)
-        self._group, _ = _new_process_group_helper(
-            world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
-        )
+        with gloo_interface_towards(host):
+            self._group, _ = _new_process_group_helper(
+                world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
+            )
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
     def _run(self, work: Callable[[], None], what: str) -> None:
