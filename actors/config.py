@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
 
-from actors.hub_name import HubName
+from actors.settings.hub_name import HubName
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from correction.monitor import MonitorConfig

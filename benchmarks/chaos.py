@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.descendants import adopted_orphans, end_new
+from actors.processes.descendants import adopted_orphans, end_new
 from benchmarks.chaos_books import HeldOut, RunBooks, steps_done_again
 from benchmarks.chaos_strikes import Strike, Strikes, table
 from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between, scratch

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.evaluation import wilson_interval
+from actors.driver.evaluation import wilson_interval
+from actors.driver.resume import TrainingState
 from actors.record.run_folder import RunFolder
-from actors.resume import TrainingState
 
 _CONFIDENCE = 0.99
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from actors.descendants import command_of
+from actors.processes.descendants import command_of
 from benchmarks.late_calls import LateCalls
 from benchmarks.watched_run import processes_of
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.outcome import Outcome
 from actors.simulation.run import simulate
-from actors.trajectory_queue import TrajectoryQueue
 from benchmarks.sides import TimeRatio, in_turns, options
 from rollout.trajectory import Group, Prompt
 

@@ -33,19 +33,19 @@ import ray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.carriers import ActorInfo, GroupSummary, Ticket
-from actors.cluster import beside_the_driver
+from actors.cluster.cluster import beside_the_driver
 from actors.config import DeadlinesConfig, EarlyWarningConfig, RunConfig, WeightSyncConfig
-from actors.correction_service import CorrectionService
-from actors.environment import OF_BATCHES, OF_SERVICE
-from actors.forwards import next_batch
-from actors.learner_group import LearnerGroup
-from actors.loop_clock import LoopClock
-from actors.queue_actor import TrajectoryQueueActor
+from actors.pool.rollout_worker import WorkerSettings
+from actors.pool.scaling import ScalingDecision
+from actors.processes.loop_clock import LoopClock
+from actors.processes.supervision import unless_failed
+from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.ranks.forwards import next_batch
+from actors.ranks.learner_group import LearnerGroup
 from actors.record.step_report import batch_metrics, learned_numbers
-from actors.rollout_worker import WorkerSettings
-from actors.scaling import ScalingDecision
-from actors.supervision import unless_failed
-from actors.weight_sync import WeightSync
+from actors.service.correction_service import CorrectionService
+from actors.settings.environment import OF_BATCHES, OF_SERVICE
+from actors.weights.weight_sync import WeightSync
 from benchmarks.call_floor import CallFloor
 from benchmarks.late_loop import LateLoop
 from benchmarks.process_use import Uses
@@ -282,7 +282,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of the actors
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp") as folder:
-        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # as a private Ray (actors/cluster.py)
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # as a private Ray (actors/cluster/cluster.py)
         ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, _temp_dir=folder)
         print(asyncio.run(CallFloor.measured()), flush=True)
         for workers, groups in itertools.product(map(int, arguments.workers.split(",")), map(int, arguments.groups.split(","))):

@@ -17,10 +17,10 @@ from typing import Any
 import ray
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
-from actors.pool import RolloutPool
-from actors.rollout_worker import RolloutWorker, WorkerSettings
-from actors.weight_sync import SyncTarget
-from actors.workers import WorkerHandle
+from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
+from actors.pool.workers import WorkerHandle
+from actors.weights.weight_sync import SyncTarget
 from correction.config import CorrectionConfig
 from rollout.trajectory import FinishReason, Group, Prompt, SyncReceipt, Trajectory, VersionSpan, ids_of, logprobs_of
 

@@ -29,7 +29,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.descendants import adopted_orphans, command_of, descendants, end_new
+from actors.processes.descendants import adopted_orphans, command_of, descendants, end_new
 from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between, scratch
 from benchmarks.watched_run import ROLES, WatchedRun
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.true_on_policy import resolved
+from actors.settings.true_on_policy import resolved
 from benchmarks.sides import options
 from correction.variance_split import VarianceSplit, split_variance
 from lab.kept_engines import KeptEngines, recipe

@@ -34,12 +34,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import ray
 import torch
 
+from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
-from actors.learner_group import LearnerGroup
-from actors.placement import RankPlaces
-from actors.rollout_worker import RolloutWorker
-from actors.weight_deltas import differences, rebuilt
-from actors.weight_sync import SyncTarget, WeightSync
+from actors.pool.rollout_worker import RolloutWorker
+from actors.ranks.learner_group import LearnerGroup
+from actors.weights.weight_deltas import differences, rebuilt
+from actors.weights.weight_sync import SyncTarget, WeightSync
 from benchmarks.sides import NANO_RECIPE, ROOT, TimeRatio, evenkeel, options, seconds_of, steps_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
 from correction import CorrectedBatch, CorrectionConfig, defer

@@ -37,7 +37,7 @@ RESERVED_ARGUMENTS = {
 
 
 class EngineDeadlines(DerivedSettings):
-    """Longest waits of one engine, seconds. Unset ones grow with the model's bytes and the answers' length (actors/deadlines.py)."""
+    """Longest waits of one engine, seconds. Unset ones grow with the model's bytes and the answers' length (settings/deadlines.py)."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "generate_s", "update_s", "control_s"})
 

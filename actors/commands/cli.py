@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from actors import interrupts
 from actors.commands.capabilities import capabilities
 from actors.commands.chatter import quiet
 from actors.commands.doctor import doctor
 from actors.commands.plan import plan
 from actors.commands.push import push
 from actors.commands.simulate import simulate
+from actors.processes import interrupts
 from correction.errors import ConfigError, EvenkeelError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from actors.doctor.start_checks import check_model_folder
-from actors.true_on_policy import contract_of
+from actors.settings.true_on_policy import contract_of
 from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare
 from correction.engines.capture import ORDER, Capture, OperatorGap, compare_captures

@@ -88,13 +88,13 @@ def _measured_unless(complaints: list[Complaint], config: RunConfig) -> list[Com
 
 
 def _measured(config: RunConfig) -> list[Complaint]:
-    from actors.cluster import gpus_there
-    from actors.deadlines import with_deadlines
-    from actors.derived import derived
+    from actors.cluster.cluster import gpus_there
+    from actors.cluster.hub import config_folder
     from actors.doctor.deep_rules import in_the_deep
     from actors.doctor.live import deep_facts
-    from actors.hub import config_folder
-    from actors.true_on_policy import resolved
+    from actors.settings.deadlines import with_deadlines
+    from actors.settings.derived import derived
+    from actors.settings.true_on_policy import resolved
     from learner.hf_folder import read_json
 
     typer.echo("starting the learner's ranks and an engine on a model of two layers, about a minute", err=True)
@@ -118,9 +118,9 @@ def _of_run(folder: Path, beside: list[str]) -> str:
 
 
 def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Request]]:
-    from actors.derived import derived
+    from actors.cluster.hub import config_folder
     from actors.doctor.cluster_file import ClusterFile, agreement
-    from actors.hub import config_folder
+    from actors.settings.derived import derived
 
     cluster = ClusterFile.read(path, config.ray.rollout_resource)
     config = derived(config, has_gpu=cluster.has_gpus)
@@ -132,14 +132,14 @@ def _of_cluster(config: RunConfig, path: Path) -> tuple[list[Complaint], list[Re
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:
-    from actors.derived import derived
     from actors.plan.gpus import Gpus
+    from actors.settings.derived import derived
 
     if gpus:
         kind = Gpus.parse(gpus)
         config, facts = judged(derived(config, has_gpu=True), gpu_bytes=kind.memory)
         return worst_first(on_paper(facts, config) + enough(kind, config)), []
-    from actors.cluster import Cluster, check_ray, gpus_there
+    from actors.cluster.cluster import Cluster, check_ray, gpus_there
 
     check_ray(config.ray)
     try:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from actors.cluster.hub import model_folder
 from actors.commands.task_config import task_config
 from actors.config import RunConfig
-from actors.devices import check_engine_device
 from actors.doctor.start_checks import check_model_folder
-from actors.evaluation import Evaluation, evaluate
-from actors.hub import model_folder
+from actors.driver.evaluation import Evaluation, evaluate
+from actors.settings.devices import check_engine_device
 from correction.errors import DataError
 from learner.hf_folder import read_config
 from rollout.chat import ChatEncoder, load_tokenizer

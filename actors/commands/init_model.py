@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from rich.progress import Progress
 
 from actors.config import InitConfig, RunConfig
-from actors.hub_name import HubName
+from actors.settings.hub_name import HubName
 from correction.errors import ConfigError
 from learner.nano import build_nano_model
 from learner.warmup import EncodedDemonstration, warm_up

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.metrics import StepMetrics
+from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from actors.simulation.run import simulate

@@ -30,12 +30,12 @@ def plan(
     from rich.table import Table
 
     from actors.commands.recipe import load_config
-    from actors.derived import derived
     from actors.doctor.paper_rules import enough, on_paper, worst_first
     from actors.doctor.start_checks import judged
     from actors.doctor.views import show
     from actors.plan.gpus import Gpus
     from actors.plan.view import in_numbers, make_plan, sections
+    from actors.settings.derived import derived
 
     kind = Gpus.parse(gpus)
     config, facts = judged(derived(load_config(RunConfig, recipe, overrides or []), has_gpu=True), gpu_bytes=kind.memory)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from actors.carriers import Ticket
+from actors.cluster.hub import outline_folder
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.hub import outline_folder
-from actors.hub_name import HubName, absolute
 from actors.record.checkpoint_reader import ResumePoint, newest_readable
 from actors.record.run_folder import Checkpoint, RunFolder
+from actors.settings.hub_name import HubName, absolute
 from correction.errors import ConfigError, DataError
 from correction.schedule import needs_topk
 from rollout.config import FileTask, HuggingFaceTask

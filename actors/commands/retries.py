@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors import interrupts
-from actors.descendants import adopted_orphans, end_new
-from actors.json_lines import last_step
+from actors.driver.json_lines import last_step
+from actors.processes import interrupts
+from actors.processes.descendants import adopted_orphans, end_new
 from actors.record.run_folder import RunFolder
 
 NOT_AGAIN = 78

@@ -9,31 +9,31 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from actors import interrupts
-from actors.cluster import Cluster, check_ray, gpus_there
+from actors.cluster.cluster import Cluster, check_ray, gpus_there
+from actors.cluster.head_watch import ends_with_the_head
+from actors.cluster.hub import config_folder, outline_folder, pinned
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
-from actors.controller import Controller
-from actors.daemon_threads import DaemonThreads
-from actors.deadlines import bytes_of, inversions, with_deadlines
-from actors.derived import derived
-from actors.devices import check_devices, check_types
 from actors.doctor.gather import nodes_of_cluster, own_machine, paper_facts
 from actors.doctor.node_rules import on_nodes, requests
 from actors.doctor.paper_rules import on_paper, stop_at_failures
 from actors.doctor.start_checks import checked
-from actors.head_watch import ends_with_the_head
-from actors.hub import config_folder, outline_folder, pinned
+from actors.driver.controller import Controller
+from actors.driver.run_summary import RunSummary
 from actors.plan.shape import ModelShape
+from actors.processes import interrupts
+from actors.processes.daemon_threads import DaemonThreads
+from actors.processes.supervision import HALF_OVER, counted
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.terminal import TerminalView
-from actors.run_summary import RunSummary
-from actors.supervision import HALF_OVER, counted
+from actors.settings.deadlines import bytes_of, inversions, with_deadlines
+from actors.settings.derived import derived
+from actors.settings.devices import check_devices, check_types
 from correction.engines.quick_imports import uncollected
 from correction.errors import EvenkeelError
 from rollout.chat import ChatEncoder, load_tokenizer

@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from actors.config import RunConfig
-from actors.devices import room_for_engines, whole_gpus
 from actors.doctor.facts import Complaint
 from actors.doctor.memory_rules import on_gpus
 from actors.doctor.paper_rules import worst_first
 from actors.plan.gpus import MEMORY_MIB, bytes_of_instance
 from actors.plan.shape import ModelShape
+from actors.settings.devices import room_for_engines, whole_gpus
 from correction.errors import ConfigError
 
 _START = re.compile(r"\bray start\b")

@@ -12,7 +12,7 @@ from actors.doctor.deep_facts import ENGINE_AND_LEARNER, DeepFacts
 from actors.doctor.facts import Complaint
 from actors.doctor.memory_rules import gib
 from actors.doctor.paper_rules import worst_first
-from actors.probe_limits import ProbeLimits
+from actors.settings.probe_limits import ProbeLimits
 
 DeepRule = Callable[[DeepFacts, RunConfig], Iterator[Complaint]]
 

@@ -16,7 +16,7 @@ class Listener:
     """Listens on a free port, and accepts connections. Used as a Ray actor."""
 
     def open(self) -> tuple[str, int]:
-        from actors.exporter import node_address
+        from actors.metrics.exporter import node_address
 
         self._socket = socket.create_server((node_address(), 0))
         threading.Thread(target=self._answer, daemon=True).start()

@@ -15,14 +15,14 @@ from typing import Any
 
 import psutil
 
+from actors.cluster.hub import config_folder, obstacle_here
 from actors.config import RunConfig
-from actors.devices import visible_gpus
 from actors.doctor.door import Door, no_way
 from actors.doctor.driver_gpus import gpus_of_driver, links_of_driver, seen_by_torch
 from actors.doctor.facts import GpuFact, NodeFacts, PaperFacts
 from actors.doctor.memory_rules import could_be_given
-from actors.hub import config_folder, obstacle_here
 from actors.plan.shape import ModelShape
+from actors.settings.devices import visible_gpus
 from correction.errors import EngineError
 
 _PACKAGES = (

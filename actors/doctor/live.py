@@ -20,20 +20,20 @@ from typing import Any
 
 import ray
 
-from actors.broadcast_group import BroadcastGroup
 from actors.carriers import ExportPlan, WeightSnapshot
-from actors.cluster import Cluster, lower_priority
+from actors.cluster.cluster import Cluster, lower_priority
+from actors.cluster.placement import RankPlaces, on_their_nodes, reserve
 from actors.config import RunConfig
-from actors.devices import check_received
 from actors.doctor.cut_model import Reference, cut_config, make_model, reference, remove_model, write_config
 from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.on_ranks import backward, collectives
-from actors.environment import worker_environment
-from actors.learner_group import LearnerGroup
-from actors.placement import RankPlaces, on_their_nodes, reserve
 from actors.plan.shape import ModelShape
-from actors.supervision import abandon, wait_for
-from actors.weight_sync import SyncTarget
+from actors.processes.supervision import abandon, wait_for
+from actors.ranks.learner_group import LearnerGroup
+from actors.settings.devices import check_received
+from actors.settings.environment import worker_environment
+from actors.weights.broadcast_group import BroadcastGroup
+from actors.weights.weight_sync import SyncTarget
 from correction.errors import DeadlineExceeded, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from actors.config import RunConfig
-from actors.devices import workers_asked
 from actors.doctor.facts import Complaint
 from actors.plan.engine_memory import engine_memory
 from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import RESERVE, rank_memory
 from actors.plan.shape import ModelShape
+from actors.settings.devices import workers_asked
 
 
 def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> Iterator[Complaint]:

@@ -91,7 +91,7 @@ def _is_inside(group: Any) -> bool:
     """Whether its ranks are on one node, by their addresses."""
     import torch.distributed as dist
 
-    from actors.exporter import node_address
+    from actors.metrics.exporter import node_address
 
     addresses: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(addresses, node_address(), group=group)

@@ -1,6 +1,6 @@
 """Rules of the first layer: whether the recipe fits the model's config.json and the size of a GPU. No cluster is needed.
 
-Each rule is a function of (facts, config) that yields complaints; the config has devices and types (actors/derived.py).
+Each rule is a function of (facts, config) that yields complaints; the config has devices and types (actors/settings/derived.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from actors.config import RunConfig
-from actors.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.gpus import Gpus
@@ -20,6 +19,7 @@ from actors.plan.learner_memory import rank_memory
 from actors.plan.pace import MEAN_SHARE, TOKENS_PER_S, pace
 from actors.plan.shape import FLOAT8_BLOCK
 from actors.plan.traffic import checkpoint_bytes, traffic, versions_text
+from actors.settings.devices import check_shares, check_types, gpus_asked, room_for_engines, workers_asked
 from correction.errors import ConfigError
 from rollout import engine_ranks
 

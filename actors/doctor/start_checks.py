@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from actors.cluster.hub import config_folder
 from actors.config import RunConfig
 from actors.doctor.facts import PaperFacts
 from actors.doctor.gather import paper_facts
-from actors.hub import config_folder
-from actors.hub_name import HubName
 from actors.plan.shape import check_is_model
+from actors.settings.hub_name import HubName
 from correction.errors import DataError, EvenkeelError
 from learner.hf_folder import HFWeights, read_config, read_json
 from learner.plain_config import is_plainly_trainable
@@ -38,17 +38,17 @@ def _check_weights(path: Path) -> None:
 def checked(
     config: RunConfig, folder: Path, *, has_weights: bool, refused: list[str] | None = None, lacking: list[str] | None = None
 ) -> RunConfig:
-    """The configuration as the run would be given it (actors/true_on_policy.py), if the model's folder goes with it.
+    """The configuration as the run would be given it (actors/settings/true_on_policy.py), if the model's folder goes with it.
 
     Args:
-        config: with devices and types (actors/derived.py).
+        config: with devices and types (actors/settings/derived.py).
         folder: the model's, or a copy of it without the weights.
         has_weights: they are meant to be in the folder.
         refused: takes each reason against the run; None: the first is raised.
         lacking: the same of its weights.
     Raises: DataError if there is no config.json that can be read; EvenkeelError kinds, if nothing takes the reasons.
     """
-    from actors.true_on_policy import resolved
+    from actors.settings.true_on_policy import resolved
 
     check_is_model(folder)
     if has_weights or not is_plainly_trainable(read_json(folder / "config.json")):

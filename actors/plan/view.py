@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actors.config import RunConfig
-from actors.deadlines import Deadline, table
 from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.memory_rules import gib, longest_sequence
 from actors.plan.engine_memory import EngineMemory, engine_memory
@@ -16,6 +15,7 @@ from actors.plan.host_memory import HostMemory, hosts
 from actors.plan.layouts import Layout, layouts, obstacles
 from actors.plan.learner_memory import RESERVE, RankMemory, rank_memory
 from actors.plan.traffic import Traffic, traffic, versions_text
+from actors.settings.deadlines import Deadline, table
 
 _SHOWN_LAYOUTS = 8
 

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.json_lines import append_whole
-from actors.metric_kinds import Kind
-from actors.metrics import StepMetrics, lookup
+from actors.driver.json_lines import append_whole
+from actors.metrics.kinds import Kind
+from actors.metrics.step_metrics import StepMetrics, lookup
+from actors.processes.supervision import counted
 from actors.record.file_thread import FileThread
-from actors.supervision import counted
 from correction.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,11 +14,13 @@ from ray.exceptions import RayError
 
 from actors.carriers import ActorInfo, GroupSummary, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
 from actors.config import RunConfig
-from actors.evaluation import Evaluation
-from actors.exporter import DiscoveryServer, MetricsEndpoint, listen_address
-from actors.loop_clock import LoopClock
-from actors.metrics import DISCARD_COUNTERS, StepMetrics
-from actors.probe_limits import ProbeLimits
+from actors.driver.evaluation import Evaluation
+from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
+from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics
+from actors.pool.scaling import ScalingDecision
+from actors.processes.loop_clock import LoopClock
+from actors.processes.repeated import Repeated
+from actors.processes.supervision import abandon, counted, unless_set, wait_for
 from actors.record.finished_step import FinishedStep
 from actors.record.metric_views import open_views, views_from_an_earlier_step
 from actors.record.patience import PatientWriter
@@ -38,17 +40,15 @@ from actors.record.step_report import (
     worker_metrics,
 )
 from actors.record.terminal import TerminalView
-from actors.repeated import Repeated
-from actors.scaling import ScalingDecision
-from actors.supervision import abandon, counted, unless_set, wait_for
+from actors.settings.probe_limits import ProbeLimits
 from correction.errors import EvenkeelError
 from correction.monitor import Event, State
 from rollout.trajectory import Prompt, SyncReceipt
 
 if TYPE_CHECKING:
-    from actors.learner_group import LearnerGroup
-    from actors.pool import RolloutPool
-    from actors.weight_sync import SyncTarget
+    from actors.pool.pool import RolloutPool
+    from actors.ranks.learner_group import LearnerGroup
+    from actors.weights.weight_sync import SyncTarget
     from learner.results import StepResult
 
 _RETURNS = "steps/returns_total"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from actors.probe_limits import ProbeLimits
-from actors.supervision import counted
+from actors.processes.supervision import counted
+from actors.settings.probe_limits import ProbeLimits
 
 
 class ProbeWatch:

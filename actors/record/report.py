@@ -14,8 +14,8 @@ import jinja2
 import yaml
 
 from actors.carriers import ScatterSample
-from actors.metric_catalogue import CATALOGUE
-from actors.metrics import StepMetrics, accuracy, accuracy_of_what, by_worker, pass_at_most, with_interval
+from actors.metrics.catalogue import CATALOGUE
+from actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, by_worker, pass_at_most, with_interval
 from actors.record.report_plots import Plot, draw_plots
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import slowest_rows

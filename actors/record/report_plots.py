@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from actors.carriers import ScatterSample
-from actors.metric_catalogue import CATALOGUE
-from actors.metric_kinds import Unit
-from actors.metrics import StepMetrics, pass_at_most
+from actors.metrics.catalogue import CATALOGUE
+from actors.metrics.kinds import Unit
+from actors.metrics.step_metrics import StepMetrics, pass_at_most
 from correction.monitor import Event, State
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis

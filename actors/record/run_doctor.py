@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from actors.metrics import StepMetrics, shown
+from actors.metrics.step_metrics import StepMetrics, shown
 from actors.record.run_folder import RunEvent, RunFolder
 from actors.record.stack_gist import newest_gist
 from correction.errors import ConfigError, DataError

@@ -98,7 +98,7 @@ async def keep_and_tell(keep: Callable[[SkippedBatch], Path | None], step: int, 
     """
     from ray.exceptions import RayError  # not for those who only look into a run's folder
 
-    from actors.payloads import value_of, with_wide_fields
+    from actors.queue.payloads import value_of, with_wide_fields
 
     try:
         corrected = await value_of(batch.corrected)

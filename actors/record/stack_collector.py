@@ -13,9 +13,9 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
 from actors.record.stack_gist import FOLDER
-from actors.supervision import wait_for
 from correction.errors import EvenkeelError
 from rollout.stacks import own_job, stacks_of
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.carriers import Example, GroupSummary, PreparedBatch, WorkerLoad
-from actors.metric_catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
+from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt
 
 if TYPE_CHECKING:

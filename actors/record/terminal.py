@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from actors.metric_catalogue import CATALOGUE
-from actors.metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
+from actors.metrics.catalogue import CATALOGUE
+from actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
 from actors.record.run_folder import RunFolder
 
 _EVENT_STYLE = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}

@@ -45,7 +45,7 @@ class EngineOwner(Protocol):
 
 
 class SimulatedEngine:
-    """One worker with its engine. `groups` and `questions` are what actors.dispatch looks at."""
+    """One worker with its engine. `groups` and `questions` are what actors.pool.dispatch looks at."""
 
     def __init__(
         self,

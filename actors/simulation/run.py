@@ -13,7 +13,8 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from actors.carriers import Ticket
-from actors.dispatch import Questions, WaitingWork
+from actors.pool.dispatch import Questions, WaitingWork
+from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.simulation.clock import SimulatedClock
 from actors.simulation.costs import AnswerLengths, RunCosts, RunShape
 from actors.simulation.engine import SampledGroup, SimulatedEngine
@@ -27,7 +28,6 @@ from actors.simulation.outcome import (
     Outcome,
     SimulatedStep,
 )
-from actors.trajectory_queue import TrajectoryQueue
 from correction.errors import ConfigError
 from rollout.trajectory import Group, Prompt
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.alarms import AlarmResponse, Replacement
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.controller import Controller
+from actors.driver.alarms import AlarmResponse, Replacement
+from actors.driver.controller import Controller
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from tests.actors.cases import FakeActor

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.weight_sync import SyncTarget
+from actors.weights.weight_sync import SyncTarget
 from correction.errors import SyncError
 from learner.broadcast import WeightBroadcaster
 from tests.actors.cases import FakeActor

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors import bucket_delta
-from actors.bucket_delta import BucketDelta, bucket_checksum
+from actors.weights import bucket_delta
+from actors.weights.bucket_delta import BucketDelta, bucket_checksum
 from correction.engines.float8 import in_float8
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import SyncError

@@ -15,10 +15,11 @@ import psutil
 import pytest
 import ray
 
-from actors import cluster, interrupts
-from actors.cluster import Cluster
+from actors.cluster import cluster
+from actors.cluster.cluster import Cluster
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
+from actors.processes import interrupts
 from correction.errors import ConfigError, EngineError
 
 RECIPE = Path(__file__).parents[1] / "e2e" / "small.yaml"

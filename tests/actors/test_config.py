@@ -14,7 +14,7 @@ from actors.commands.config_explain import inner_models
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.true_on_policy import resolved
+from actors.settings.true_on_policy import resolved
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig

@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 from ray.exceptions import RayActorError
 
-from actors.batch_source import BatchSource
 from actors.config import DeadlinesConfig, RunConfig
-from actors.controller import Controller
-from actors.evaluation import Evaluations
+from actors.driver.batch_source import BatchSource
+from actors.driver.controller import Controller
+from actors.driver.evaluation import Evaluations
 from correction.errors import ActorLost, DeadlineExceeded, EngineError
 from tests.actors.cases import FakeActor, prompts
 
@@ -61,7 +61,7 @@ class Observer:
 
 def source(run: Controller, service: Any) -> BatchSource:
     """With a queue and a ledger that nobody asks."""
-    with mock.patch("actors.batch_source.make_queue"), mock.patch("actors.batch_source.open_ledger"):
+    with mock.patch("actors.driver.batch_source.make_queue"), mock.patch("actors.driver.batch_source.open_ledger"):
         made = BatchSource(run._config, run._point, Path("ledger.jsonl"), mock.Mock(event=run._observer.event))
     made.service = service
     return made
@@ -306,8 +306,8 @@ def test_the_ranks_have_their_places_before_a_worker_asks_for_one(monkeypatch: p
             done.append("ranks have")
 
         run._task, run._folder = SimpleNamespace(held_out_prompts=lambda: prompts(0, 4)), mock.Mock()  # type: ignore[assignment]
-        monkeypatch.setattr("actors.controller.reserve", reserve)
-        monkeypatch.setattr("actors.controller.outline_folder", lambda _: [None])
+        monkeypatch.setattr("actors.driver.controller.reserve", reserve)
+        monkeypatch.setattr("actors.driver.controller.outline_folder", lambda _: [None])
         monkeypatch.setattr(run, "_make_queue", lambda: None)
         monkeypatch.setattr(run, "_start_pool", lambda: done.append("workers ask"))
         await run._start()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from actors.carriers import QueueSnapshot
-from actors.controller import Controller
-from actors.parts import StartingPoint
-from actors.pool import RolloutPool
-from actors.rollout_worker import WorkerSettings
+from actors.driver.controller import Controller
+from actors.driver.parts import StartingPoint
+from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import WorkerSettings
 from correction.errors import ActorLost, DataError, DeadlineExceeded
 from tests.actors.test_controller import Observer, controller, nothing, source
 
@@ -32,8 +32,8 @@ class GoneBack(Observer):
 def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
     run = controller(GoneBack())
-    monkeypatch.setattr("actors.batch_source.make_queue", lambda *_: object())
-    monkeypatch.setattr("actors.batch_source.open_ledger", lambda *_: None)
+    monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
+    monkeypatch.setattr("actors.driver.batch_source.open_ledger", lambda *_: None)
     queue = QueueSnapshot(step, 2 * step, 2 * step, 2 * step, 0, (), ())
     state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0, queue=queue, monitor={})
     point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
@@ -113,8 +113,8 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         monkeypatch.setattr(run, "_start_parts", start)
         monkeypatch.setattr(run, "_until_trained", trains)
         monkeypatch.setattr(run, "_evaluate_last", nothing)
-        monkeypatch.setattr("actors.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
-        monkeypatch.setattr("actors.controller.lost_among", who)
+        monkeypatch.setattr("actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
         summary = await run._whatever_dies()
         assert (summary.steps, started, run._generation, pool._generation) == (STEPS, 2, 1, 1)
 
@@ -149,7 +149,7 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
 
         monkeypatch.setattr(run, "_until_trained", trained)
         monkeypatch.setattr(run, "_evaluate_last", dies)
-        monkeypatch.setattr("actors.controller.lost_among", who)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
         run._returns.allow = allow  # type: ignore[method-assign]
         if is_over:
             summary = await run._whatever_dies()
@@ -183,7 +183,7 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
         run._steps, run._returns.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
         monkeypatch.setattr(run, "_until_trained", trained)
         monkeypatch.setattr(run, "_evaluate_last", nothing)
-        monkeypatch.setattr("actors.controller.lost_among", who)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
         with pytest.raises(DeadlineExceeded, match="the run folder's disk"):
             await run._whatever_dies()
         assert not [text for text in run._observer.events if "left out" in text]  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
         monkeypatch.setattr(run, "_until_trained", nothing)
         monkeypatch.setattr(run._evaluations, "whole", dies)
-        monkeypatch.setattr("actors.controller.lost_among", who)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
         with run._ending.handled():
             await run._whatever_dies()
 
@@ -250,9 +250,9 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
 
         starts = iter([nothing, start_again])
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
-        monkeypatch.setattr("actors.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
+        monkeypatch.setattr("actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
         monkeypatch.setattr(run, "_until_trained", trains)
-        monkeypatch.setattr("actors.controller.lost_among", who)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
         with run._ending.handled():
             await run._whatever_dies()
 

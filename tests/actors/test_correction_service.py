@@ -26,14 +26,14 @@ import ray
 import torch
 from torch import Tensor
 
-from actors import correction_service, drawing
 from actors.carriers import Observation, PreparedBatch, Ticket
 from actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig, RunConfig
-from actors.correction_service import CorrectionService
-from actors.forwards import next_batch
-from actors.gap_split import GapSplit
-from actors.payloads import GONE
-from actors.queue_actor import TrajectoryQueueActor
+from actors.queue.payloads import GONE
+from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.ranks.forwards import next_batch
+from actors.service import correction_service, drawing
+from actors.service.correction_service import CorrectionService
+from actors.service.gap_split import GapSplit
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.daemon_threads import DaemonThreads
+from actors.processes.daemon_threads import DaemonThreads
 
 ROOT = Path(__file__).parents[2]
 HANGS = """

@@ -10,7 +10,7 @@ import yaml
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.deadlines import as_text, bytes_of, group_s, inversions, table, with_deadlines
+from actors.settings.deadlines import as_text, bytes_of, group_s, inversions, table, with_deadlines
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.deadlines import with_deadlines
-from actors.derived import derived
 from actors.doctor.cut_model import CONTEXT, VOCABULARY, cut_config, make_model, reference
 from actors.doctor.deep_facts import ENGINE_AND_LEARNER, AgreementFact, BroadcastFact, CollectiveFact, DeepFacts, UpdateFact
 from actors.doctor.deep_rules import GRADIENT, in_the_deep, predicted
 from actors.doctor.live import agreement, slowest, why_no_broadcast
+from actors.settings.deadlines import with_deadlines
+from actors.settings.derived import derived
 from correction.errors import ConfigError, DeadlineExceeded, SyncError
 from learner.config import LearnerConfig
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B

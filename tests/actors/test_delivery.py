@@ -9,9 +9,9 @@ from typing import Any
 
 import ray.exceptions
 
-from actors.admission import PatientQueue
 from actors.carriers import StoredGroup, Ticket
-from actors.delivery import Delivery
+from actors.pool.admission import PatientQueue
+from actors.pool.delivery import Delivery
 from tests.actors.cases import group, prompt
 from tests.actors.simulated_time import simulate
 

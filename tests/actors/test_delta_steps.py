@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from actors import weight_deltas
 from actors.carriers import WeightSnapshot
-from actors.weight_deltas import WeightDeltas
+from actors.weights import weight_deltas
+from actors.weights.weight_deltas import WeightDeltas
 
 WHOLE = 1000
 HOME, FAR = "a" * 56, "b" * 56

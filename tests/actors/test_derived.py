@@ -10,8 +10,8 @@ import pytest
 from actors.commands.recipe import load_config
 from actors.commands.train import decide_devices
 from actors.config import RunConfig
-from actors.derived import derived
-from actors.devices import check_types
+from actors.settings.derived import derived
+from actors.settings.devices import check_types
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig
@@ -104,7 +104,7 @@ def test_auto_is_what_the_cluster_has_not_what_the_driver_sees(
 ) -> None:
     """The head of a cluster has no GPU; ranks that asked for none would all take the first one of their node."""
     joined: list[str | None] = []
-    monkeypatch.setattr("actors.cluster.Cluster", lambda config: joined.append(config.ray.address) or nullcontext())
+    monkeypatch.setattr("actors.cluster.cluster.Cluster", lambda config: joined.append(config.ray.address) or nullcontext())
     monkeypatch.setattr("ray.cluster_resources", lambda: offered)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found, notes = decide_devices(config("ray.address=10.0.0.1:6379"))

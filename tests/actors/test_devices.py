@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors import workers
+from actors.cluster.placement import in_order
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.devices import check_devices, check_engine_device, check_received, check_rollout_resource, check_types, whole_gpus
-from actors.environment import OF_BATCHES, learner_environment, worker_environment
-from actors.placement import in_order
-from actors.rollout_worker import WorkerSettings
+from actors.pool import workers
+from actors.pool.rollout_worker import WorkerSettings
+from actors.settings.devices import check_devices, check_engine_device, check_received, check_rollout_resource, check_types, whole_gpus
+from actors.settings.environment import OF_BATCHES, learner_environment, worker_environment
 from correction.engines.device_choice import KEPT_KERNELS
 from correction.errors import ConfigError
 from tests.actors.cases import prompt

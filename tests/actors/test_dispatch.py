@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.workers
+import actors.pool.workers
 from actors.carriers import ActorInfo, Ticket
 from actors.config import DeadlinesConfig
-from actors.dispatch import Questions, WaitingWork
-from actors.pool import RolloutPool
-from actors.queue_actor import TrajectoryQueueActor
-from actors.rollout_worker import WorkerSettings
+from actors.pool.dispatch import Questions, WaitingWork
+from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import WorkerSettings
+from actors.queue.queue_actor import TrajectoryQueueActor
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, group, prompt
@@ -77,7 +77,7 @@ class Run:
         fake_ray = SimpleNamespace(
             remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make)), exceptions=ray.exceptions
         )
-        monkeypatch.setattr(actors.workers, "ray", fake_ray)
+        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
         config = RolloutConfig.model_validate(
             {
                 "workers": len(group_s),

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.derived import derived
 from actors.doctor import gather
 from actors.doctor.driver_gpus import gpus_of_driver
 from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
@@ -22,6 +21,7 @@ from actors.doctor.node_rules import on_nodes, requests
 from actors.doctor.paper_rules import enough, on_paper, stop_at_failures
 from actors.plan.gpus import Gpus
 from actors.plan.shape import ModelShape
+from actors.settings.derived import derived
 from correction.errors import ConfigError
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer

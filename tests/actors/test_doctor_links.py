@@ -11,12 +11,12 @@ import pytest
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.derived import derived
 from actors.doctor.door import Listener, no_way
 from actors.doctor.driver_gpus import links_of_driver
 from actors.doctor.facts import GpuFact, Link, NodeFacts
 from actors.doctor.link_rules import gpus_of_a_group_are_linked, ports_are_open, rdma_may_lock_memory
 from actors.doctor.node_rules import NODE_RULES
+from actors.settings.derived import derived
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BROADCAST = "weight_sync.transport=broadcast"
@@ -122,7 +122,7 @@ def test_a_port_is_needed_where_a_rank_or_an_engine_may_be(facts: dict[str, Any]
 
 
 def test_a_listener_is_reached_and_what_is_not_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.exporter.node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("actors.metrics.exporter.node_address", lambda: "127.0.0.1")
     listener = Listener()
     address = listener.open()
     assert [no_way(address), no_way(address)] == ["", ""]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.workers
+import actors.pool.workers
 from actors.carriers import ActorInfo, BegunTicket, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
-from actors.departures import first_to_leave
-from actors.pool import RolloutPool
-from actors.preemption import watch_nodes
-from actors.queue_actor import TrajectoryQueueActor
-from actors.rollout_worker import WorkerSettings
-from actors.scaling import Cause, ScalingDecision
+from actors.pool.departures import first_to_leave
+from actors.pool.pool import RolloutPool
+from actors.pool.preemption import watch_nodes
+from actors.pool.rollout_worker import WorkerSettings
+from actors.pool.scaling import Cause, ScalingDecision
+from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import UnfinishedGroup, unsampled
@@ -132,7 +132,7 @@ class ElasticScene:
             exceptions=ray.exceptions,
             kill=lambda actor: self.killed.append(actor.instance.name),
         )
-        monkeypatch.setattr(actors.workers, "ray", fake_ray)
+        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
         common = {"task": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "reward": {"kind": "exact_match"}}
         engine = {"engine": {"device": "cpu", "max_running_requests": 8}, "sampling": {"samples_per_group": 2}}
@@ -381,8 +381,8 @@ def test_each_node_that_ray_drains_is_told_of_once(monkeypatch: pytest.MonkeyPat
                 raise answer
             return answer
 
-        monkeypatch.setattr("actors.preemption._draining_nodes", draining)
-        monkeypatch.setattr("actors.preemption._POLL_S", 0.01)
+        monkeypatch.setattr("actors.pool.preemption._draining_nodes", draining)
+        monkeypatch.setattr("actors.pool.preemption._POLL_S", 0.01)
         watching = asyncio.create_task(watch_nodes(lambda node, left_s: told.append((node, left_s))))
         while answers:
             await asyncio.sleep(0.01)
@@ -447,7 +447,7 @@ def test_a_fixed_pool_does_not_follow_anything(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_handed_back_carries_versions_and_logprobs() -> None:
     """The ticket of the next worker has all of it; the queue's own ticket stays as it was."""
-    from actors.dispatch import continuing
+    from actors.pool.dispatch import continuing
 
     ticket = Ticket(5, prompt(5), 2)
     logprobs = logprobs_of([-0.5, -0.25])

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from actors.config import EvaluationConfig
-from actors.evaluation import Evaluation, Proportion, evaluate, wilson_interval
-from actors.metrics import StepMetrics
+from actors.driver.evaluation import Evaluation, Proportion, evaluate, wilson_interval
+from actors.metrics.step_metrics import StepMetrics
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import prompts, trajectory

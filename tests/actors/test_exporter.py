@@ -20,10 +20,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.exporter import DiscoveryServer, MetricsEndpoint
-from actors.metric_catalogue import CATALOGUE
-from actors.metric_kinds import Kind
-from actors.metrics import MetricError
+from actors.metrics.catalogue import CATALOGUE
+from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
+from actors.metrics.kinds import Kind
+from actors.metrics.step_metrics import MetricError
 from correction.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.workers
+import actors.pool.workers
 from actors.carriers import FAILED, LOST, ActorInfo, GroupFailure, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
-from actors.dispatch import WaitingWork
-from actors.faults import GroupBook, LossBook
-from actors.pool import RolloutPool
-from actors.queue_actor import TrajectoryQueueActor
-from actors.rollout_worker import WorkerSettings
+from actors.pool.dispatch import WaitingWork
+from actors.pool.faults import GroupBook, LossBook
+from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import WorkerSettings
+from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import DeadlineExceeded, EngineError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts
@@ -132,7 +132,7 @@ class World:
             kill=lambda actor: actor.instance.dead.set(),
             exceptions=ray.exceptions,
         )
-        monkeypatch.setattr(actors.workers, "ray", fake_ray)
+        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
         config = RolloutConfig.model_validate(
             {
@@ -472,7 +472,7 @@ def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longe
             await asyncio.sleep(1.0)
 
         world.sample = dies  # type: ignore[assignment]
-        monkeypatch.setattr("actors.faults.STRIKES", 100)  # otherwise the group is found guilty first
+        monkeypatch.setattr("actors.pool.faults.STRIKES", 100)  # otherwise the group is found guilty first
         await world.begin()
         with pytest.raises(EngineError, match=r"^11 rollout workers were lost one after the other, all within 60 minutes, and not one"):
             await world.all_done(1)

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from actors.carriers import ForwardRequest, PreparedBatch
-from actors.forwards import ForwardRequests, next_batch
+from actors.ranks.forwards import ForwardRequests, next_batch
 from correction.errors import DeadlineExceeded, EngineError
 from tests.actors.cases import FakeActor
 

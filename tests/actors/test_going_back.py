@@ -20,8 +20,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from actors import going_back
-from actors.going_back import (
+from actors.driver import going_back
+from actors.driver.going_back import (
     MOST_RETURNS,
     Returns,
     end_parts,
@@ -31,12 +31,12 @@ from actors.going_back import (
     what_is_done_again,
     while_they_answer,
 )
-from actors.learner_group import LearnerGroup
-from actors.learner_rank_actor import LearnerRankActor
-from actors.parts import StartingPoint, start_learner
-from actors.queue_actor import TrajectoryQueueActor
+from actors.driver.parts import StartingPoint, start_learner
+from actors.pool.rollout_worker import RolloutWorker
+from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.ranks.learner_group import LearnerGroup
+from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record.patience import PatientWriter
-from actors.rollout_worker import RolloutWorker
 from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EngineError, LateError
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
@@ -73,8 +73,8 @@ UNREACHABLE = ActorUnavailableError("for now", None)
 
 @pytest.fixture(autouse=True)
 def without_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.going_back._ANSWER_S", 1.5)
-    monkeypatch.setattr("actors.going_back._LOOK_S", 0.01)
+    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 1.5)
+    monkeypatch.setattr("actors.driver.going_back._LOOK_S", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 ) -> None:
     """Whatever else there is, ends; and of a learner all ranks or none."""
     killed: list[Any] = []
-    monkeypatch.setattr("actors.supervision.ray.kill", killed.append)
-    monkeypatch.setattr("actors.going_back._IDLE_S", 0.3)
+    monkeypatch.setattr("actors.processes.supervision.ray.kill", killed.append)
+    monkeypatch.setattr("actors.driver.going_back._IDLE_S", 0.3)
     learner = LearnerGroup(ranks, version=3, step_s=1.0)
     queue, service = Part(ALIVE), Part(ALIVE)
     parts = {"queue": queue, "service": service, **learner.ranks}
@@ -125,8 +125,8 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 @pytest.mark.parametrize(("start_took_s", "stays"), [(0.1, False), (5.0, True)])
 def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pytest.MonkeyPatch, start_took_s: float, stays: bool) -> None:
     """A step of minutes is cheaper than to load the model once more; and a start of seconds is cheaper than the step."""
-    monkeypatch.setattr("actors.supervision.ray.kill", lambda _: None)
-    monkeypatch.setattr("actors.going_back._IDLE_S", 0.1)
+    monkeypatch.setattr("actors.processes.supervision.ray.kill", lambda _: None)
+    monkeypatch.setattr("actors.driver.going_back._IDLE_S", 0.1)
     learner = LearnerGroup([Part("busy")], version=3, step_s=1.0)
     learner.start_took_s = start_took_s
     kept, _ = asyncio.run(end_parts(dict(learner.ranks), learner, ["queue"]))
@@ -136,7 +136,7 @@ def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pyt
 def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has the one before in its hand, whose ranks have been ended."""
     killed: list[Any] = []
-    monkeypatch.setattr("actors.supervision.ray.kill", killed.append)
+    monkeypatch.setattr("actors.processes.supervision.ray.kill", killed.append)
     before, new = LearnerGroup([Part(ALIVE)], version=0, step_s=1.0), Part(ALIVE)
     assert asyncio.run(end_parts({"queue": Part(ALIVE), "learner rank 0": new}, before, ["queue"])) == (None, {})
     assert new in killed
@@ -157,7 +157,7 @@ def test_a_learner_that_stays_reads_the_checkpoint_and_ends_without_one(monkeypa
         return "new ranks", ["rank 0"]
 
     monkeypatch.setattr(LearnerGroup, "start", started)
-    monkeypatch.setattr("actors.parts.fetch_where_ranks_are", started)
+    monkeypatch.setattr("actors.driver.parts.fetch_where_ranks_are", started)
     config: Any = SimpleNamespace(
         deadlines=SimpleNamespace(checkpoint_s=1.0, start_s=1.0, step_s=1.0), needs_reference=False, metrics=SimpleNamespace(bind="")
     )
@@ -217,7 +217,7 @@ def test_deaths_that_are_hours_apart_end_no_run_unless_they_come_at_the_same_ste
     monkeypatch: pytest.MonkeyPatch, steps: list[int], ends: bool
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("actors.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("actors.driver.going_back.time", SimpleNamespace(monotonic=lambda: now[0]))
     folder: Any = SimpleNamespace(checkpoints=lambda: [SimpleNamespace(step=3)])
     returns = Returns(folder, None)  # type: ignore[arg-type]
     for step in steps[:3]:
@@ -319,7 +319,7 @@ def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_generat
 
 def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a queue that was late by a few seconds more than the deadline ended the run, as nothing of it was lost."""
-    monkeypatch.setattr("actors.going_back._ANSWER_S", 0.2)
+    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
     told: list[str] = []
     pauses = [1.0, 1.0, 0.0]
 
@@ -340,7 +340,7 @@ def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: py
 
 
 def test_a_call_that_hangs_in_an_actor_that_answers_ends_with_its_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.going_back._ANSWER_S", 0.2)
+    monkeypatch.setattr("actors.driver.going_back._ANSWER_S", 0.2)
     told: list[str] = []
     hangs = while_they_answer(
         {"queue": Part(ALIVE)}, lambda: asyncio.sleep(60.0), "advance", deadline_s=0.01, tell=lambda _, text: told.append(text)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from actors.cluster.head_watch import _LIMIT, ends_with_the_head
 from actors.config import RayConfig
-from actors.head_watch import _LIMIT, ends_with_the_head
-from actors.interrupts import NO_CLUSTER
+from actors.processes.interrupts import NO_CLUSTER
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 2
@@ -23,8 +23,8 @@ import socket, time, types
 from pathlib import Path
 import ray
 from actors.config import RayConfig
-from actors import interrupts
-from actors.head_watch import ends_with_the_head
+from actors.processes import interrupts
+from actors.cluster.head_watch import ends_with_the_head
 interrupts.is_attempt = IS_ATTEMPT
 def tell(text):
     print(text, flush=True)

@@ -9,8 +9,8 @@ import pytest
 import ray.exceptions
 
 from actors.carriers import FAILED, LOST, Ticket
-from actors.deadlines import group_s
-from actors.dispatch import WaitingWork
+from actors.pool.dispatch import WaitingWork
+from actors.settings.deadlines import group_s
 from correction.errors import EngineError
 from rollout.config import AnswerSampling
 from tests.actors.cases import prompt

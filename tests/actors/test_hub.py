@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actors import hub
+from actors.cluster import hub
+from actors.cluster.hub import config_folder, model_folder, obstacle_here, outline_folder, pinned
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.commands.train import prepare
 from actors.config import RunConfig
-from actors.hub import config_folder, model_folder, obstacle_here, outline_folder, pinned
-from actors.hub_name import HubName
 from actors.record.run_folder import RunFolder
+from actors.settings.hub_name import HubName
 from correction.errors import ConfigError, DataError
 from learner.nano import NanoModelConfig, build_nano_model
 from rollout.config import HuggingFaceTask
@@ -207,7 +207,7 @@ def test_of_a_download_that_ended_half_way_the_whole_files_stay(server: StandInH
 def test_two_processes_of_a_machine_download_once(server: StandInHub, tmp_path: Path) -> None:
     """As a user has it: the environment names hub and cache, and both start at the same time."""
     cache = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    program = "import sys; from pathlib import Path; from actors.hub import model_folder; print(model_folder(Path(sys.argv[1])))"
+    program = "import sys; from pathlib import Path; from actors.cluster.hub import model_folder; print(model_folder(Path(sys.argv[1])))"
     both = [
         subprocess.Popen([sys.executable, "-c", program, str(NAME)], env=os.environ | cache, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -279,7 +279,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def _evaluation(step: int, low: float) -> Any:
-    from actors.metrics import StepMetrics
+    from actors.metrics.step_metrics import StepMetrics
 
     return StepMetrics(step, {"held_out/accuracy": low + 0.1, "held_out/wilson_low": low})
 

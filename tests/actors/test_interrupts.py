@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors import interrupts
-from actors.run_summary import RunSummary
+from actors.driver.run_summary import RunSummary
+from actors.processes import interrupts
 
 ROOT = Path(__file__).parents[2]
 BEGIN = """
 import ctypes, os, subprocess, sys, time
-from actors import interrupts
+from actors.processes import interrupts
 with interrupts.guarded(grace_s=0.5):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 """
@@ -164,7 +164,7 @@ def test_a_swallowed_signal_is_found_at_the_next_check() -> None:
 
 
 def test_handlers_are_given_back() -> None:
-    from actors import interrupts
+    from actors.processes import interrupts
 
     before = [signal.getsignal(number) for number in interrupts.SIGNALS]
     with interrupts.guarded():
@@ -196,7 +196,7 @@ def signals_seen(sent: list[int]) -> list[int]:
 
 NEVER_ENDS = """
 import atexit, time
-from actors import interrupts
+from actors.processes import interrupts
 atexit.register(time.sleep, 1000)    # as a package does whose service doesn't answer
 interrupts.end_within(0.2, 3, lambda: True)
 """

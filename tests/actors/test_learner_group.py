@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.collective_calls import NumberedRank, collective
-from actors.learner_group import LearnerGroup
+from actors.ranks.collective_calls import NumberedRank, collective
+from actors.ranks.learner_group import LearnerGroup
 from correction.config import CorrectionConfig
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
 from tests.actors.simulated_time import simulate

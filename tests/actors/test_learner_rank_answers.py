@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actors.carriers import ExportPlan
-from actors.learner_rank_actor import LearnerRankActor
+from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.correct import correct
 from correction.engines.checksum import tensor_checksum
 from correction.engines.float8 import in_float8

@@ -23,13 +23,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.carriers import ExportPlan
+from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
-from actors.going_back import end_parts, lost_answer
-from actors.learner_group import LearnerGroup
-from actors.parts import StartingPoint, start_learner
-from actors.payloads import checksums_of
-from actors.placement import RankPlaces
-from actors.weight_sync import SyncTarget, WeightSync
+from actors.driver.going_back import end_parts, lost_answer
+from actors.driver.parts import StartingPoint, start_learner
+from actors.queue.payloads import checksums_of
+from actors.ranks.learner_group import LearnerGroup
+from actors.weights.weight_sync import SyncTarget, WeightSync
 from correction.correct import correct, defer
 from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig

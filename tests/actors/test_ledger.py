@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors import ledger as ledger_module
 from actors.carriers import QueueSnapshot
-from actors.ledger import Ledger, LedgerMark, outstanding_ids
-from actors.outstanding import Outstanding
-from actors.trajectory_queue import TrajectoryQueue
+from actors.driver import ledger as ledger_module
+from actors.driver.ledger import Ledger, LedgerMark, outstanding_ids
+from actors.driver.outstanding import Outstanding
+from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.errors import LedgerError
 from tests.actors.cases import at_hand, group, prompts, with_tokens
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors import loop_clock
-from actors.loop_clock import TICK_S, LoopClock
+from actors.processes import loop_clock
+from actors.processes.loop_clock import TICK_S, LoopClock
 
 
 @pytest.mark.parametrize(("standstill", "expected"), [(0, 0), (9, 0), (50, 40), (100, 90)])

@@ -18,7 +18,7 @@ import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from actors.learner_group import LearnerGroup
+from actors.ranks.learner_group import LearnerGroup
 from tests.actors.test_learner_ranks_in_ray import cluster as cluster
 from tests.actors.test_learner_ranks_in_ray import learner, two_steps
 

@@ -11,9 +11,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from actors.config import MetricsConfig
-from actors.metric_catalogue import CATALOGUE, LOSS_PLACES
-from actors.metric_kinds import Kind
-from actors.metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, shown
+from actors.metrics.catalogue import CATALOGUE, LOSS_PLACES
+from actors.metrics.kinds import Kind
+from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, shown
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.report import summary_rows
 from actors.record.run_folder import RunFolder, _parse_event

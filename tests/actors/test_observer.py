@@ -24,16 +24,16 @@ from rich.console import Console
 from actors.carriers import UNIFORM, ActorInfo, GroupSummary, Observation
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.evaluation import evaluate
-from actors.exporter import MetricsEndpoint
-from actors.metrics import StepMetrics, by_worker
+from actors.driver.evaluation import evaluate
+from actors.metrics.exporter import MetricsEndpoint
+from actors.metrics.step_metrics import StepMetrics, by_worker
+from actors.pool.scaling import Cause, ScalingDecision
 from actors.record import metric_views
 from actors.record.metric_views import WandbView
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.record.terminal import TerminalView
-from actors.scaling import Cause, ScalingDecision
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State

@@ -8,13 +8,13 @@ import pytest
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.derived import derived
 from actors.doctor.facts import PaperFacts
 from actors.doctor.paper_rules import on_paper
 from actors.plan.gpus import Gpus
 from actors.plan.pace import MEAN_SHARE, MOST_ADVISED, OPERATIONS, TOKENS_PER_S, pace
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import active_parameters
+from actors.settings.derived import derived
 from tests.actors.known_models import QWEN3_8B
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -14,10 +14,10 @@ import pytest
 import ray
 import ray.exceptions
 
-from actors.cluster import beside_the_driver
-from actors.numbered import NumberedCaller
-from actors.part_heartbeat import Beating, raise_when_silent
-from actors.supervision import HALF_OVER
+from actors.cluster.cluster import beside_the_driver
+from actors.driver.part_heartbeat import Beating, raise_when_silent
+from actors.processes.numbered import NumberedCaller
+from actors.processes.supervision import HALF_OVER
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate

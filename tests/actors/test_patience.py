@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.evaluation import evaluate
-from actors.json_lines import JsonLines
-from actors.ledger import Ledger
+from actors.driver.evaluation import evaluate
+from actors.driver.json_lines import JsonLines
+from actors.driver.ledger import Ledger
 from actors.record import patience
 from actors.record.file_thread import FileThread
 from actors.record.patience import PatientWriter

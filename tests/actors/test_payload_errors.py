@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayTaskError
 
 from actors.carriers import StoredGroup, Ticket
-from actors.drawing import Drawing
-from actors.payloads import GONE, LATE, fetch_s, fetched, read_now, to_hand_on
+from actors.queue.payloads import GONE, LATE, fetch_s, fetched, read_now, to_hand_on
+from actors.service.drawing import Drawing
 from correction.errors import ActorLost
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, Group, GroupFacts, VersionSpan
 from tests.actors.cases import group, prompts, trajectory

@@ -21,12 +21,12 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup
-from actors.cluster import beside_the_driver
-from actors.environment import OF_BATCHES
-from actors.part_heartbeat import GROUPS
-from actors.payloads import GONE, fetched
-from actors.queue_actor import TrajectoryQueueActor
-from actors.trajectory_queue import TrajectoryQueue
+from actors.cluster.cluster import beside_the_driver
+from actors.driver.part_heartbeat import GROUPS
+from actors.queue.payloads import GONE, fetched
+from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.queue.trajectory_queue import TrajectoryQueue
+from actors.settings.environment import OF_BATCHES
 from correction.batch import CorrectedBatch, PackedBatch
 from rollout.trajectory import Group, GroupFacts, ids_of, logprobs_of
 from tests.actors.cases import group, prompts

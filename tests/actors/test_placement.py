@@ -14,11 +14,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from actors.cluster.placement import RankPlaces, reserve
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.devices import check_received
 from actors.doctor.gather import nodes_of_cluster
-from actors.placement import RankPlaces, reserve
+from actors.settings.devices import check_received
 from correction.errors import DeadlineExceeded
 from tests.actors.two_nodes import nodes_of_ray
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.derived import derived
 from actors.plan.engine_memory import default_fraction, engine_memory
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts, obstacles
 from actors.plan.learner_memory import head_bytes, layer_activations, rank_memory, state_bytes
 from actors.plan.shape import FLOAT8_BLOCK, ModelShape
 from actors.plan.traffic import BUS, HOST_COPY, NETWORK, active_parameters, checkpoint_bytes, token_bytes, traffic
+from actors.settings.derived import derived
 from correction.correct import correct
 from correction.engines.float8 import BLOCK, in_float8
 from correction.errors import ConfigError, DataError

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.derived import derived
-from actors.environment import OF_SERVICE
 from actors.plan import host_memory
 from actors.plan.gpus import Gpus
 from actors.plan.host_memory import CUDA, DIAGNOSTICS, MODULES, HostMemory, corrected_bytes, hosts
 from actors.plan.shape import ModelShape
 from actors.plan.traffic import batch_tokens, checkpoint_bytes, key_bytes, prompt_tokens, wide_bytes
+from actors.settings.derived import derived
+from actors.settings.environment import OF_SERVICE
 from correction.correct import correct
 from rollout.wide_fields import fields_of, split_wide_fields
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.workers
+import actors.pool.workers
 from actors.carriers import ActorInfo, StoredGroup, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
-from actors.outstanding import Outstanding
-from actors.pool import RolloutPool
-from actors.queue_actor import TrajectoryQueueActor
-from actors.rollout_worker import WorkerSettings
+from actors.driver.outstanding import Outstanding
+from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import WorkerSettings
+from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts
@@ -122,7 +122,7 @@ class Scene:
             wait=lambda *_, **__: None,
             exceptions=ray.exceptions,
         )
-        monkeypatch.setattr(actors.workers, "ray", fake_ray)
+        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
         config = RolloutConfig.model_validate(
             {
@@ -244,7 +244,7 @@ def test_a_wait_for_the_published_weights_says_so_and_ends(monkeypatch: pytest.M
 
 def test_loads_are_asked_for_at_once_and_a_worker_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(actors.workers, "_LOAD_S", 0.3)
+        monkeypatch.setattr(actors.pool.workers, "_LOAD_S", 0.3)
         together = asyncio.Barrier(3)
         scene = Scene(monkeypatch, workers=4, faults={"2": hang} | dict.fromkeys("013", together.wait))
         scene.pool.start()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.probe_limits import ProbeLimits
 from actors.record.probe_watch import ProbeWatch
+from actors.settings.probe_limits import ProbeLimits
 
 
 @pytest.mark.parametrize(

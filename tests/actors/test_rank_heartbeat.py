@@ -19,8 +19,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.going_back import lost_among, raise_when_lost
-from actors.learner_group import LearnerGroup
+from actors.driver.going_back import lost_among, raise_when_lost
+from actors.ranks.learner_group import LearnerGroup
 from correction.correct import defer
 from correction.errors import ActorLost
 from tests.actors.test_learner_ranks_in_ray import cluster as cluster

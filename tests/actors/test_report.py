@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from actors.carriers import GroupSummary, ScatterSample
-from actors.metrics import StepMetrics
+from actors.metrics.step_metrics import StepMetrics
 from actors.record.report import clipped_rows, summary_rows, worker_rows, write_report
 from actors.record.report_plots import _CURVES as CURVES
 from actors.record.report_plots import draw_curves, draw_plots, running_mean
 from actors.record.run_folder import RunFolder
 from actors.record.slowest import FILE, SlowestPrompts, slowest_rows
-from actors.scatter import ScatterReservoir
+from actors.service.scatter import ScatterReservoir
 from correction.monitor import Event, State
 from rollout.trajectory import FailureKind
 

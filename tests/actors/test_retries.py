@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from actors.commands import retries
-from actors.interrupts import NO_CLUSTER
+from actors.processes.interrupts import NO_CLUSTER
 from tests.e2e.launch import ROOT, environment
 
 KILLED = -signal.SIGKILL
@@ -109,9 +109,9 @@ def test_each_retry_is_a_line_and_an_event(monkeypatch: pytest.MonkeyPatch, run_
 PARENT = """
 import sys
 from pathlib import Path
-from actors import interrupts
+from actors.processes import interrupts
 from actors.commands import retries
-from actors.interrupts import NO_CLUSTER
+from actors.processes.interrupts import NO_CLUSTER
 retries._COMMAND = (sys.executable, "-c", sys.argv[1])
 retries._PAUSE_S = 0.0
 with interrupts.guarded(grace_s=0.5):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.carriers import GroupFailure, Ticket
-from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from correction.errors import DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, RequestError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import FailureKind, Group, Prompt
@@ -145,7 +145,7 @@ def test_a_group_that_is_aborted_ends_and_may_begin_anew() -> None:
 
 
 def test_an_abort_that_does_not_end_is_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.rollout_worker._ABORT_S", 0.05)
+    monkeypatch.setattr("actors.pool.rollout_worker._ABORT_S", 0.05)
 
     async def scenario() -> None:
         worker, sampler = slow_worker(is_stubborn=True)

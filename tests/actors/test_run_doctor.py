@@ -10,7 +10,7 @@ import pytest
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.metrics import StepMetrics
+from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_doctor import RunDiagnosis, RunState, diagnose, page
 from actors.record.run_folder import RunFolder
 

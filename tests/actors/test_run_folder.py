@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.metrics import StepMetrics
+from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError, DataError
 

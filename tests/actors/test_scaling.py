@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from actors.elastic import limits_of
-from actors.scaling import LEARNER_WAITS, WORKERS_WAIT, Cause, PoolLimits, ScalingRule, StepLoad, decide, fed_by_admission
+from actors.pool.elastic import limits_of
+from actors.pool.scaling import LEARNER_WAITS, WORKERS_WAIT, Cause, PoolLimits, ScalingRule, StepLoad, decide, fed_by_admission
 from rollout.config import RolloutConfig
 
 WIDE = PoolLimits(lowest=1, highest=64, fed=64)

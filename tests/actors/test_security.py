@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import security
+from actors.cluster import security
 from tests.e2e.launch import environment
 
 

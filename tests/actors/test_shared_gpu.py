@@ -11,13 +11,13 @@ import pytest
 import ray
 import torch
 
-from actors import workers
+from actors.cluster.placement import reserve
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.learner_rank_actor import LearnerRankActor
-from actors.part_heartbeat import sequential_actor
-from actors.placement import reserve
-from actors.rollout_worker import WorkerSettings
+from actors.driver.part_heartbeat import sequential_actor
+from actors.pool import workers
+from actors.pool.rollout_worker import WorkerSettings
+from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.errors import ConfigError
 from tests.actors.cases import prompt
 from tests.ray_sessions import leave_ray

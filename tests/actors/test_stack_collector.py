@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from actors.processes.supervision import HALF_OVER, wait_for
 from actors.record import stack_collector
 from actors.record.stack_collector import StackCollector
 from actors.record.stack_gist import newest_gist
-from actors.supervision import HALF_OVER, wait_for
 from correction.errors import DeadlineExceeded
 from tests.actors.simulated_time import simulate
 

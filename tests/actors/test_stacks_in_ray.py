@@ -15,11 +15,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors import supervision
+from actors.processes import supervision
+from actors.processes.supervision import HALF_OVER, wait_for
 from actors.record.run_folder import RunFolder
 from actors.record.stack_collector import StackCollector
 from actors.record.stack_gist import newest_gist
-from actors.supervision import HALF_OVER, wait_for
 from correction.errors import DeadlineExceeded
 from rollout.stacks import tell_stacks
 from tests.ray_sessions import leave_ray

@@ -13,13 +13,13 @@ from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.commands.train import prepare
 from actors.config import RunConfig
-from actors.derived import derived
 from actors.doctor.facts import PaperFacts
 from actors.doctor.paper_rules import on_paper
 from actors.doctor.start_checks import judged
 from actors.plan.gpus import Gpus
 from actors.plan.layouts import layouts
 from actors.plan.shape import ModelShape
+from actors.settings.derived import derived
 from correction.errors import DataError, EvenkeelError
 from learner.config import LearnerConfig
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config

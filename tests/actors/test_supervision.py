@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 import ray.exceptions
 
-from actors.supervision import Stopwatch, counted, persistently, together, unwrapped, wait_for
+from actors.processes.supervision import Stopwatch, counted, persistently, together, unwrapped, wait_for
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError
 from tests.actors.simulated_time import simulate
 
@@ -228,7 +228,7 @@ def test_of_two_that_run_side_by_side_the_first_error_ends_the_other() -> None:
 def test_outside_a_session_nothing_starts_or_joins_a_ray() -> None:
     """A kill of actors after the end of their Ray would else join the machine's last cluster, or wait for one that is gone."""
     program = (
-        "from actors.supervision import kill\n"
+        "from actors.processes.supervision import kill\n"
         "import ray\n"
         "kill(object())\n"
         "try:\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from actors.metrics import StepMetrics
+from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from actors import interrupts
 from actors.commands import train
+from actors.processes import interrupts
 from correction.errors import DataError
 
 

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.carriers import QueueContents, StoredGroup, Ticket
-from actors.dispatch import WaitingWork
-from actors.outstanding import Outstanding, worthless
-from actors.payloads import fetched, whole_snapshot
-from actors.queue_actor import TrajectoryQueueActor
-from actors.trajectory_queue import TrajectoryQueue
+from actors.driver.outstanding import Outstanding, worthless
+from actors.pool.dispatch import WaitingWork
+from actors.queue.payloads import fetched, whole_snapshot
+from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.errors import DataError, LateError, LedgerError
 from tests.actors.cases import FakeActor, at_hand, group, prompt, prompts, stored, with_tokens
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from actors.config import RunConfig
-from actors.metrics import StepMetrics
-from actors.true_on_policy import check_batch, checked, compare_batch, metrics_of, resolved
+from actors.metrics.step_metrics import StepMetrics
+from actors.settings.true_on_policy import check_batch, checked, compare_batch, metrics_of, resolved
 from correction.batch import PackedBatch
 from correction.errors import ActorLost, ConfigError, EngineError
 

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.payloads import checksums_of
-from actors.weight_sync import SyncTarget, WeightSync
+from actors.queue.payloads import checksums_of
+from actors.weights.weight_sync import SyncTarget, WeightSync
 from correction.engines.weight_bucket import WeightBucket
 from rollout.trajectory import SyncReceipt
 from tests.actors.two_nodes import stored_bytes, two_nodes

@@ -19,10 +19,10 @@ import torch
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
-from actors.learner_group import LearnerGroup
-from actors.learner_rank_actor import LearnerRankActor
-from actors.supervision import counted
-from actors.weight_sync import SyncTarget, WeightSync, compare_checksums
+from actors.processes.supervision import counted
+from actors.ranks.learner_group import LearnerGroup
+from actors.ranks.learner_rank_actor import LearnerRankActor
+from actors.weights.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, SyncError

@@ -19,9 +19,10 @@ import ray
 import torch
 from torch import Tensor
 
-from actors import learner_rank_actor, payloads
 from actors.carriers import PreparedBatch
-from actors.learner_rank_actor import LearnerRankActor
+from actors.queue import payloads
+from actors.ranks import learner_rank_actor
+from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.record.skipped_batches import SkippedBatch, keep_and_tell
 from correction.batch import CorrectedBatch, PackedBatch
 from correction.correct import correct

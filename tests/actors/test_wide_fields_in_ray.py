@@ -18,14 +18,14 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup, Ticket
-from actors.cluster import beside_the_driver
+from actors.cluster.cluster import beside_the_driver
+from actors.cluster.placement import RankPlaces
 from actors.config import EarlyWarningConfig, RunConfig
-from actors.correction_service import CorrectionService
-from actors.environment import OF_BATCHES
-from actors.forwards import next_batch
-from actors.learner_group import LearnerGroup
-from actors.placement import RankPlaces
-from actors.queue_actor import TrajectoryQueueActor
+from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.ranks.forwards import next_batch
+from actors.ranks.learner_group import LearnerGroup
+from actors.service.correction_service import CorrectionService
+from actors.settings.environment import OF_BATCHES
 from correction.config import CorrectionConfig
 from learner.config import LearnerConfig
 from rollout.trajectory import Group, GroupFacts

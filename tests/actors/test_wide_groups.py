@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import ray
 
-from actors import payloads
 from actors.carriers import StoredGroup, Ticket
-from actors.rollout_worker import RolloutWorker
-from actors.trajectory_queue import TrajectoryQueue
+from actors.pool.rollout_worker import RolloutWorker
+from actors.queue import payloads
+from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.batch import PackedBatch
 from correction.errors import DataError
 from learner.config import LearnerConfig

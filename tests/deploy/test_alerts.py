@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.metric_catalogue import CATALOGUE
-from actors.metric_kinds import Kind
+from actors.metrics.catalogue import CATALOGUE
+from actors.metrics.kinds import Kind
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "alerts.yml"

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from actors.commands.cli import app
 from actors.commands.recipe import load_config
 from actors.config import RayConfig, RunConfig
-from actors.derived import derived
 from actors.doctor.cluster_file import ClusterFile, NodeKind, _gpu_bytes, agreement
 from actors.doctor.facts import Complaint
 from actors.plan.gpus import MEMORY_MIB
 from actors.plan.host_memory import hosts
 from actors.plan.shape import ModelShape
+from actors.settings.derived import derived
 from correction.errors import ConfigError
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.metrics import by_worker
+from actors.metrics.step_metrics import by_worker
 from tests.deploy.own_hosts import free_ports
 from tests.deploy.test_slurm import SCRIPT
 from tests.e2e.conftest import small_model as small_model

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import ray
 
+from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
 from actors.doctor.live import CheckedEngine
-from actors.learner_group import LearnerGroup
-from actors.placement import RankPlaces
-from actors.weight_sync import SyncTarget, WeightSync
+from actors.ranks.learner_group import LearnerGroup
+from actors.weights.weight_sync import SyncTarget, WeightSync
 from correction.correct import defer
 from learner.config import LearnerConfig
 from rollout.engine_config import EngineConfig

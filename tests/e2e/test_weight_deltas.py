@@ -12,10 +12,10 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.cluster.placement import RankPlaces
 from actors.config import WeightSyncConfig
-from actors.learner_group import LearnerGroup
-from actors.placement import RankPlaces
-from actors.weight_sync import SyncTarget, WeightSync
+from actors.ranks.learner_group import LearnerGroup
+from actors.weights.weight_sync import SyncTarget, WeightSync
 from benchmarks.weight_sync import Engine
 from correction.correct import defer
 from learner.config import LearnerConfig

@@ -7,7 +7,9 @@ PATIENCE_S = 2.0
 
 def impatient() -> None:
     """Before an actor's class is imported, or after it."""
-    from actors import admission, drawing, pool, trajectory_queue
+    from actors.pool import admission, pool
+    from actors.queue import trajectory_queue
+    from actors.service import drawing
 
     for module in (admission, drawing, pool, trajectory_queue):
         module.ANSWER_S = PATIENCE_S  # type: ignore[attr-defined]

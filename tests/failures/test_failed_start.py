@@ -9,7 +9,7 @@ import pytest
 
 from actors.commands.cli import main
 from actors.commands.recipe import load_config
-from actors.metrics import StepMetrics
+from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from correction.errors import EngineError
 from tests.e2e.launch import RECIPE

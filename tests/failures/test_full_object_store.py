@@ -16,10 +16,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.going_back import lost_among, lost_answer
+from actors.driver.going_back import lost_among, lost_answer
+from actors.driver.resume import TrainingState
+from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
-from actors.resume import TrainingState
-from actors.supervision import wait_for
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, Run, environment
 from tests.failures.books import check_books

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import ray
 
-from actors.forwards import next_batch
-from actors.going_back import while_they_answer
+from actors.driver.going_back import while_they_answer
+from actors.processes.supervision import unless_failed, wait_for
+from actors.ranks.forwards import next_batch
 from actors.record.step_report import learned_numbers
-from actors.supervision import unless_failed, wait_for
 from benchmarks.control_plane_actors import ReplayedRun, ReplayedShape
 from benchmarks.late_calls import LateCalls
 from tests.e2e.launch import ROOT
@@ -43,7 +43,7 @@ LATE_S = 4 * PATIENCE_S
 def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of the actors of a Ray of its own, in which nobody waits for long."""
     for module, name in (("admission", "ANSWER_S"), ("admission", "_POLL_S"), ("pool", "ANSWER_S")):
-        monkeypatch.setattr(f"actors.{module}.{name}", PATIENCE_S)
+        monkeypatch.setattr(f"actors.pool.{module}.{name}", PATIENCE_S)
     environment = {"env_vars": {"PYTHONPATH": str(ROOT)}, "worker_process_setup_hook": impatient}
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp", ignore_cleanup_errors=True) as folder:
         quiet = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}

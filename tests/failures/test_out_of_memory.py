@@ -12,8 +12,8 @@ import ray
 import ray.exceptions
 from ray.cluster_utils import Cluster
 
-from actors.going_back import lost_among
-from actors.supervision import wait_for
+from actors.driver.going_back import lost_among
+from actors.processes.supervision import wait_for
 from correction.errors import ActorLost
 from tests.failures.measured import REAL, Measured
 from tests.ray_sessions import leave_ray

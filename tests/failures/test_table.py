@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.going_back import what_is_done_again
-from actors.parts import StartingPoint
+from actors.driver.going_back import what_is_done_again
+from actors.driver.parts import StartingPoint
 from correction.errors import ActorLost
 from tests.failures.measured import FILE, PLAYED, REAL, Measured, done_again
 from tests.failures.table import TESTS, read, table

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
 from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, SyncError

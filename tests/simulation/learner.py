@@ -20,8 +20,8 @@ import ray
 import torch
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
-from actors.collective_calls import collective
-from actors.learner_rank_actor import LearnerRankActor
+from actors.ranks.collective_calls import collective
+from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.errors import DataError
 from learner.config import LearnerConfig
 from learner.results import Proximal, StepResult, StepValues

@@ -11,10 +11,10 @@ from typing import Any
 import ray.exceptions
 
 from actors.carriers import Ticket
-from actors.metrics import StepMetrics
+from actors.metrics.step_metrics import StepMetrics
+from actors.processes.supervision import abandon, wait_for
 from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
-from actors.supervision import abandon, wait_for
 from correction.errors import EvenkeelError
 from rollout.trajectory import Prompt
 

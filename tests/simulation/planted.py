@@ -11,18 +11,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-from actors import payloads
-from actors.batch_source import BatchSource
 from actors.carriers import Ticket
-from actors.collective_calls import CollectiveCaller
-from actors.dispatch import WaitingWork
-from actors.ledger import Ledger
-from actors.outstanding import Outstanding
-from actors.pool import RolloutPool
+from actors.driver.batch_source import BatchSource
+from actors.driver.ledger import Ledger
+from actors.driver.outstanding import Outstanding
+from actors.pool.dispatch import WaitingWork
+from actors.pool.pool import RolloutPool
+from actors.queue import payloads
+from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
+from actors.ranks.collective_calls import CollectiveCaller
 from actors.record import checkpoint_reader, checkpoint_writer
 from actors.record.patience import PatientWriter
-from actors.trajectory_queue import GroupState, TrajectoryQueue
-from actors.weight_sync import WeightSync
+from actors.weights.weight_sync import WeightSync
 from correction.errors import LedgerError
 from rollout import continuation
 from rollout.trajectory import VersionSpan
@@ -145,7 +145,7 @@ def a_new_queue_has_the_batch_in_training_once_more() -> Iterator[None]:
 @contextmanager
 def a_new_queue_has_the_discarded_groups_back() -> Iterator[None]:
     """Others were admitted in their places."""
-    with mock.patch("actors.outstanding.worthless", lambda *_, **__: ""):
+    with mock.patch("actors.driver.outstanding.worthless", lambda *_, **__: ""):
         yield
 
 

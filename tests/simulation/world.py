@@ -22,18 +22,18 @@ from unittest import mock
 import ray.exceptions
 import torch
 
-import actors.correction_service
-import actors.loop_clock
-import actors.payloads
-import actors.rollout_worker
+import actors.pool.rollout_worker
+import actors.processes.loop_clock
+import actors.queue.payloads
+import actors.service.correction_service
 import learner.checkpoint_files
 import learner.file_sums
 import learner.model_check
-from actors import interrupts
-from actors.controller import Controller
+from actors.driver.controller import Controller
+from actors.driver.resume import TrainingState
+from actors.processes import interrupts
 from actors.record import checkpoint_reader, patience
 from actors.record.checkpoint_writer import ATTEMPTS
-from actors.resume import TrainingState
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError
@@ -387,7 +387,7 @@ class World:
 
     @contextlib.contextmanager
     def _doubles(self) -> Iterator[None]:
-        service, worker = actors.correction_service, actors.rollout_worker
+        service, worker = actors.service.correction_service, actors.pool.rollout_worker
         nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
         endpoint = lambda *_, **__: parts.SimpleNamespace(set=nothing, add=nothing, close=nothing, target="127.0.0.1:1")  # noqa: E731
         with contextlib.ExitStack() as stack:
@@ -400,14 +400,14 @@ class World:
                 (service, "clipped_tokens", parts.not_clipped),
                 (interrupts, "handled_in", self._handled_in),
                 (patience, "FileThread", partial(SimulatedFileThread, self.disk)),
-                (actors.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
+                (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
                 (learner.file_sums, "ThreadPoolExecutor", parts.NoThreads),
                 (learner.checkpoint_files, "check_readable", nothing),
                 (learner.model_check, "check_trainable", nothing),
                 (checkpoint_reader, "load_tokenizer", nothing),
                 (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
                 (worker, "remove", nothing),
-                (actors.payloads, "_INLINE_BYTES", 0 if self.schedule.references else actors.payloads._INLINE_BYTES),
+                (actors.queue.payloads, "_INLINE_BYTES", 0 if self.schedule.references else actors.queue.payloads._INLINE_BYTES),
             ):
                 stack.enter_context(mock.patch.object(place, name, double))
             yield

@@ -1,0 +1,296 @@
+"""The Ray cluster of a run: a private one on this machine, or one that is running already."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import filelock
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.cluster.security import loopback_only, protect_token, require_authentication
+from actors.config import RayConfig, RunConfig
+from actors.driver.part_heartbeat import GROUPS
+from actors.processes import interrupts
+from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
+from actors.processes.supervision import counted
+from actors.settings.devices import check_rollout_resource, visible_gpus
+from correction.errors import ConfigError, EngineError
+
+log = logging.getLogger("evenkeel.cluster")
+
+# Python warnings of third parties are about things that a user of evenkeel can't change.
+_ENVIRONMENT = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONWARNINGS": "ignore"}
+_JOINED_ENVIRONMENT = {
+    "RAY_gcs_server_port_wait_time_s": "1",  # one attempt, which takes Ray up to 40 s; its own 20 take a quarter of an hour
+    "RAY_BACKEND_LOG_LEVEL": "error",  # what failed is said in the error
+}
+_TRIES = 3
+_PAUSE_S = 2.0
+_NICER_BY = 10
+"""Added to the niceness of all actors but the learner's. Of a core that the learner wants as well they then get a tenth at most."""
+_NICEST = 19
+_LONGEST_TEMP_DIR = 40
+"""Characters. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
+_CONNECT_S = 10.0
+_TURN_S = 120.0
+"""A run waits at most so long while others of this machine start their Ray."""
+_ENDED_S = 5.0
+"""Processes that Ray leaves behind are killed after so long."""
+
+
+class NoClusterError(ConfigError, EngineError):
+    """Nothing answers at ray.address: a wrong address, or a head that has to be started again."""
+
+
+class Cluster:
+    """Connects on entry, leaves on exit; a private cluster ends with this process, however it ends."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._before = descendants()
+
+    def __enter__(self) -> Cluster:
+        """Raises: ConfigError for an address or a folder that can't be used; EngineError when Ray does not start, with what to do."""
+        settings = self._config.ray
+        check_ray(settings)
+        os.environ.update(_ENVIRONMENT)
+        common: dict[str, Any] = {
+            "logging_level": logging.ERROR,
+            "log_to_driver": False,  # engines say much; what matters comes as an event or an error, and log_folder has the rest
+            "runtime_env": {"env_vars": _ENVIRONMENT},
+            "namespace": "evenkeel",
+        }
+        # Ray also prints what its daemons report, such as the death of a worker, in hundreds of characters: supervision says that better.
+        ray._private.worker._worker_logs_enabled = False
+        start_s = self._config.deadlines.start_s
+        if settings.address is not None:
+            with _environment(_JOINED_ENVIRONMENT):
+                self._try(lambda: ray.init(address=settings.address, **common), f"joining ray.address = {settings.address}", start_s)
+            try:
+                require_authentication(settings)
+                self._check_rollout_resource()
+            except BaseException:
+                ray.shutdown()
+                raise
+            return self
+        os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: the others lower theirs themselves, see lower_priority
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # or Ray's control service keeps 100,000 calls
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
+        workers = self._config.rollout.most_workers
+        arguments: dict[str, Any] = {
+            "address": "local",  # not RAY_ADDRESS, nor the last one that `ray start` has left a note of on this machine
+            "num_cpus": self._config.logical_cpus,
+            "resources": {settings.rollout_resource: workers},
+            "include_dashboard": settings.include_dashboard,
+            "_temp_dir": str(settings.temp_dir.resolve()) if settings.temp_dir else None,
+        }
+        with _own_turn(), loopback_only():
+            self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
+        protect_token()
+        return self
+
+    @adopted_orphans()
+    def _try(self, start: Callable[[], object], what: str, deadline_s: float) -> None:
+        """Call `start` until it succeeds, `_TRIES` times at most, and not again after `deadline_s`."""
+        began = time.monotonic()
+        for left in reversed(range(_TRIES)):
+            try:
+                with _signals_stay_ours():
+                    start()
+                interrupts.check()
+                return
+            except (ValueError, PermissionError) as error:  # trying again changes nothing
+                self._clear()
+                raise ConfigError(f"{what}: {_first_line(error)}; `evenkeel config --section ray` explains the settings") from error
+            except Exception as error:
+                logs = self._clear()
+                interrupts.check()
+                took_s = time.monotonic() - began
+                reason = f"{what} failed after {took_s:.0f} s: {_first_line(error)} ({_load()})"
+                if not left or took_s > deadline_s:
+                    remedy = (
+                        "Start it (deploy/README.md), or leave ray.address empty for a private one"
+                        if self._config.ray.address
+                        else "Start the run again when the machine has less to do, or join a running cluster with ray.address"
+                    )
+                    failed = NoClusterError if self._config.ray.address else EngineError
+                    raise failed(f"{reason}; tried {counted(_TRIES - left, 'time')}. {remedy}.{logs}") from error
+                log.warning("%s; trying again, %d of %d", reason, _TRIES - left + 1, _TRIES)
+                time.sleep(_PAUSE_S)
+            except BaseException:
+                end_new(self._before)
+                raise
+
+    def _clear(self) -> str:
+        """End what a start that failed has left. Returns: where its logs are, as a sentence, if that can be told."""
+        left = [process for process in descendants() if process not in self._before]
+        session = next((match[0] for process in left if (match := re.search(r"/\S*/session_[0-9_-]+", command_of(process)))), None)
+        end_new(self._before)
+        with contextlib.suppress(Exception):  # it may not be up far enough to be shut down
+            ray.shutdown()
+        return f" Ray's own logs: {session}/logs" if session else ""
+
+    def _check_rollout_resource(self) -> None:
+        """Raises: ConfigError if no node, nor any that an autoscaler may start, can take a rollout worker."""
+        resource = self._config.ray.rollout_resource
+        offered = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
+        try:
+            possible = ray._private.state.state.get_max_resources_from_cluster_config()
+        except Exception as error:  # not told in this form: then it is not known
+            log.debug("node types of the cluster: %s", error)
+            possible = None
+        if note := check_rollout_resource(self._config, offered, None if possible is None else possible.get(resource, 0)):
+            log.warning(note)
+
+    @property
+    def log_folder(self) -> Path:
+        """Where the output of every actor of this node is."""
+        node = ray._private.worker._global_node
+        return Path(node.get_logs_dir_path()) if node is not None else Path("/tmp/ray/session_latest/logs")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        node: Any = ray._private.worker._global_node
+        pids = [info.process.pid for infos in node.all_processes.values() for info in infos] if node is not None else []
+        daemons = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        ours = [*daemons, *(child for daemon in daemons for child in descendants(daemon))]
+        try:
+            ray.shutdown()
+        finally:
+            end(ours, grace_s=_ENDED_S)  # Ray's agents outlive a daemon that had to be killed
+
+
+def gpus_there(config: RunConfig) -> float:
+    """GPUs for the run: of this machine, or of all nodes of the cluster that it joins, which is asked only if a device is `auto`.
+
+    Raises: EngineError if the cluster can't be joined.
+    """
+    if config.ray.address is None:
+        return visible_gpus()
+    if "auto" not in (config.rollout.engine.device, config.learner.device):
+        return 0.0
+    with Cluster(config):
+        return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
+
+
+def check_ray(settings: RayConfig) -> None:
+    """What can be known without starting anything. Raises: ConfigError if nothing listens at the address, or a path is too long."""
+    if settings.address is not None:
+        host, _, port = settings.address.removeprefix("ray://").rpartition(":")
+        if settings.address != "auto" and not (host and port.isdigit()):
+            raise ConfigError(
+                f"ray.address = {settings.address!r}: that is no HOST:PORT, nor auto, for the cluster that this machine is part of. "
+                "Leave it empty for a private one"
+            )
+        try:
+            check_listening(settings.address)
+        except OSError as error:
+            raise NoClusterError(
+                f"ray.address = {settings.address!r}: no Ray cluster answers there ({error}). Start one (deploy/README.md), "
+                f"or leave ray.address empty for a private one"
+            ) from error
+        return
+    temp_dir = str(settings.temp_dir.resolve()) if settings.temp_dir else ""
+    if len(temp_dir) > _LONGEST_TEMP_DIR:
+        raise ConfigError(
+            f"ray.temp_dir = {temp_dir}: {len(temp_dir)} characters, but Ray's sockets lie below it and the path of a socket has to "
+            f"stay short. Choose a path of {_LONGEST_TEMP_DIR} characters, or shorter"
+        )
+
+
+def beside_the_driver(actor: type, *, max_concurrency: int, environment: Mapping[str, str] | None = None) -> Any:
+    """A class of Beating actors, to be started on the driver's node: a rollout node may leave, and must not take the run's state along."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    variables = {"env_vars": dict(environment or {})}
+    made = ray.remote(concurrency_groups=GROUPS)(actor)  # type: ignore[call-overload]
+    return made.options(num_cpus=0, max_concurrency=max_concurrency, scheduling_strategy=here, runtime_env=variables)
+
+
+def lower_priority(actor: Any) -> None:
+    """Have an actor, and what it starts from now on, leave a core to the learner's ranks when they want one.
+
+    On a machine with few cores the learner is what a step waits for, and whoever shares a core with it delays the whole run: at equal
+    priority a training step of the nano recipe took a sixth longer beside the rollouts than alone. On a cluster that was started elsewhere
+    actors are at Ray's 15 already, which leaves little room; start its nodes with RAY_worker_niceness=0 if learner and rollouts share one.
+    """
+    actor.__ray_call__.remote(_raise_niceness)
+
+
+def _raise_niceness(_: Any) -> None:
+    for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):                          # it has ended
+            os.setpriority(os.PRIO_PROCESS, int(thread), min(_NICEST, os.getpriority(os.PRIO_PROCESS, int(thread)) + _NICER_BY))
+
+
+@contextlib.contextmanager
+def _own_turn() -> Iterator[None]:
+    """One private Ray starts at a time on this machine.
+
+    Ray's daemon gives its two agents 15 s to start, and ends itself if they are later (ray-project/ray issue 65983); where several runs
+    start at once on a few cores, that is too short.
+    """
+    lock = filelock.FileLock(Path(tempfile.gettempdir()) / f"evenkeel-ray-start-{os.getuid()}.lock")
+    try:
+        lock.acquire(timeout=5.0)
+    except filelock.Timeout:
+        log.info("another run is starting its Ray on this machine; this one is next, in %.0f s at the latest", _TURN_S)
+        with contextlib.suppress(filelock.Timeout):
+            lock.acquire(timeout=_TURN_S)
+    except OSError as error:  # a folder that can't be written to, or locked
+        log.debug("no lock for starting one Ray at a time: %s", error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _signals_stay_ours() -> Iterator[None]:
+    """ray.init puts a handler of its own in the place of what is there, and its core one below Python's."""
+    replace = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = replace
+        interrupts.rearm()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables of this process for a while; what the user has set stays."""
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else type(error).__name__
+
+
+def _load() -> str:
+    return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+def check_listening(address: str, limit_s: float = _CONNECT_S) -> None:
+    """Ray itself would look for a cluster that isn't there for minutes. Raises: OSError if nothing listens at host:port."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        with socket.create_connection((host, int(port)), timeout=limit_s):
+            pass

@@ -1,0 +1,207 @@
+"""Models and data sets of the Hugging Face hub: at which commit a run takes them, and their folder on this machine.
+
+huggingface_hub does the work: a cache that all processes of a machine share (HF_HOME), a lock for each file, so that one process downloads
+it and the others wait, whole files that stay when a download breaks off, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN. It is imported when a
+recipe names something of the hub, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from actors.config import RunConfig
+from actors.settings.hub_name import HubName
+from correction.errors import DataError
+from rollout.config import HuggingFaceTask
+
+_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""Of a model: weights, configs, tokenizer, chat template."""
+_OTHER_FILES = ("*/*", "consolidated*")
+"""The same weights in other forms: folders of other runtimes, and Mistral's own."""
+_WANTED: dict[str, Any] = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
+_OUTLINE = _WANTED | {"allow_patterns": list(_FILES[1:])}
+"""All but the weights."""
+_HUB_S = 10.0
+"""Within which the hub has to answer a question."""
+
+
+def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The same run with the commits of what it takes from the hub, so that it takes the same ones when it is resumed; and what to say.
+
+    Raises: DataError if the hub has no such model, or can't be asked and there is none in the cache. What is wrong with data is said where
+    they are read.
+    """
+    said = []
+    if (name := HubName.of(config.model)) is not None and not name.is_pinned:
+        with _in_words(name):
+            config = config.model_copy(update={"model": _at_its_commit(name).path})
+        said.append(f"{name} is {config.model}")
+    task = config.rollout.task
+    if isinstance(task, HuggingFaceTask) and not Path(task.path).exists():
+        try:
+            commit = _commit("dataset", task.path, task.revision)
+        except Exception as error:
+            said.append(f"data set {task.path}: its commit isn't known ({type(error).__name__}), so that a resume may find other rows")
+        else:
+            rollout = config.rollout.model_copy(update={"task": task.model_copy(update={"revision": commit})})
+            config = config.model_copy(update={"rollout": rollout})
+            said.append(f"data set {task.path} at commit {commit}")
+    return config, said
+
+
+def _commit(kind: str, repository: str, revision: str | None) -> str:
+    """Of a branch or tag: as the hub says, or, if it can't be asked, as it said the last time."""
+    from huggingface_hub import HfApi
+
+    return str(HfApi().resolve_revision(repository, repo_type=kind, revision=revision).resolved)
+
+
+def model_folder(model: Path) -> Path:
+    """The folder itself; or that of a name of the hub on this machine, downloaded before if it isn't all there.
+
+    Raises: DataError naming what is in the way: no such model or revision, no access, no space, no way to the hub.
+    """
+    name = HubName.of(model)
+    if name is None:
+        return model
+    with _in_words(name):
+        name = _at_its_commit(name)
+        return _whole_copy(name) or _downloaded(name)
+
+
+def outline_folder(model: Path) -> tuple[Path, bool]:
+    """A folder with the model's config and tokenizer, and whether its weights are in it: they are if it is no name of the hub, or if they
+    have been downloaded to this machine before. Who starts a run needs no weights; the nodes of the ranks do.
+
+    Raises: as `model_folder`.
+    """
+    name = HubName.of(model)
+    if name is None:
+        return model, True
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with _in_words(name):
+        name = _at_its_commit(name)
+        with contextlib.suppress(LocalEntryNotFoundError):
+            if (whole := _whole_copy(name)) is not None:
+                return whole, True
+        return Path(snapshot_download(name.repository, revision=name.revision, **_OUTLINE)), False
+
+
+def config_folder(model: Path) -> Path:
+    """A folder with the model's config.json, of which nothing else has to be there. Raises: as `model_folder`."""
+    name = HubName.of(model)
+    if name is None:
+        return model
+    from huggingface_hub import hf_hub_download
+
+    with _in_words(name):
+        return Path(hf_hub_download(name.repository, "config.json", revision=_at_its_commit(name).revision)).parent
+
+
+def obstacle_here(model: Path) -> str:
+    """Why this machine couldn't read the whole model; empty: the folder is there, or the name is in the cache, or can be downloaded."""
+    name = HubName.of(model)
+    if name is None:
+        return "" if (model / "config.json").is_file() else "the folder isn't there"
+    from huggingface_hub import HfApi
+
+    try:
+        with _in_words(name):
+            name = _at_its_commit(name)
+            if _whole_copy(name) is not None:
+                return ""
+            HfApi().model_info(name.repository, revision=name.revision, timeout=_HUB_S)
+            return _lack_of_room(name)
+    except DataError:
+        return "it is not in the cache, nor can the hub be reached"
+
+
+def _at_its_commit(name: HubName) -> HubName:
+    return name.at(_commit("model", name.repository, name.revision))
+
+
+def _whole_copy(name: HubName) -> Path | None:
+    """From the cache, if it is known to be whole; offline also if that isn't known, as it is the only one.
+
+    Raises: LocalEntryNotFoundError when offline without one.
+    """
+    from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+    is_offline = constants.HF_HUB_OFFLINE
+    try:
+        if not is_offline:
+            get_cached_repo_tree(name.repository, revision=name.revision)  # without it a part can't be told from the whole
+        return Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True, **_WANTED))
+    except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
+        if is_offline:
+            raise
+        return None
+
+
+def _lack_of_room(name: HubName) -> str:
+    """What is missing for the files that are still to come; empty: nothing."""
+    from huggingface_hub import constants, snapshot_download
+
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    files = snapshot_download(name.repository, revision=name.revision, dry_run=True, **_WANTED)
+    needed, free = sum(file.file_size for file in files if file.will_download), shutil.disk_usage(cache).free
+    return f"{_gb(needed)} have still to be downloaded, but {cache} has {_gb(free)} free" if needed > free else ""
+
+
+def _downloaded(name: HubName) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if lack := _lack_of_room(name):
+        raise DataError(f"model = {name}: {lack}. Make room, or set HF_HOME to a folder on another disk")
+    return Path(snapshot_download(name.repository, revision=name.revision, **_WANTED))
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
+
+
+@contextlib.contextmanager
+def _in_words(name: HubName) -> Iterator[None]:
+    """Raises: DataError in place of what huggingface_hub raises."""
+    import httpx
+    from huggingface_hub import constants, errors
+
+    at, model = constants.ENDPOINT, f"model = {name}"
+    token = "log in with a token that may read it (hf auth login, or HF_TOKEN)"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        text = f"{model}: its owner asks for an agreement. Accept it at {at}/{name.repository} and {token}"
+        raise DataError(text) from error
+    except errors.RepositoryNotFoundError as error:
+        raise DataError(f"{model}: {at} has no such model, or a private one. Correct the name, or {token}") from error
+    except errors.RevisionNotFoundError as error:
+        text = f"{model}: it has no revision {name.revision}; take a branch, a tag or a commit of {at}/{name.repository}"
+        raise DataError(text) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
+        if constants.HF_HUB_OFFLINE:
+            reason, remedy = "offline mode is on (HF_HUB_OFFLINE)", f"hf download {name.repository} where there is a network"
+        else:
+            reason, remedy = f"{at} can't be reached", "Try again: whole files of a download stay"
+        raise DataError(f"{model}: not whole in the cache, {constants.HF_HUB_CACHE}, and {reason}. {remedy}") from error
+    except httpx.HTTPError as error:  # errors.HfHubHTTPError too
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{model}: not whole in the cache, {constants.HF_HUB_CACHE}, and {at} doesn't give it ({reason}). Try again: whole files of a "
+            "download stay; if the cache is known to be whole, set HF_HUB_OFFLINE=1"
+        ) from error
+    except errors.HFValidationError as error:
+        raise DataError(f"{model}: no name of the hub ({error})") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(f"{model}: no space left for it in {constants.HF_HUB_CACHE}. Make room, or set HF_HOME") from error

@@ -1,0 +1,115 @@
+"""Trajectory queue and correction service, and the driver's records of what they hold, by which both can be replaced at any time.
+
+The ledger records finished steps, `Outstanding` the groups under way. While queue and service are replaced, learner, engines and objects in
+the store are not touched. What is lost are the diagnostics of batches that the old service held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actors.carriers import ForwardRequest, PreparedBatch, Ticket
+from actors.config import RunConfig
+from actors.driver.going_back import while_they_answer
+from actors.driver.outstanding import Outstanding
+from actors.driver.parts import StartingPoint, make_queue, start_service
+from actors.driver.resume import open_ledger
+from actors.pool.pool import RolloutPool
+from actors.processes.supervision import kill, persistently
+from actors.record.observer import Observer
+from correction.config import CorrectionConfig
+
+QUEUE, SERVICE = "trajectory queue", "correction service"
+REPLACEABLE = frozenset({QUEUE, SERVICE})
+
+
+class BatchSource:
+    """Queue and service of a run from one starting point on. The queue exists from the beginning, the service after `start`."""
+
+    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Path, observer: Observer) -> None:
+        """Args: ledger: its file."""
+        self._config, self._observer = config, observer
+        self.ledger = open_ledger(ledger, point.state, observer.event, observer.disk.do)
+        self.outstanding = Outstanding(point.state.queue if point.state else None, dynamic_sampling=config.dynamic_sampling)
+        self.monitor: Mapping[str, Any] | None = point.state.monitor if point.state else None
+        """State of the early warning after the last batch that was diagnosed."""
+        self._unfinished = self.outstanding.in_flight
+        self.queue = make_queue(config)
+        self.service: Any = None
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The actors, by their names in messages."""
+        return {QUEUE: self.queue} | ({SERVICE: self.service} if self.service is not None else {})
+
+    def start(self, correction: CorrectionConfig) -> None:
+        """Start the service. Args: correction: the run's, or the one that an alarm has put in its place."""
+        self.service = start_service(self._config, self.monitor, correction, self.queue)
+
+    def replace(self, correction: CorrectionConfig) -> None:
+        """Kill both and start new ones, which are empty: call `fill` next."""
+        kill(self.queue, self.service)
+        self.queue = make_queue(self._config)
+        self.start(correction)
+
+    async def fill(self, update: PreparedBatch | None = None, advance: tuple[int, int] | None = None) -> None:
+        """Give a new queue what is under way.
+
+        Args:
+            update: the batch of the step under way.
+            advance: the learner's version after it, and the published one; None: it is still being trained.
+        """
+        contents = self.outstanding.contents(update.group_ids if update is not None else (), advance)
+        what = "contents -> trajectory queue"
+        await persistently(lambda: self.queue.fill.remote(contents), what, deadline_s=self._config.deadlines.start_s)
+
+    def take_unfinished(self) -> list[Ticket]:
+        """Groups of the starting point that the pool has to sample; empty at a second call."""
+        tickets, self._unfinished = self._unfinished, []
+        return tickets
+
+    async def stop(self) -> None:
+        """Have the service, if there is one, prepare no further batch."""
+        if self.service is not None:
+            await self.service.stop.remote()
+
+    async def ask(self, method: Any, *arguments: Any) -> Any:
+        """Make a short call that may be repeated. Args: method: of the queue's or the service's actor."""
+        what = f"{method._method_name} <- queue or service"
+        call, tell = partial(method.remote, *arguments), self._observer.event
+        return await while_they_answer(self.parts, call, what, deadline_s=self._config.deadlines.sync_s, tell=tell)
+
+    async def next(self, version: int, pool: RolloutPool) -> PreparedBatch | ForwardRequest:
+        """The batch of a version, or what the learner has to compute for it first. Args: pool: its last progress starts the deadline."""
+        deadlines = self._config.deadlines
+        return await persistently(
+            lambda: self.service.next_batch.remote(version),
+            f"batch of version {version} <- correction service",
+            deadline_s=deadlines.batch_s + 30.0,
+            counts_from=pool.last_progress,
+            notice_s=deadlines.notice_s,
+            notice=self._observer.waiting,
+            detail=lambda: self.queue.waiting_for.remote(version),
+        )
+
+    async def settle(
+        self, step: int, batch: PreparedBatch, *, version: int, published: int
+    ) -> tuple[dict[str, int], list[tuple[str, str]]]:
+        """Record a finished step in the queue and in the ledger.
+
+        Args:
+            version: of the learner after it.
+            published: version that the engines get.
+        Returns: the queue's counts, and what was discarded since the step before, as (prompt id, reason).
+        Raises: LedgerError if queue and ledger don't agree.
+        """
+        discarded, counts, held = await self.ask(self.queue.advance, version, batch.group_ids, published)
+        known = [prompt_id for prompt_id in held if self.outstanding.knows(prompt_id)]
+        coming = len(held) - len(known)  # admitted, but the pool hasn't got the answer yet; a new queue would admit them again
+        counted = counts | {"admitted": counts["admitted"] - coming, "in_flight": counts["in_flight"] - coming}
+        self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, outstanding=known, counts=counted)
+        self.outstanding.settle(version, published, trained=batch.prompt_ids, discarded=discarded)
+        return counts, discarded

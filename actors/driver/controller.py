@@ -1,0 +1,399 @@
+"""The controller: starts the parts, turns the loop, ends cleanly. It knows every part; no part knows it.
+
+The loop is `_train`; what runs beside it (sampling, weight sync, the next batch, evaluations) lives in the parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import ray
+
+from actors.carriers import Observation, PreparedBatch
+from actors.cluster.hub import outline_folder
+from actors.cluster.placement import reserve
+from actors.config import RunConfig
+from actors.driver.alarms import AlarmResponse
+from actors.driver.batch_source import REPLACEABLE, BatchSource
+from actors.driver.evaluation import Evaluation, Evaluations
+from actors.driver.going_back import Returns, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again
+from actors.driver.parts import StartingPoint, make_sync, start_learner
+from actors.driver.resume import TrainingState
+from actors.driver.run_summary import RunSummary
+from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import WorkerSettings
+from actors.processes.ending import Ending
+from actors.processes.supervision import Stopwatch, abandon, counted, done_or_told, kill, together, unless_failed, unless_set, wait_for
+from actors.queue.payloads import whole_snapshot
+from actors.ranks.forwards import next_batch
+from actors.ranks.learner_group import LearnerGroup
+from actors.record.checkpoint_writer import CheckpointWriter
+from actors.record.fruitless import FruitlessSteps
+from actors.record.observer import Observer
+from actors.record.run_folder import Checkpoint, RunFolder
+from actors.record.step_teller import StepTeller
+from actors.settings.true_on_policy import check_batch
+from correction.errors import EvenkeelError
+from rollout.tasks import Task
+from rollout.trajectory import SyncReceipt
+
+_BATCH_IS_LATE_S = 0.1  # the last step is told while the learner waits for a batch, if it waits longer than that
+_END_S = 30.0  # for each of the things that are still to be done when a run ends
+
+
+class Controller:
+    """One run, from the start of its actors to the last checkpoint."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        task: Task,
+        observer: Observer,
+        *,
+        resume_from: tuple[Checkpoint, TrainingState] | None = None,
+    ) -> None:
+        self._config, self._folder, self._task, self._observer = config, folder, task, observer
+        self._point = StartingPoint(config.model, *(resume_from or ()))
+        self._step, self._version = self._point.step, self._point.version
+        self._generation, self._returns = 0, Returns(folder, task)
+        self._parts: dict[str, Any] = {}
+        """Actors without which the run can't go on, by name."""
+        self._kept: LearnerGroup | None = None
+        """A learner that outlived what took the run back, and goes on."""
+        self._step_under_way: tuple[PreparedBatch, asyncio.Task[Any]] | None = None
+        """The batch that the learner has or had, until the books have it, and what has become of it."""
+        self._are_up = False
+        """All parts have started: of them queue and service can be replaced."""
+        self._began = time.monotonic() - self._point.elapsed_s
+        self._ending = Ending(observer.event, observer.hurry, lambda: self._checkpoints.saved_step or self._point.step)
+        self._alarms = AlarmResponse(config, self._point.replacement)
+        self._alarm = ""
+        """Why an alarm ends the run; empty: none does."""
+        self._first_evaluation: Evaluation | None = None
+        self._is_begun, self._is_trained = self._step > 0, False
+        """Evaluated before training, or not to be; all steps that there will be are done and saved."""
+        self._steps = StepTeller(observer, on_observed=self._observed)
+        self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines)
+        self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
+
+    async def run(self) -> RunSummary:
+        """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run; needs a running Ray.
+
+        Raises: EvenkeelError kinds, with what to change.
+        """
+        with self._ending.handled():
+            self._observer.serve()
+            try:
+                await self._start()
+                return await self._whatever_dies()
+            finally:
+                await self._end()
+
+    async def _whatever_dies(self) -> RunSummary:
+        """The run from the start of its parts. When one of them dies it is replaced, or the run goes back (going_back.py)."""
+        failure: BaseException | None = None
+        lost: list[str] = []
+        after: Evaluation | None = None
+        is_replaceable = False
+        while True:
+            try:
+                if failure is None:
+                    beginning = self._start_parts()
+                elif is_replaceable:
+                    beginning = self._replace(lost, failure)
+                else:
+                    await self._withdraw(lost)  # until then the pool's failure is the one that takes the run back
+                    beginning = self._go_back(lost, failure)
+                await unless_failed(beginning, self._pool.raise_on_failure())
+                loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
+                training = unless_failed(self._until_trained(goes_on=is_replaceable), loss)
+                await unless_failed(training, self._pool.raise_on_failure())
+                after = await unless_failed(self._evaluate_last(), self._pool.raise_on_failure())
+                break
+            except (EvenkeelError, ray.exceptions.RayError) as error:
+                failure = error
+            lost = await lost_among(self._parts, failure)
+            is_replaceable = self._are_up and self._is_begun and REPLACEABLE.issuperset(lost) and not self._pool.has_failed
+            self._ending.is_training = self._ending.is_training and is_replaceable
+            if self._is_trained and self._ends_early:
+                break
+            if self.ended_by is not None and lost and not is_replaceable:  # would start all parts to save its last step
+                self._warn(f"not saved: {failure}; a resume goes on from step {self._checkpoints.saved_step}")
+                raise asyncio.CancelledError
+            try:
+                self._returns.allow(lost, failure, step=self._step, is_replaced=is_replaceable)
+            except (EvenkeelError, ray.exceptions.RayError) as error:
+                if not self._is_trained:
+                    raise
+                self._warn(f"the evaluation after training is left out ({error}); `evenkeel eval` can make it")
+                break
+        return await self._finish(after)
+
+    async def _until_trained(self, *, goes_on: bool = False) -> None:
+        """To the last step and its checkpoint. Args: goes_on: in the middle of training."""
+        if not self._is_begun:
+            self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
+        self._is_begun = self._ending.is_training = True
+        if not goes_on:
+            gc.freeze()  # a full garbage collection need not walk through all that the imports made
+            self._observer.phase("training")
+            self._observer.training_begins(time.monotonic() - self._began)
+        prompts = map(self._task.train_prompt, itertools.count(self._source.outstanding.admitted))
+        feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._observer.admitted)
+        await unless_failed(self._train_and_save(), feeding)
+        self._ending.is_training, self._is_trained = False, True
+
+    async def _finish(self, after: Evaluation | None) -> RunSummary:
+        await self._steps.flush()
+        try:
+            self._observer.keep_scatter(await self._source.ask(self._source.service.scatter))
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            self._warn(f"the report goes without its picture of tokens: {error}")
+        seconds, is_early = time.monotonic() - self._began, self._step < self._config.steps
+        return RunSummary(self._step, self._first_evaluation, after, seconds, is_early, self._alarm, self.ended_by if is_early else None)
+
+    @property
+    def ended_by(self) -> int | None:
+        """The signal that has asked for the end."""
+        return self._ending.by
+
+    @property
+    def _ends_early(self) -> bool:
+        return self.ended_by is not None or bool(self._alarm)
+
+    async def _train_and_save(self) -> None:
+        await self._train()
+        await self._checkpoints.insist(self._step, self._save)
+        await self._by_disk(asyncio.to_thread(self._source.ledger.flush), "the ledger's lines")
+
+    async def _go_back(self, lost: list[str], failure: BaseException) -> None:
+        """To the last checkpoint, when all is withdrawn. Args: lost: names of parts."""
+        reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
+        self._point, said = await self._returns.found(self._config.model, self._observer.disk, self._observer.event)
+        self._generation += 1
+        self._warn(what_is_done_again(lost, failure, self._point, **reached))
+        for level, sentence in said:
+            self._observer.event(level, sentence)
+        self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
+        self._observer.go_back(self._point.totals)
+        self._alarms = AlarmResponse(self._config, self._point.replacement)
+        self._checkpoints = CheckpointWriter(self._folder, self._observer, self._config.checkpoint, self._config.deadlines)
+        self._make_queue()
+        self._pool.serve(self._source.queue, self._generation, self._source.outstanding)
+        await self._start_parts()
+
+    async def _replace(self, lost: list[str], failure: BaseException) -> None:
+        """Queue and service by new ones. Learner, engines and what they have under way go on. Raises: what an update has failed with."""
+        self._observer.doing(f"{' and '.join(lost)} gone: new ones start, rollouts go on")
+        self._source.replace(self._alarms.correction)
+        self._parts |= self._source.parts
+        batch, updated = self._step_under_way or (None, None)
+        is_done = updated is not None and updated.done() and updated.result() is not None
+        await self._source.fill(batch, (self._version, self._sync.version) if is_done else None)
+        self._pool.follow_queue(self._source.queue)
+        self._steps.follow(self._source.service)
+        if updated is None:  # it may have been asked for logprobs
+            await self._learner.settled()
+        self._observer.replaced_queue()
+        self._warn(what_goes_on(lost, failure, step=self._step))
+
+    async def _withdraw(self, lost: list[str]) -> None:
+        """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
+        self._observer.doing(f"{' and '.join(lost)} gone: going back to the last checkpoint")
+        self._are_up = False
+        self._drop_step()
+        await self._evaluations.abandon()
+        await self._pool.withdraw()
+        self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost)
+        if hasattr(self, "_sync"):
+            await self._sync.close()
+        await done_or_told(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
+        await done_or_told(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
+        self._checkpoints.abandon()
+        self._observer.abandon()
+
+    async def _train(self) -> None:
+        while self._step_under_way or (self._step < self._config.steps and not self._ends_early):
+            await self._checkpoints.finished(at_once=True)
+            if self._step_under_way is None:
+                if (batch := await unless_set(self._ending.is_asked, self._next_batch())) is None:
+                    break  # without a step under way the last one can be saved at once: after SIGTERM there may be seconds
+                self._step_under_way = batch, asyncio.create_task(self._learn_and_publish(batch))
+            await self._settle(*self._step_under_way)
+            self._evaluations.begin_if_due(self._step, self._version)
+            if self._checkpoints.is_due(self._step):
+                await self._save()
+            await self._answer_alarms()
+
+    async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
+        """Goes on when queue or service die meanwhile. Returns: the learner's result."""
+        result = await self._learn(batch)
+        compared = partial(self._source.ask, self._source.service.compared, batch.version, (result.values,))
+        await check_batch(self._config, compared, step=self._step + 1, observer=self._observer)
+        await self._publish()  # engines take it while we go on
+        return result
+
+    async def _settle(self, batch: PreparedBatch, updated: asyncio.Task[Any]) -> None:
+        """Write an update down when it is made."""
+        result = await asyncio.shield(updated)
+        of_step = self._step + 1, self._version, batch, result, self._watch.read()
+        counts, discarded = await self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
+        self._step, self._step_under_way = self._step + 1, None
+        self._steps.end_step(partial(self._observer.end_step, *of_step, counts, discarded))
+        self._fruitless.note(self._step, batch, result)
+
+    def _drop_step(self) -> None:
+        """Nobody waits for it any more."""
+        if self._step_under_way is not None:
+            abandon(self._step_under_way[1])
+            self._step_under_way = None
+
+    async def _publish(self) -> None:
+        """The new weights, as the next version, if the engines are to have it."""
+        self._version += 1
+        self._observer.trained()
+        if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
+            with self._watch.phase("publish"):
+                await self._sync.publish()
+
+    async def _by_disk(self, awaitable: Awaitable[Any], what: str) -> Any:
+        """What the run folder's disk is waited for. Raises: DeadlineExceeded if it hangs."""
+        named = f"{what} -> the run folder's disk"
+        return await wait_for(awaitable, named, deadline_s=self._config.deadlines.disk_s, notice=self._observer.waiting)
+
+    async def _next_batch(self) -> PreparedBatch:
+        await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
+        self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
+        with self._watch.phase("wait_learner"), self._pool.learner_waits():
+            sync_s, is_moving = self._config.deadlines.sync_s, self._pool.is_moving
+            asking = partial(self._source.next, self._version, self._pool), self._source.service, self._learner
+            batch = next_batch(*asking, step=self._step, deadline_s=sync_s, is_moving=is_moving)
+            return await self._steps.beside(batch, after_s=_BATCH_IS_LATE_S)
+
+    async def _learn(self, batch: PreparedBatch) -> Any:
+        self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
+        with self._watch.phase("train"):
+            # Told as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
+            return await self._steps.beside(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
+
+    def _observed(self, observation: Observation) -> None:
+        self._alarms.take(observation.events)
+        self._source.monitor = observation.monitor
+
+    async def _answer_alarms(self) -> None:
+        """Do what is configured about the alarms that have come."""
+        if self._alarm or not self._alarms.has_some:
+            return
+        await self._steps.flush()  # the alarm is told before what it leads to
+        if (action := self._alarms.decide()) is None:
+            return
+        if action.replacement is not None:
+            self._warn(action.text)
+            self._source.monitor = None  # of a service that dies meanwhile: what it followed means something else now
+            self._source.monitor = await self._source.ask(self._source.service.switch, action.replacement.correction)
+        elif self._step < self._config.steps:
+            self._warn(action.text)
+            self._alarm = action.text
+
+    async def _evaluate_last(self) -> Evaluation | None:
+        if self._ends_early:
+            return None
+        return await self._ending.last(self._evaluations.whole("after training", self._step, self._version, self._sync))
+
+    async def _save(self) -> None:
+        """Take a checkpoint of everything. The learner is idle, and nothing of the queue is between two places."""
+        await self._checkpoints.finished()
+        self._observer.doing(f"checkpoint of step {self._step}")
+        await self._steps.flush()  # a resume goes on after this step: its line and counts have to be there by then
+        await self._answer_alarms()  # and what its diagnostics have set off
+        await self._checkpoints.begin(self._step, self._learner, self._training_state)
+
+    async def _training_state(self) -> TrainingState:
+        queue = await whole_snapshot(self._source.queue, deadline_s=self._config.deadlines.checkpoint_s)
+        monitor = await self._source.ask(self._source.service.monitor_state)
+        mark = await self._by_disk(asyncio.to_thread(self._source.ledger.flush, queue), "the ledger's lines")
+        of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
+        return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)
+
+    # -- start and end -----------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        config, observer = self._config, self._observer
+        self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
+        self._folder.keep_model_files(outline_folder(self._point.weights)[0])
+        workers, ranks = config.rollout.first_workers, config.learner.world_size
+        observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
+        self._make_queue()
+        self._places = await reserve(config)  # before engines take the GPUs
+        self._start_pool()
+
+    def _make_queue(self) -> None:
+        self._fruitless = FruitlessSteps(self._config.max_staleness, self._observer.event)
+        self._checkpoints.saved_step = self._step
+        self._source = BatchSource(self._config, self._point, self._folder.path / "ledger.jsonl", self._observer)
+        self._parts |= self._source.parts
+
+    async def _start_parts(self) -> None:
+        """At the starting point, to the first receipt; the queue and the pool are there."""
+        config, observer = self._config, self._observer
+        self._source.start(self._alarms.correction)
+        self._parts |= self._source.parts
+        starting = start_learner(config, self._point, self._places, self._parts, self._kept)
+        _, (self._learner, infos) = await together(self._source.fill(), starting)
+        for info in infos:
+            observer.joined(info)
+        for note in self._alarms.notes():
+            observer.event("info", note)
+        self._steps.follow(self._source.service)
+        probe_ids, pool = self._held_out[0].token_ids, self._pool
+        self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)
+        observer.follow(self._pool, self._learner)
+        await self._first_sync()
+        self._are_up = True
+
+    def _start_pool(self) -> None:
+        config = self._config
+        settings = WorkerSettings.of(config, self._folder.model_path.resolve(), self._held_out[0])
+        self._pool = RolloutPool(settings, config.deadlines, self._source.queue, self._observer, config.places, self._source.outstanding)
+        self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
+        self._evaluations.counts_from = self._pool.attended_since
+        self._pool.start()
+
+    def _receipt(self, receipt: SyncReceipt) -> None:
+        self._pool.wake()
+        self._observer.receipt(receipt)
+
+    async def _first_sync(self) -> None:
+        await self._pool.first_worker()
+        self._observer.doing("sending the first weights to the engines")
+        await self._sync.publish()
+        self._pool.follow(self._sync)
+        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s, is_one_enough=True)
+
+    async def _end(self) -> None:
+        """Stop what was started, whatever state it is in. What ended the run need not cost the checkpoint that is being written."""
+        self._drop_step()
+        self._observer.doing("ending")
+        if not (at_once := self._ending.is_at_once):
+            await done_or_told(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
+        await done_or_told(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
+        self._checkpoints.abandon()
+        endings: dict[str, Callable[[], Any]] = {
+            "_evaluations": lambda: self._evaluations.abandon(),
+            "_source": lambda: self._source.stop(),
+            "_sync": lambda: self._sync.close(),
+            "_pool": lambda: self._pool.stop(),
+        }
+        for part, end in endings.items():
+            if hasattr(self, part):
+                with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
+                    await wait_for(end(), f"end of {part.strip('_')}", deadline_s=_END_S)
+        kill(*self._parts.values())

@@ -1,0 +1,285 @@
+"""What a run does when a part that holds its state dies: it goes back to its last checkpoint in the same process; the engines stay up.
+
+The parts are the learner's ranks, the trajectory queue and the correction service. If only queue or service die, the driver replaces both
+at the present step (batch_source.py), because it knows what they held. The weights and the optimizer's state of a rank that dies are
+nowhere else. Then queue, service and learner start again from the last complete checkpoint, as after a resume: the ledger is cut back to
+it, and the data go on at its position. The same happens if a part dies while the run starts, or if an answer of the learner is lost. All
+steps since the checkpoint are done again. A learner whose ranks are all alive loads the checkpoint without a restart.
+
+Weights published after the checkpoint are withdrawn: their version numbers will come again, with other weights. The generation, a number
+that grows by one at each return, distinguishes them: the weight sync accepts receipts of its own generation only, a worker drops all
+requests under way before it is told of the next generation, and the pool waits for no answer of an earlier one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray.exceptions import (
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from actors.driver.part_heartbeat import raise_when_silent
+from actors.driver.parts import StartingPoint
+from actors.processes.supervision import first_error, kill, persistently, unless_failed
+from actors.queue.payloads import no_room
+from actors.ranks.learner_group import LearnerGroup
+from actors.record.checkpoint_reader import ResumePoint, newest_readable, take_back
+from actors.record.patience import PatientWriter
+from actors.record.run_folder import RunFolder
+from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded
+from rollout.tasks import Task
+
+T = TypeVar("T")
+Found = tuple[StartingPoint, list[tuple[str, str]]]
+MOST_RETURNS = 3
+"""To one checkpoint, within RETURNS_S or from the same step. The fourth such death ends the run: the next attempt would die as well."""
+RETURNS_S = 3600.0
+_LOOK_S = 1.0
+"""Seconds between two questions whether a part's process is there."""
+_ANSWER_S = 10.0
+"""Seconds in which an idle part that is alive answers, and in which Ray notices a death."""
+_IDLE_S = 30.0
+"""Seconds that the learner's ranks have to finish their calls (at least; as long as their start took, if that was longer). Ranks that
+don't are killed and started again."""
+_DISK_ATTEMPTS, _DISK_AGAIN_S = 30, 10.0
+_DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+"""What Ray says of a process that has ended. A kill by its memory monitor is no RayActorError."""
+_ATTEMPTS = 10
+"""Of one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
+_ANSWER = "an answer"
+"""Stands among the names of lost parts when all parts are alive and an answer is lost."""
+
+
+async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, tell: Callable[[str, str], None]) -> None:
+    """Watch actors; never returns. Raises: ActorLost naming the first whose process ends, or sends no heartbeat for `heartbeat_s` seconds.
+
+    Args:
+        parts: actors by name.
+        tell: takes level and sentence: what a part reports with its heartbeat.
+    """
+    await unless_failed(_raise_when_gone(parts), raise_when_silent(parts, heartbeat_s, tell))
+
+
+async def _raise_when_gone(parts: Mapping[str, Any]) -> None:
+    async def look(name: str, actor: Any) -> None:
+        while True:
+            if await _is_gone(actor):
+                raise ActorLost(f"{name}: its process is gone")
+            await asyncio.sleep(_LOOK_S)
+
+    await first_error(look(name, actor) for name, actor in parts.items())
+
+
+async def lost_among(parts: Mapping[str, Any], error: BaseException) -> list[str]:
+    """Names of the actors whose process is gone. If none is and the error is a deadline: names of those that don't answer within _ANSWER_S.
+
+    If all actors are there and the error says that an answer is lost for good, [_ANSWER]: whether that call has run is not known.
+    """
+    asked = {name: asyncio.ensure_future(_is_gone_for_good(actor)) for name, actor in parts.items()}
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(_until_one_is_gone(list(asked.values())), _ANSWER_S)
+    gone = [name for name, task in asked.items() if task.done() and task.result()]
+    is_late = isinstance(error, DeadlineExceeded | ActorUnavailable)
+    silent = [name for name, task in asked.items() if not task.done()] if is_late else []
+    silent = [name for name in silent if "learner" not in name] or silent  # a busy rank answers only after its step
+    for task in asked.values():
+        task.cancel()
+    return gone or silent or ([_ANSWER] if lost_answer(error) else [])
+
+
+def lost_answer(error: BaseException) -> str:
+    """What this error says is lost though all actors may be alive, in a sentence; empty: nothing.
+
+    Two such errors look as if the called code had raised them: the argument of a call was lost with its owner, so that the call never ran;
+    or there was no room for its result in the object store.
+    """
+    cause = getattr(error, "cause", None)
+    if isinstance(error, ActorLost) or not isinstance(cause, RayError) or isinstance(cause, RayTaskError):
+        return str(error) if isinstance(error, ActorLost) else ""
+    return no_room(cause) or f"what a call was to work on is gone ({type(cause).__name__})"
+
+
+async def while_they_answer(
+    parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, tell: Callable[[str, str], None]
+) -> T:
+    """As `persistently`, and past the deadline the call is made again, up to _ATTEMPTS times in all, if all parts answer `__ray_ready__`.
+
+    Args:
+        parts: actors by name.
+        deadline_s: of each attempt.
+        tell: takes level and sentence, at each further attempt.
+    Raises: as `persistently`; ActorLost if a part doesn't answer within _ANSWER_S after the deadline; it is killed.
+    """
+    attempts = 0
+    while True:
+        try:
+            return await persistently(call, what, deadline_s=deadline_s)
+        except DeadlineExceeded as error:
+            attempts += 1
+            if attempts == _ATTEMPTS:  # an actor whose method hangs may still answer __ray_ready__
+                raise
+            if lost := await lost_among(parts, error):  # asked once only: a part may answer again a moment later
+                kill(*(parts[name] for name in lost if name in parts))
+                raise ActorLost(f"{error}; {' and '.join(lost)} answered nothing for {_ANSWER_S:g} s more") from error
+            tell("warning", f"{error}; who was late answers again, and is asked again")
+
+
+async def end_parts(
+    parts: Mapping[str, Any], learner: LearnerGroup | None, lost: Sequence[str]
+) -> tuple[LearnerGroup | None, dict[str, Any]]:
+    """Kill all parts. The learner's ranks are kept if none of them is lost and all finish their calls in time (_IDLE_S).
+
+    The results of these calls are dropped, and the restore that follows overwrites what they changed.
+    Args:
+        parts: actors by name.
+        learner: the run's. After a start that failed, the parts may contain other ranks than its own, or none.
+        lost: names of parts.
+    Returns: the learner if it is kept, and the parts that are left.
+    """
+    ranks = learner.ranks if learner is not None else {}
+    may_stay = bool(ranks) and all(parts.get(name) is rank and name not in lost for name, rank in ranks.items()) and _ANSWER not in lost
+    kill(*(part for name, part in parts.items() if not may_stay or name not in ranks))
+    if not may_stay or learner is None:
+        return None, {}
+    answers = asyncio.gather(*(_is_gone(rank) for rank in ranks.values()))
+    try:
+        are_idle = not any(gone is not False for gone in await asyncio.wait_for(answers, max(_IDLE_S, learner.start_took_s)))
+    except TimeoutError:
+        are_idle = False
+    if are_idle:
+        return learner, dict(ranks)
+    kill(*ranks.values())
+    return None, {}
+
+
+class Returns:
+    """Counts the returns of a run to a checkpoint, and finds the checkpoint."""
+
+    def __init__(self, folder: RunFolder, task: Task) -> None:
+        self._folder, self._task = folder, task
+        self._goal = -1
+        self._before: list[tuple[float, int]] = []
+        """Returns to the present goal: (time in seconds, step from which the run returned)."""
+
+    def allow(self, lost: list[str], error: BaseException, *, step: int, is_replaced: bool = False) -> None:
+        """Count one more return. Deaths that are hours apart, each at another step, are taken for chance.
+
+        Args:
+            lost: names of parts.
+            error: by which they were found lost.
+            step: the last one that the run has finished.
+            is_replaced: queue and service are replaced at that step, so that only deaths at the same step count.
+        Raises: the error itself, if nothing is lost; ActorLost after more than MOST_RETURNS to one checkpoint.
+        """
+        if not lost:
+            raise error
+        saved = self._folder.checkpoints()
+        goal = saved[-1].step if saved else 0
+        now = time.monotonic()
+        before = self._before if goal == self._goal else []
+        self._goal, self._before = goal, [*before, (now, step)]
+        times = sum((now - at < RETURNS_S and not is_replaced) or reached == step for at, reached in self._before)
+        if times > MOST_RETURNS:
+            raise ActorLost(
+                f"{', '.join(lost)}: the {times}th death after step {goal}, before there was another checkpoint: "
+                f"{lost_answer(error) or error}"
+            ) from error
+
+    async def found(self, model: Path, disk: PatientWriter, tell: Callable[[str, str], object]) -> Found:
+        """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.
+
+        While the disk refuses, this is tried again every _DISK_AGAIN_S, _DISK_ATTEMPTS times in all.
+        Args: tell: takes level and sentence.
+        Raises: DataError after the last attempt.
+        """
+        for attempt in itertools.count(1):
+            try:
+                # Hashes of a large checkpoint take minutes, in which the disk's thread writes on what happens.
+                whole = await asyncio.to_thread(self._newest)
+                return await disk.taken_back(partial(self._take_back, model, whole), lambda found: found[0].step)
+            except OSError as error:
+                if attempt == _DISK_ATTEMPTS:
+                    raise DataError(f"{self._folder.path}: the run can't go back to its last checkpoint: {error}") from error
+                tell("warning", f"the run can't go back to its last checkpoint, and tries again in {_DISK_AGAIN_S:.0f} s: {error}")
+                await asyncio.sleep(_DISK_AGAIN_S)
+        raise AssertionError
+
+    def _newest(self) -> ResumePoint | None:
+        """Reads all of a checkpoint; blocks meanwhile. Returns: None if there is none."""
+        return newest_readable(self._folder) if self._folder.checkpoints() else None
+
+    def _take_back(self, model: Path, whole: ResumePoint | None) -> Found:
+        """Remove all of later steps from the run folder. Blocks while the disk works.
+
+        Args:
+            model: that the run began with.
+            whole: None: the run begins anew.
+        Returns: where the run goes on from, and what to say about it, as (level, sentence).
+        """
+        if whole is None:
+            self._folder.rewind(0)
+            return StartingPoint(model), []
+        point, said = take_back(self._folder, whole, self._task)
+        return StartingPoint(model, point.checkpoint, point.state), said
+
+
+def what_is_done_again(lost: list[str], error: BaseException, point: StartingPoint, *, step: int, version: int, generation: int) -> str:
+    """One sentence for the run's events.
+
+    Args:
+        step, version: as far as the run had come.
+        generation: the next one.
+    """
+    steps = f"steps {point.step + 1} to {step} are done again" if step > point.step else "no finished step is lost"
+    withdrawn = f", weights v{point.version + 1} to v{version} are withdrawn" if version > point.version else ""
+    return (
+        f"lost: {', '.join(lost)} ({lost_answer(error) or error}). The run goes back to {point}; {steps} with their diagnostics, "
+        f"what was under way is sampled again{withdrawn}; the engines stay up (generation {generation})"
+    )
+
+
+def what_goes_on(lost: list[str], error: BaseException, *, step: int) -> str:
+    """One sentence for the run's events when queue and service are replaced. Args: step: the last finished one."""
+    return (
+        f"lost: {', '.join(lost)} ({lost_answer(error) or error}). New ones go on after step {step}, with all groups that are under way; "
+        "no step is lost, but diagnostics of the batches that the service held are"
+    )
+
+
+async def _until_one_is_gone(asked: list[asyncio.Future[bool]]) -> None:
+    for answer in asyncio.as_completed(asked):
+        if await answer:
+            return
+
+
+async def _is_gone_for_good(actor: Any) -> bool:
+    while (gone := await _is_gone(actor)) is None:
+        await asyncio.sleep(0.5)
+    return gone
+
+
+async def _is_gone(actor: Any) -> bool | None:
+    """Whether the actor's process is gone; an actor answers after the calls before this one. None: it can't be reached at present."""
+    try:
+        await actor.__ray_ready__.remote()
+    except ActorUnavailableError:
+        return None
+    except _DEATHS:
+        return True
+    except RayError:
+        return False
+    return False

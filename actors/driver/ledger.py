@@ -1,0 +1,251 @@
+"""The ledger: every prompt of a run, once, and always in balance with the queue.
+
+    admitted = trained + discarded + outstanding        lines of ledger.jsonl = trained + discarded
+
+One line of ledger.jsonl for each prompt that has left the queue, with what became of it. In memory are the prompts that haven't, and
+counts: a run of any length costs what is under way. The two books are compared id by id at every step and checkpoint; a prompt that one
+of them has lost, doubled or used before is an error that names it. Prompts come in the order of their ids (epoch, position), so that one
+that comes again is known without those that are gone.
+
+A checkpoint has the file's length and checksum (`LedgerMark`). A resume compares them and cuts off what came later, without parsing a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.carriers import QueueSnapshot
+from actors.driver.json_lines import append_whole
+from correction.errors import LedgerError
+
+_CHUNK_BYTES = 4 << 20
+HandOver = Callable[[Callable[[], None]], object]
+_NAMED = 8
+"""Ids of an imbalance that are named; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerMark:
+    """How far the file has come."""
+
+    lines: int = 0
+    bytes: int = 0
+    crc32: int = 0
+    """Of these bytes."""
+    aside: int = 0
+    """Lines of damaged files that resumes have set aside."""
+    last: str = ""
+    """The prompt that came last into the queue."""
+
+
+def at_once(write: Callable[[], None]) -> None:
+    """Lines are in the file when the step is settled."""
+    write()
+
+
+class Ledger:
+    """Books of its own beside the queue's: its file, the ids that are under way, and the counts."""
+
+    def __init__(self, path: Path, *, hand_over: HandOver = at_once) -> None:
+        """Of a run that begins: what a start without a checkpoint has left in the file is taken back at the first line.
+
+        Args: hand_over: is given what writes a step's lines, and has it done in order; the step doesn't wait for the disk.
+        """
+        self._path, self._hand_over, self._writing = path, hand_over, threading.Lock()
+        self._mark = LedgerMark()
+        self._open: set[str] = set()
+        self._admitted = self._trained = self._discarded = 0
+        self._unwritten: list[bytes] = []
+        """Lines, by step, that are not in the file yet: on their way, or refused by a full disk."""
+        if path.is_file():
+            os.truncate(path, 0)
+
+    @classmethod
+    def resumed(
+        cls, path: Path, queue: QueueSnapshot, mark: LedgerMark | None, *, hand_over: HandOver = at_once
+    ) -> tuple[Ledger, str | None]:
+        """Go on from a checkpoint; lines of later steps are taken back.
+
+        Returns: the ledger, and what is to be said of a file that is not what the checkpoint knows; it is set aside then.
+        Raises: LedgerError if the checkpoint is out of balance.
+        """
+        mark = mark or LedgerMark()
+        if found := imbalance_of(queue, mark):
+            raise LedgerError(f"{path}: {found}")
+        warning = None
+        if difference := _difference(path, mark):
+            names = (path.with_name(f"ledger.damaged{number}.jsonl") for number in ("", *(f"-{i}" for i in range(2, 1000))))
+            aside = next(name for name in names if not name.exists())
+            if path.exists():
+                path.rename(aside)
+            warning = (
+                f"{path} is damaged: {difference}. It is set aside as {aside.name}; the run goes on by the checkpoint's counts, and begins "
+                "a new file"
+            )
+            mark = LedgerMark(aside=mark.aside + mark.lines, last=mark.last)
+        elif path.is_file():
+            os.truncate(path, mark.bytes)
+        ledger = cls.__new__(cls)
+        ledger._path, ledger._mark, ledger._unwritten = path, mark, []
+        ledger._hand_over, ledger._writing = hand_over, threading.Lock()
+        ledger._open = set(outstanding_ids(queue)) | {prompt_id for prompt_id, _ in queue.unreported}
+        ledger._admitted, ledger._trained = queue.admitted, queue.trained
+        ledger._discarded = queue.discarded - len(queue.unreported)
+        return ledger, warning
+
+    def __len__(self) -> int:
+        """Prompts that have left, whose lines are written."""
+        return self._mark.lines + self._mark.aside
+
+    def settle(
+        self,
+        step: int,
+        *,
+        trained: Iterable[str],
+        discarded: Iterable[tuple[str, str]] = (),
+        outstanding: Iterable[str] = (),
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write down the prompts that a step trained and those given up since the last one, and compare the books.
+
+        Args:
+            discarded: (prompt id, reason).
+            outstanding: prompts that the queue holds after that.
+            counts: of the queue, at the same moment; None: not compared.
+        Raises: LedgerError naming the prompts that the books don't agree on; nothing is written then.
+        """
+        outcomes = [*((prompt_id, "trained") for prompt_id in trained), *discarded]
+        held = list(outstanding)
+        books = Counter([*(prompt_id for prompt_id, _ in outcomes), *held])
+        new = sorted((prompt_id for prompt_id in books if prompt_id not in self._open), key=_order)
+        self._refuse(step, "twice in the queue's books", [prompt_id for prompt_id, times in books.items() if times > 1])
+        self._refuse(step, "lost: neither trained nor discarded, and no longer under way", self._open - books.keys())
+        newest = _order(self._mark.last)
+        self._refuse(step, f"used before ({self._mark.last} came later)", [p for p in new if _order(p) and _order(p) <= newest])
+        is_trained = sum(outcome == "trained" for _, outcome in outcomes)
+        mine = {
+            "admitted": self._admitted + len(new),
+            "trained": self._trained + is_trained,
+            "discarded": self._discarded + len(outcomes) - is_trained,
+        }
+        if counts is not None:
+            under_way = counts["in_flight"] + counts["finished"] + counts["drawn"]
+            for name, mine_now, queues in [*((n, mine[n], counts[n]) for n in mine), ("outstanding", len(held), under_way)]:
+                if mine_now != queues:
+                    raise LedgerError(
+                        f"step {step}: out of balance: {queues} groups {name} in the queue, {mine_now} in the ledger; of this step: "
+                        f"{_named([prompt_id for prompt_id, _ in outcomes])}; under way: {_named(held)}"
+                    )
+        self._write([{"step": step, "prompt_id": prompt_id, "outcome": outcome} for prompt_id, outcome in outcomes])
+        self._open = set(held)
+        self._admitted, self._trained, self._discarded = mine["admitted"], mine["trained"], mine["discarded"]
+        if new:
+            self._mark = replace(self._mark, last=new[-1])
+
+    def flush(self, queue: QueueSnapshot | None = None) -> LedgerMark:
+        """Put all lines on disk; with the queue's snapshot, between two steps, its books are compared too.
+
+        Returns: how far the file has come.
+        Raises: LedgerError naming what the books don't agree on; OSError if the disk doesn't take the lines.
+        """
+        if queue is not None:
+            held = {*outstanding_ids(queue), *(prompt_id for prompt_id, _ in queue.unreported)}
+            self._refuse(queue.version, "lost: neither trained nor discarded, and no longer under way", self._open - held)
+            if found := imbalance_of(queue, self._mark):
+                raise LedgerError(f"checkpoint of version {queue.version}: {found}")
+        self._write_out()
+        if self._mark.bytes:
+            with self._path.open("rb") as file:
+                os.fsync(file.fileno())
+                size = os.fstat(file.fileno()).st_size
+            if size != self._mark.bytes:
+                raise LedgerError(f"{self._path}: {size} bytes long, but this run has written {self._mark.bytes}; who else writes to it?")
+        return self._mark
+
+    def _write(self, records: Sequence[Mapping[str, object]]) -> None:
+        lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+        mark = self._mark
+        self._mark = replace(
+            mark, lines=mark.lines + len(records), bytes=mark.bytes + len(lines), crc32=zlib.crc32(lines, mark.crc32)
+        )
+        self._unwritten.append(lines)
+        self._hand_over(self._try_to_write_out)
+
+    def _try_to_write_out(self) -> None:
+        with suppress(OSError):  # a checkpoint, which needs them on disk, says so
+            self._write_out()
+
+    def _write_out(self) -> None:
+        """Whatever is not in the file; from two threads, in turn. Raises: OSError if the disk doesn't take it."""
+        with self._writing:
+            count = len(self._unwritten)  # others may come meanwhile
+            if count:
+                self._append(b"".join(self._unwritten[:count]))
+                del self._unwritten[:count]
+
+    def _append(self, lines: bytes) -> None:
+        append_whole(self._path, lines)
+
+    def _refuse(self, step: int, what: str, prompt_ids: Iterable[str]) -> None:
+        if named := sorted(prompt_ids, key=lambda prompt_id: (_order(prompt_id), prompt_id)):
+            raise LedgerError(f"step {step}: out of balance: {_named(named)} {what}")
+
+
+def outstanding_ids(queue: QueueSnapshot) -> list[str]:
+    """Of the prompts that are under way."""
+    return [*(ticket.prompt.prompt_id for ticket in queue.in_flight), *(group.prompt.prompt_id for group in queue.finished)]
+
+
+def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
+    """What doesn't add up in a snapshot of the queue, and in the ledger's mark if there is one, with ids; None: it is balanced."""
+    held = outstanding_ids(queue)
+    unreported = [prompt_id for prompt_id, _ in queue.unreported]
+    if twice := [prompt_id for prompt_id, times in Counter([*held, *unreported]).items() if times > 1]:
+        return f"twice among the prompts under way: {_named(twice)}"
+    if queue.admitted != queue.trained + queue.discarded + len(held):
+        return (
+            f"{queue.admitted} groups admitted, but {queue.trained} trained, {queue.discarded} discarded and {len(held)} under way "
+            f"({_named(held)})"
+        )
+    if sum(queue.discarded_by_reason.values()) != queue.discarded:
+        return f"{queue.discarded} groups discarded, but by reason {queue.discarded_by_reason}"
+    if mark is not None and mark.lines + mark.aside != (settled := queue.trained + queue.discarded - len(unreported)):
+        return (
+            f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, those without a line "
+            f"({_named(unreported)}) aside"
+        )
+    return None
+
+
+def _difference(path: Path, mark: LedgerMark) -> str:
+    """In what the file differs from what it was at the mark; empty: in nothing."""
+    if not mark.bytes:
+        return ""
+    if not path.is_file():
+        return f"it is not there, and had {mark.lines} lines"
+    crc32 = lines = read = 0
+    with path.open("rb") as file:
+        while chunk := file.read(min(_CHUNK_BYTES, mark.bytes - read)):
+            crc32, lines, read = zlib.crc32(chunk, crc32), lines + chunk.count(b"\n"), read + len(chunk)
+    if read < mark.bytes:
+        return f"it has {read} bytes and {lines} lines of {mark.bytes} bytes and {mark.lines} lines"
+    return "" if crc32 == mark.crc32 else f"the checksum of its first {mark.lines} lines is {crc32:08x} instead of {mark.crc32:08x}"
+
+
+def _order(prompt_id: str) -> tuple[int, ...]:
+    """(epoch, position in it) of a task's prompt; empty for another name."""
+    parts = prompt_id.split("/")
+    return tuple(map(int, parts[-2:])) if len(parts) == 3 and all(part.isdecimal() for part in parts[-2:]) else ()
+
+
+def _named(prompt_ids: Sequence[str]) -> str:
+    more = len(prompt_ids) - _NAMED
+    return (", ".join(prompt_ids[:_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,101 @@
+"""Whether the parts of a run still move: their processes are asked every half a minute or so, and one that stands still is ended.
+
+Ray tells of a death, and nothing of a process that is stopped, or hangs in C. The answer comes from a thread of its own (a concurrency
+group of Ray), so that one that is busy isn't taken for one that stands: it says that Python moves in that process. It brings along what
+the part has to tell: its own log is a file on its node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+
+from actors.processes.supervision import HALF_OVER, first_error, kill, wait_for
+from correction.errors import ActorLost, DeadlineExceeded, EvenkeelError
+
+GROUPS = {"heartbeat": 1}
+"""Concurrency groups of a part's actor."""
+BESIDE = "beside"
+"""Another one, of a part whose calls come one after the other: for what must not wait for them, in turn as well."""
+_MISSES = 4
+"""Questions in a row without an answer, each a quarter of the limit."""
+_UNREACHED_S = 1.0
+_MOST_TOLD = 1000
+
+
+class BeatingInTurn:
+    """A part whose calls come one after the other: a learner's rank. They do so in one thread, which isn't the main one.
+
+    To be made with `sequential_actor`.
+    """
+
+    @ray.method(concurrency_group="heartbeat")
+    def heartbeat(self, heard: int) -> list[str]:
+        """It has nothing to tell."""
+        return []
+
+
+def sequential_actor(actor: type[BeatingInTurn]) -> Any:
+    """As ray.remote. Ray keeps no order among calls: a heartbeat would wait behind one whose arguments are on their way."""
+    return ray.remote(concurrency_groups={**GROUPS, BESIDE: 1}, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
+
+
+class Beating:
+    """An actor (async) that is a part of the run."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+
+    def tell(self, text: str) -> None:
+        """Something for the run's events, with the next heartbeat."""
+        if len(self._told) < _MOST_TOLD:
+            self._told.append(text)
+
+    @ray.method(concurrency_group="heartbeat")
+    async def heartbeat(self, heard: int) -> list[str]:
+        """What it has told so far, without the first ones that were heard."""
+        return self._told[heard:]
+
+
+async def raise_when_silent(parts: Mapping[str, Any], limit_s: float, tell: Callable[[str, str], None]) -> None:
+    """Never returns. Raises: ActorLost naming the first of these actors, by name, that has given no sign for so long; it is killed.
+
+    Args: tell: told what they tell, with a level.
+    """
+    await first_error(_follow(name, actor, limit_s, tell) for name, actor in parts.items())
+
+
+async def _follow(name: str, actor: Any, limit_s: float, tell: Callable[[str, str], None]) -> None:
+    heard = missed = 0
+    while missed < _MISSES:
+        try:
+            told = await wait_for(_reached(actor, heard), f"heartbeat <- {name}", deadline_s=limit_s / _MISSES, notice_s=limit_s)
+        except DeadlineExceeded:  # a question, not the time: that this process stood still is not the part's fault
+            missed += 1
+            if missed == _MISSES // 2:
+                tell("warning", f"{name}: no heartbeat for {limit_s / 2:.0f} s; it is ended after {limit_s:.0f} s")
+                if (half_over := HALF_OVER.get()) is not None:
+                    half_over(f"heartbeat <- {name}")
+            continue
+        except (EvenkeelError, RayError) as error:
+            raise ActorLost(f"{name}: {error}") from error
+        missed, heard = 0, heard + len(told)
+        for text in told:
+            tell("warning", f"{name}: {text}")
+        await asyncio.sleep(limit_s / _MISSES)
+    kill(actor)
+    raise ActorLost(f"{name}: it gave no sign for {limit_s:.0f} s (deadlines.part_heartbeat_s), and its process was ended")
+
+
+async def _reached(actor: Any, heard: int) -> list[str]:
+    while True:
+        try:
+            told: list[str] = await actor.heartbeat.remote(heard)
+        except ActorUnavailableError:
+            await asyncio.sleep(_UNREACHED_S)
+        else:
+            return told

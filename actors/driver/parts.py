@@ -1,0 +1,145 @@
+"""The parts that hold a run's state in processes of their own: queue, learner, correction service. They begin at a starting point.
+
+Rollout workers hold none of it, and outlive these: see going_back.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.carriers import ActorInfo
+from actors.cluster.cluster import beside_the_driver, lower_priority
+from actors.cluster.placement import RankPlaces, fetch_where_ranks_are
+from actors.config import RunConfig
+from actors.driver.alarms import Replacement
+from actors.driver.resume import TrainingState
+from actors.pool.pool import RolloutPool
+from actors.queue.queue_actor import TrajectoryQueueActor
+from actors.ranks.learner_group import LearnerGroup
+from actors.record.observer import Observer
+from actors.record.run_folder import Checkpoint
+from actors.service.correction_service import CorrectionService
+from actors.settings.environment import OF_SERVICE
+from actors.settings.hub_name import absolute
+from actors.weights.weight_sync import WeightSync
+from correction.config import CorrectionConfig
+from rollout.trajectory import SyncReceipt
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a run stands as its parts begin: at its own beginning, or at a checkpoint."""
+
+    model: Path
+    """That the run began with, and its reference policy: a folder, or a name of the hub at a commit."""
+    checkpoint: Checkpoint | None = None
+    state: TrainingState | None = None
+
+    @property
+    def weights(self) -> Path:
+        """Likewise."""
+        return self.checkpoint.hf.resolve() if self.checkpoint else absolute(self.model)
+
+    @property
+    def step(self) -> int:
+        return self.state.step if self.state else 0
+
+    @property
+    def version(self) -> int:
+        return self.state.weight_version if self.state else 0
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.state.elapsed_s if self.state else 0.0
+
+    @property
+    def totals(self) -> dict[str, float]:
+        return self.state.totals if self.state else {}
+
+    @property
+    def replacement(self) -> Replacement | None:
+        return self.state.replacement if self.state else None
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step}" if self.checkpoint else "its beginning (it has no checkpoint)"
+
+
+def make_queue(config: RunConfig) -> Any:
+    """The queue's actor, empty."""
+    queue = beside_the_driver(TrajectoryQueueActor, max_concurrency=4096).remote(
+        groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
+    )
+    lower_priority(queue)
+    return queue
+
+
+async def start_learner(
+    config: RunConfig,
+    point: StartingPoint,
+    places: RankPlaces,
+    parts: dict[str, Any],
+    kept: LearnerGroup | None = None,
+) -> tuple[LearnerGroup, list[ActorInfo]]:
+    """Its ranks with the point's weights, and optimizer if that is a checkpoint.
+
+    Args:
+        parts: takes them in, by name, as they begin to start.
+        kept: ranks that are there, idle. They go back to the checkpoint; to a beginning without one only new ranks can.
+    Returns: the group, and who has come.
+    """
+    deadlines = config.deadlines
+    if kept is not None and point.checkpoint is not None:
+        await kept.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
+        return kept, []
+    if kept is not None:
+        kept.kill()
+    took: Callable[[LearnerGroup], None] = lambda learner: parts.update(learner.ranks)  # noqa: E731
+    limits = {"start_s": deadlines.start_s, "step_s": deadlines.step_s}
+    await fetch_where_ranks_are(absolute(point.model) if config.needs_reference else point.weights, places, deadlines)
+    learner, infos = await LearnerGroup.start(places, point.weights, version=point.version, bind=config.metrics.bind, made=took, **limits)
+    if point.checkpoint is not None:
+        await learner.restore((point.checkpoint.state / "learner").resolve(), point.version, deadline_s=deadlines.checkpoint_s)
+    if config.needs_reference:
+        await learner.load_reference(absolute(point.model))
+    return learner, infos
+
+
+def make_sync(
+    config: RunConfig,
+    learner: LearnerGroup,
+    probe_ids: Sequence[int],
+    observer: Observer,
+    pool: RolloutPool,
+    *,
+    generation: int,
+    on_receipt: Callable[[SyncReceipt], None],
+) -> WeightSync:
+    """Of the learner's weights to the pool's engines; the observer is told what goes wrong, and the pool whom to replace."""
+    return WeightSync(
+        config.weight_sync,
+        learner,
+        probe_ids=probe_ids,
+        sync_s=config.deadlines.sync_s,
+        on_receipt=on_receipt,
+        on_probe=observer.probed,
+        on_dirty=observer.dirty,
+        on_failure=pool.report_unsyncable,
+        on_loss=pool.fail,
+        generation=generation,
+        float8=config.rollout.engine.has_float8,
+        ranks_of_engine=config.rollout.engine.tensor_parallel,
+    )
+
+
+def start_service(config: RunConfig, monitor: Mapping[str, Any] | None, correction: CorrectionConfig, queue: Any) -> Any:
+    """
+    Args:
+        monitor: what the early warning knows; None: a new run.
+        correction: the run's, or the one that an alarm has put in its place.
+    """
+    service = beside_the_driver(CorrectionService, max_concurrency=64, environment=OF_SERVICE).remote(config, queue, monitor, correction)
+    lower_priority(service)
+    return service

@@ -1,0 +1,34 @@
+"""How a run ended, for the command line."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from actors.driver.evaluation import Evaluation
+from actors.processes import interrupts
+
+ENDED_BY_ALARM = 3
+"""Exit code of a run that monitor.on_alarm = stop has ended, with a checkpoint; 1 and 2 are errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    steps: int
+    before: Evaluation | None
+    after: Evaluation | None
+    seconds: float
+    stopped_early: bool
+    alarm: str = ""
+    """Why the monitor ended it; empty: it didn't."""
+    ended_by: int | None = None
+    """The signal that ended it before its last step."""
+
+    @property
+    def exit_code(self) -> int:
+        """Of `evenkeel train`, whose --help lists them."""
+        if self.alarm:
+            return ENDED_BY_ALARM
+        return 0 if self.ended_by in (None, signal.SIGINT) else interrupts.exit_code(self.ended_by)

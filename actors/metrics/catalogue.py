@@ -1,0 +1,400 @@
+"""The one catalogue of metrics: every number that a run shows is declared here once, with its unit, reduction and way of writing.
+
+Names are paths: `group/quantity`, with the unit as a suffix where it isn't plain. A family is a declared prefix whose last part is open
+("reward/component/" + the name that a reward function chose). The correction's own numbers come from correction/quantities.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from actors.metrics.kinds import Kind, Metric, Reduction, Unit
+from actors.metrics.kinds import by_k as _by_k
+from actors.metrics.kinds import by_worker as _by_worker
+from actors.metrics.kinds import counter as _counter
+from actors.metrics.kinds import gauge as _gauge
+from actors.metrics.kinds import score as _score
+from correction.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, SEQUENCES, TRAINED, UNITS, Quantity
+
+_U, _R = Unit, Reduction
+_PROGRESS = [
+    _gauge("step", _U.ONE, _R.LAST, "step", "Training steps finished."),
+    _gauge(
+        "weight_version", _U.ONE, _R.LAST, "weight version",
+        "Version of the published weights: the number of batches whose update was published.",
+    ),
+    _counter(
+        "steps/skipped_total", "skipped updates",
+        "Optimizer steps left out because loss or gradient was not finite, or because no token was left to learn from.",
+    ),
+    _counter(
+        "steps/returns_total", "returns to a checkpoint",
+        "Times that the run went back to its last checkpoint, engines staying up, because a part of it had died, usually a learner's rank.",
+    ),
+    _counter(
+        "steps/overflowed_total", "overflowed updates",
+        "Optimizer steps left out because a float16 gradient overflowed under the loss scale, which adapts; a few are usual.",
+    ),
+]
+_TIME = [
+    _gauge("time/elapsed_s", _U.SECONDS, _R.LAST, "elapsed", "Wall time since the run began, earlier parts of a resumed run included."),
+    _gauge("time/step_s", _U.SECONDS, _R.LAST, "step time", "Wall time from the end of the last step to the end of this one."),
+    _gauge(
+        "time/generate_s", _U.SECONDS, _R.MEAN, "generate",
+        "From a group's first request to its last answer, averaged over the batch's groups.",
+    ),
+    _gauge("time/reward_s", _U.SECONDS, _R.MEAN, "reward", "Scoring the answers of one group, averaged over the groups of the batch."),
+    _gauge(
+        "time/correct_s", _U.SECONDS, _R.LAST, "correct",
+        "Computing the importance weights, rejection, veto and normalisers of the batch.",
+    ),
+    _gauge(
+        "time/proximal_s", _U.SECONDS, _R.LAST, "proximal forward",
+        "The learner's forward pass for proximal logprobs; absent when it isn't needed.",
+    ),
+    _gauge(
+        "time/split_s", _U.SECONDS, _R.LAST, "split of the gap",
+        "Splitting the gap of stale tokens into mismatch and staleness, for which the learner waits; on other steps (monitor.split_every) "
+        "the copy of its weights that this needs; absent on steps with neither.",
+    ),
+    _gauge("time/train_s", _U.SECONDS, _R.MAX, "train", "Forward, backward and optimizer of the batch, on the slowest rank."),
+    _gauge(
+        "time/sync_s", _U.SECONDS, _R.LAST, "weight sync",
+        "From the hand-over of new weights until the last engine has confirmed them.",
+    ),
+    _gauge(
+        "time/pause_s", _U.SECONDS, _R.MAX, "engine pause",
+        "How long an engine stood still for a weight update, the longest of all engines.",
+    ),
+    _gauge(
+        "time/checkpoint_s", _U.SECONDS, _R.LAST, "checkpoint",
+        "Writing a checkpoint and its Hugging Face folder, while training goes on; absent on other steps.",
+    ),
+    _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Computing the diagnostics of the batch; the learner does not wait for it."),
+    _gauge(
+        "time/driver_late_s", _U.SECONDS, _R.MAX, "driver late",
+        "How late the driver's event loop was with 99 % of what was due in the step, at most: what blocks it delays every call of the run.",
+    ),
+    _gauge(
+        "time/service_late_s", _U.SECONDS, _R.MAX, "service late",
+        "The same of the correction service, since the step whose diagnostics came before.",
+    ),
+    _gauge(
+        "wait/learner_s", _U.SECONDS, _R.MAX, "learner waits",
+        "Time of the step in which the learner had no batch to train on; if it is long, rollouts are the bottleneck.",
+    ),
+    _gauge(
+        "wait/rollout_s", _U.SECONDS, _R.MEAN, "rollout waits",
+        "Time of the step in which an engine had nothing to do: wait/rollout_share times the time of the step.",
+    ),
+    _gauge("wait/learner_share", _U.SHARE, _R.MAX, "learner waits", "Share of the step's time in which the learner waited for data."),
+    _gauge(
+        "wait/rollout_share", _U.SHARE, _R.MEAN, "rollout waits",
+        "Share of their time in which engines had nothing to do, because admission let no new prompt start; "
+        "all engines of the step together.",
+    ),
+    _gauge(
+        "throughput/rollout_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "rollout tokens/s",
+        "Response tokens sampled per second of wall time, all engines together.",
+    ),
+    _gauge(
+        "throughput/learner_tokens_per_s", _U.TOKENS_PER_SECOND, _R.SUM, "learner tokens/s",
+        "Prompt and response tokens trained on per second of training time, all ranks together.",
+    ),
+]
+_REWARD = [
+    _score("reward/mean", _U.ONE, _R.MEAN, "reward", "Mean reward of the batch's valid trajectories."),
+    _score("reward/std", _U.ONE, _R.MEAN, "reward spread", "Standard deviation of the reward over the batch's valid trajectories."),
+    _score(
+        "reward/group_std", _U.ONE, _R.MEAN, "spread within groups",
+        "Standard deviation of the reward inside a group, averaged over groups; at 0 all advantages are 0 and nothing is learnt.",
+    ),
+    _score(
+        "reward/component/", _U.ONE, _R.MEAN, "reward part",
+        "Mean of one named part of the reward; the reward is the sum of the parts.",
+    ),
+    _counter(
+        "reward/exceptions_total", "reward exceptions",
+        "Trajectories whose reward function raised; they are left out of baseline and loss.",
+    ),
+    _counter(
+        "reward/timeouts_total", "reward time-outs",
+        "Trajectories whose reward function ran past its deadline; left out of baseline and loss.",
+    ),
+]
+_HELD_OUT = [
+    _score(
+        "held_out/accuracy", _U.SHARE, _R.LAST, "held-out accuracy",
+        "Share of right answers among a held-out problem's scored ones (one, or evaluation.samples), averaged over the problems.",
+    ),
+    _score(
+        "held_out/wilson_low", _U.SHARE, _R.LAST, "95 % from",
+        "Lower end of the 95 % Wilson interval of the held-out accuracy; problems are its unit, not answers.",
+    ),
+    _score("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
+    _by_k("pass_at", "pass@k", "Chance that at least one of k answers to a held-out problem is right, without bias (Chen et al. 2021)."),
+    _by_k("pass_at_low", "95 % from", "Lower end of the 95 % Wilson interval of pass@k; problems are its unit."),
+    _by_k("pass_at_high", "95 % to", "Upper end of the 95 % Wilson interval of pass@k."),
+    _gauge("held_out/problems", _U.ONE, _R.LAST, "problems", "Number of held-out problems asked."),
+    _gauge("held_out/samples", _U.ONE, _R.LAST, "answers each", "Answers asked for of each held-out problem (evaluation.samples)."),
+    _gauge(
+        "held_out/unscored", _U.ONE, _R.LAST, "not scored",
+        "Answers to held-out problems whose reward raised, timed out or never came; the accuracy leaves them out. 0 in a healthy run.",
+    ),
+    _gauge("held_out/weight_version", _U.ONE, _R.LAST, "weight version", "Version of the weights that answered."),
+    _gauge("held_out/truncated_share", _U.SHARE, _R.LAST, "cut answers", "Share of held-out answers cut at max_tokens."),
+    _gauge("held_out/response_tokens", _U.TOKENS, _R.LAST, "answer length", "Mean length of a held-out answer."),
+    _gauge("held_out/seconds", _U.SECONDS, _R.LAST, "evaluation time", "Wall time of the evaluation; training goes on meanwhile."),
+]
+_STALENESS = [
+    _gauge(
+        "staleness/mean", _U.VERSIONS, _R.MEAN, "mean staleness",
+        "Learner's version minus the version that sampled the token, averaged over trained tokens.",
+    ),
+    _gauge(
+        "staleness/max", _U.VERSIONS, _R.MAX, "largest staleness",
+        "Staleness of the oldest token in the batch; admission keeps it at or below max_staleness.", digits=".0f",
+    ),
+    Metric("staleness/tokens/", Kind.HISTOGRAM, _U.VERSIONS, _R.SUM, "Trained tokens by staleness.", "staleness"),
+    _gauge(
+        "staleness/mixed_version_share", _U.SHARE, _R.MEAN, "mixed versions",
+        "Trajectories during which new weights arrived, so that their tokens carry more than one version.", SEQUENCES, digits=".1%",
+    ),
+]
+
+
+def _gap(prefix: str, of_what: str) -> list[Metric]:
+    """The four numbers of the distance from mu to pi_prox, over one set of tokens."""
+    return [
+        _gauge(
+            f"{prefix}/k1",
+            _U.NATS, _R.MEAN, "k1 KL",
+            f"Mean of log mu - log pi_prox {of_what}; unbiased for KL(mu, pi_prox), may be negative.",
+        ),
+        _gauge(
+            f"{prefix}/k3",
+            _U.NATS, _R.MEAN, "k3 KL",
+            f"Mean of rho - 1 - log rho {of_what}, rho = pi_prox / mu; unbiased for KL(mu, pi_prox), never negative.",
+        ),
+        _gauge(f"{prefix}/max_abs_log_ratio", _U.NATS, _R.MAX, "max |log ratio|", f"Largest |log pi_prox - log mu| {of_what}."),
+        _gauge(f"{prefix}/log_ratio_std", _U.NATS, _R.MEAN, "log-ratio spread", f"Standard deviation of log pi_prox - log mu {of_what}."),
+    ]
+
+
+DIAGNOSTIC_PLACES: dict[str, str | None] = {
+    **{
+        f"{prefix}{ours}": f"{name}/{theirs}"
+        for prefix, name in (("mismatch_", "mismatch"), ("", "mismatch_and_staleness"))
+        for ours, theirs in (
+            ("k1_kl", "k1"),
+            ("k3_kl", "k3"),
+            ("log_ratio_abs_max", "max_abs_log_ratio"),
+            ("log_ratio_std", "log_ratio_std"),
+        )
+    },
+    "rho_max": "rho/max",
+    "ess_token": "rho/ess",
+    "rejected_share": "rejection/rejected_share",
+    "rejected_by_veto": "rejection/vetoed_share",
+    "truncated_share": "rejection/truncated_share",
+    "reference_kl": "learner/reference_kl",
+    **dict.fromkeys(("drift_k3_kl", "drift_from_behavior_k3_kl", "staleness_mean", "staleness_max", "mixed_version_share")),
+}
+"""Diagnostics with a place of their own in the catalogue, by their name in correction.quantities (the KL to the start model is the
+service's own); None: another source has that number."""
+LOSS_PLACES: dict[str, str | None] = {
+    "clip_share": "learner/clip_share",
+    "drift_k3_kl": "learner/drift_k3",
+    "drift_from_behavior_k3_kl": "learner/drift_from_behavior_k3",
+    "penalty_kl": "learner/reference_kl",
+    **dict.fromkeys(("loss", "entropy")),
+}
+"""The same for the numbers of the loss."""
+
+
+def _from_source(group: str, quantities: Mapping[str, Quantity], places: Mapping[str, str | None]) -> list[Metric]:
+    """What has no place of its own, under its own name in the group."""
+    return [_gauge(group + name, Unit(q.unit), _R.LAST, q.label, q.help, q.of) for name, q in quantities.items() if name not in places]
+
+
+_CORRECTION = [
+    *_gap("mismatch", "on tokens of staleness 0: kernels, precision and routing alone"),
+    *_gap("mismatch_and_staleness", "on all trained tokens: mismatch and staleness together"),
+    _gauge("rho/max", _U.ONE, _R.MAX, "largest rho", "Largest pi_prox / mu of a trained token, before any bound."),
+    _gauge(
+        "rho/ess", _U.SHARE, _R.LAST, "effective sample size",
+        "Effective sample size of the raw rho of the trained tokens, before any bound: (sum rho)^2 / (n sum rho^2). 1 is on-policy; "
+        "0.1: a few tokens would carry the batch if nothing bounded them.", TRAINED,
+    ),
+    _gauge("rejection/rejected_share", _U.SHARE, _R.MEAN, "rejected", "Tokens that rejection or veto took out of the loss.", TRAINED,
+           digits=".2%"),
+    _gauge("rejection/vetoed_share", _U.SHARE, _R.MEAN, "vetoed", "Tokens of the sequences that the veto drops.", TRAINED),
+    _gauge(
+        "rejection/truncated_share", _U.SHARE, _R.MEAN, "weights cut",
+        "What carries an importance weight (tokens, turns or sequences, by importance.level), and had it cut to its bound.", UNITS,
+    ),
+    *_from_source("correction/", DIAGNOSTICS | DIAGNOSTIC_FAMILIES, DIAGNOSTIC_PLACES),
+]
+_MONITOR = [
+    _gauge(
+        "monitor/level", _U.ONE, _R.MAX, "early warning",
+        "State of the worst symptom of the early warning: 0 ok, 1 watch, 2 alarm; docs/correction.md lists the symptoms.",
+    ),
+    _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch."),
+    _counter("monitor/alarms_total/", "alarms", "Times that a symptom became an alarm; somebody should look at the run."),
+    _counter(
+        "monitor/left_out_total", "steps not diagnosed",
+        "Steps without diagnostics, because these take longer than a step and another one was waiting for its turn.",
+    ),
+]
+_TRUE_ON_POLICY = [
+    _gauge(
+        "true_on_policy/tokens", _U.TOKENS, _R.SUM, "compared tokens",
+        "Trained tokens of staleness 0, whose sampled and trained logprobs are compared bit by bit; absent unless true_on_policy is on.",
+    ),
+    _gauge(
+        "true_on_policy/equal_share", _U.SHARE, _R.MEAN, "equal bits",
+        "Share of those tokens whose two logprobs are the same bits; 1 is what the mode promises.",
+    ),
+    _gauge("true_on_policy/max_abs_difference", _U.NATS, _R.MAX, "largest difference", "Largest difference of those two logprobs."),
+]
+_LEARNER = [
+    _gauge(
+        "learner/loss", _U.ONE, _R.SUM, "loss",
+        "The loss whose gradient was taken. In RL its value says little; a jump is worth a look.",
+    ),
+    _gauge("learner/grad_norm", _U.ONE, _R.LAST, "gradient norm", "Global L2 norm of the gradient before clipping."),
+    _gauge("learner/loss_scale", _U.ONE, _R.LAST, "loss scale", "Factor on the loss of a float16 learner; halved when gradients overflow."),
+    _gauge(
+        "learner/group_grad_norm/", _U.ONE, _R.LAST, "gradient norm of",
+        "L2 norm before clipping of the gradient of a group of parameters: embedding, attention, mlp, router, norms, lm_head.",
+    ),
+    _gauge("learner/learning_rate", _U.ONE, _R.LAST, "learning rate", "Learning rate of the step."),
+    _gauge(
+        "learner/entropy", _U.NATS, _R.MEAN, "entropy",
+        "Mean entropy of the target policy at trained tokens; at 0 the policy always gives the same answer and explores no more.",
+        digits=".2f",
+    ),
+    _gauge(
+        "learner/clip_share", _U.SHARE, _R.MEAN, "clipped",
+        "Tokens that rejection left, and that got no gradient because they had left the trust region. Where that stops whole sequences, "
+        "each counts by its tokens.", TRAINED,
+    ),
+    _gauge(
+        "learner/routing_agreement_share", _U.SHARE, _R.MEAN, "equal top k",
+        "Share of tokens and layers in which the learner's routers would have chosen the experts that they were given.",
+    ),
+    _gauge(
+        "learner/drift_k3", _U.NATS, _R.MEAN, "drift k3",
+        "k3 KL from pi_prox to pi_theta: how far the optimizer moved the policy within the batch. Absent where pi_prox isn't "
+        "the learner's.",
+    ),
+    _gauge(
+        "learner/drift_from_behavior_k3", _U.NATS, _R.MEAN, "drift from behaviour, k3",
+        "k3 KL from mu to pi_theta, over all optimizer steps of the batch: drift, mismatch and staleness together. In bypass and with "
+        "interpolated proximal logprobs, where the drift alone isn't known.",
+    ),
+    _gauge(
+        "learner/reference_kl", _U.NATS, _R.MEAN, "KL to reference",
+        "KL a token from the target policy to the frozen reference policy, the model that the run began with: with a KL penalty the "
+        "penalty's own at every step, else k3 every learner.report_kl_every steps.",
+    ),
+    _gauge("learner/optimizer_steps", _U.ONE, _R.LAST, "optimizer steps", "Optimizer steps of the batch."),
+    _gauge("learner/microbatches", _U.ONE, _R.SUM, "micro-batches", "Micro-batches of the batch, all ranks together."),
+    *_from_source("loss/", LOSS_METRICS, LOSS_PLACES),
+]
+_LENGTH = [
+    _gauge(
+        "length/sampled_tokens", _U.TOKENS, _R.MEAN, "sampled answers",
+        "Mean response length of all answers finished since the last step.",
+    ),
+    _gauge(
+        "length/trained_tokens", _U.TOKENS, _R.MEAN, "trained answers",
+        "Mean response length of the answers that were trained on; if it is below length/sampled_tokens, long answers get lost.",
+    ),
+    _gauge("length/max_tokens", _U.TOKENS, _R.MAX, "longest answer", "Longest response of the batch."),
+    _gauge(
+        "length/truncated_share", _U.SHARE, _R.MEAN, "cut answers",
+        "Share of the batch's answers cut at max_tokens or the context length.",
+    ),
+]
+_GROUPS = [
+    _gauge(
+        "groups/all_right", _U.ONE, _R.SUM, "groups all right",
+        "Groups of the batch whose answers all got the highest reward there is: no gradient.",
+    ),
+    _gauge(
+        "groups/all_wrong", _U.ONE, _R.SUM, "groups all wrong",
+        "Groups of the batch whose answers all got the same lower reward: no gradient.",
+    ),
+    _counter(
+        "files/failures_total", "failed writes",
+        "Writes into the run folder that the disk did not take. Lines wait in memory; absent while there was none.",
+    ),
+    _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling replaced by new ones."),
+    _counter("groups/admitted_total", "admitted", "Groups whose sampling was started."),
+    _counter("groups/trained_total", "trained", "Groups trained on; those of a skipped step count too."),
+    _counter("groups/discarded_total", "discarded", "Groups thrown away, for whatever reason."),
+    _counter("groups/lost_total", "lost groups", "Finished groups whose tokens could not be read, and which were sampled again."),
+    _counter("groups/failed_total", "failed groups", "Groups thrown away because no worker could sample them."),
+    _counter("groups/invalid_total", "invalid groups", "Groups thrown away because fewer than two of their trajectories were valid."),
+]
+_ROLLOUT = [
+    _counter("queue/replaced_total", "replaced queues", "Times that queue and correction service were replaced: one of them had died."),
+    _gauge("queue/groups", _U.ONE, _R.LAST, "queued groups", "Finished groups that wait in the trajectory queue."),
+    _gauge(
+        "queue/outstanding", _U.ONE, _R.LAST, "outstanding groups",
+        "Groups that were started, and neither trained on nor discarded yet; at most (max_staleness + 1) * groups_per_step.",
+    ),
+    _gauge("pool/workers", _U.ONE, _R.LAST, "rollout workers", "Rollout workers whose engine is up, at the end of the step's training."),
+    _gauge(
+        "pool/current_workers", _U.ONE, _R.LAST, "current workers",
+        "Those of them that held the newest weights by then, before the step's own went out: all, unless one is slower than a step.",
+    ),
+    _gauge(
+        "pool/target_workers", _U.ONE, _R.LAST, "wanted workers",
+        "Rollout workers that the run wants: the configured number, or what the load has led to (rollout.max_workers).",
+    ),
+    Metric(
+        "pool/scaled_total/", Kind.COUNTER, _U.ONE, _R.SUM,
+        "Times that the load changed the wanted number of rollout workers, by cause.", "changes of size", part="cause",
+    ),
+    _counter("pool/handed_back_total", "groups handed back", "Groups that a worker which left handed back; another one went on with them."),
+    _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),
+    _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
+    _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
+    _gauge("sync/rebuilt", _U.ONE, _R.SUM, "rebuilt", "Of the receipts, those for weights that a node made of differences (deltas)."),
+    _gauge("sync/delta_bytes", _U.BYTES, _R.SUM, "delta bytes", "Bytes of those differences, which came in place of the weights."),
+    _gauge("sync/read_again_tokens", _U.TOKENS, _R.SUM, "read again", "Tokens of the batch that newer weights read anew (retract)."),
+    _gauge(
+        "sync/probe_max_abs_difference", _U.NATS, _R.MAX, "probe difference",
+        "Largest logprob difference between engine and learner on the probe, a fixed prompt, after a weight sync.",
+    ),
+    _counter("sync/failures_total", "failed syncs", "Failed weight updates: no work for the engine until it had taken all weights again."),
+    _counter("rollout/generated_tokens_total", "generated tokens", "Response tokens sampled.", _U.TOKENS),
+    _counter("rollout/finished_groups_total", "finished groups", "Groups finished, scored or not."),
+    _gauge("rollout/requests_in_flight", _U.ONE, _R.SUM, "requests in flight", "Requests that an engine is working on."),
+    _gauge("rollout/weight_version", _U.ONE, _R.MIN, "engine's weight version", "Version of the weights that the engine holds."),
+    _gauge("rollout/last_sync_time_s", _U.TIMESTAMP, _R.MIN, "last weight sync", "When the engine last took new weights."),
+]
+_WORKER = [
+    _by_worker(
+        "tokens", _U.TOKENS, _R.SUM, "tokens by worker",
+        "Response tokens of the groups that the worker finished since the last step; over workers and steps they sum to the total.",
+    ),
+    _by_worker("groups", _U.ONE, _R.SUM, "groups by worker", "Groups that the worker finished since the last step."),
+    _by_worker(
+        "wait_share", _U.SHARE, _R.MEAN, "worker waits",
+        "Share of the worker's time since it was asked last in which its engine had no request.",
+    ),
+    _by_worker(
+        "weight_version", _U.ONE, _R.MIN, "worker's version",
+        "Version that the worker held at the end of the step's training, before the step's own went out; absent while it holds none.",
+    ),
+]
+CATALOGUE: dict[str, Metric] = {
+    metric.name: metric
+    for section in (_PROGRESS, _TIME, _REWARD, _HELD_OUT, _STALENESS, _CORRECTION, _MONITOR, _TRUE_ON_POLICY, _LEARNER,
+                    _LENGTH, _GROUPS, _ROLLOUT, _WORKER)
+    for metric in section
+}

@@ -1,0 +1,197 @@
+"""Prometheus: an endpoint for each actor, and the list of endpoints that the controller serves as HTTP service discovery.
+
+Each actor serves its own numbers on a port of its own, with its own registry (nothing global, so that a restarted or doubly
+imported actor starts clean). Role and name of the actor are target labels that discovery attaches; they are not on every metric.
+Listening addresses are 127.0.0.1 unless told otherwise: the pages have no authentication.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import ray
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as PrometheusFamily
+from prometheus_client.registry import Collector
+
+from actors.metrics.kinds import Kind, Metric
+from actors.metrics.step_metrics import lookup, member
+from correction.errors import ConfigError
+
+_ANY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+class MetricsEndpoint(Collector):
+    """The numbers of one actor at http://BIND:PORT/metrics, by catalogue name; `evenkeel_...` names are made from those.
+
+    Thread-safe: actors set numbers on their own threads while Prometheus scrapes on the server's.
+    """
+
+    def __init__(self, role: str, name: str, bind: str = "127.0.0.1", port: int = 0) -> None:
+        """Args:
+            role: kind of actor ("controller", "rollout", "learner", "correction"); a label of the target.
+            name: which one of its role; a label of the target.
+            bind: address to listen on.
+            port: 0 takes a free one, so that several actors share a node.
+        Raises: ConfigError if the address can't be listened on, or nobody could be told where to scrape.
+        """
+        if bind in _ANY_ADDRESS:
+            raise ConfigError(
+                f"metrics.bind = {bind!r}: Prometheus must be told an address that it can reach. Bind to that one (metrics.bind=node)."
+            )
+        self.labels = {"role": role, "name": name}
+        self._values: dict[str, float] = {}
+        self._lock = threading.Lock()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        ProcessCollector(registry=registry)    # process_cpu_seconds_total, process_resident_memory_bytes, ...
+        try:
+            self._server, self._thread = start_http_server(port, addr=bind, registry=registry)
+        except OSError as error:
+            raise ConfigError(f"metrics endpoint of {role} {name}: can't listen on {bind}:{port}: {error}. Set metrics.bind.") from error
+        self.target = f"[{bind}]:{self._server.server_port}" if ":" in bind else f"{bind}:{self._server.server_port}"
+
+    def set(self, name: str, value: float | None) -> None:
+        """Show a gauge's value, or a counter's running total; None leaves it as it is. Raises: MetricError for an unlisted name."""
+        self.publish({name: value})
+
+    def add(self, name: str, amount: float) -> None:
+        """Raise a counter by `amount`, >= 0. Raises: MetricError for an unlisted name."""
+        lookup(name)
+        with self._lock:
+            self._values[name] = self._values.get(name, 0.0) + amount
+
+    def publish(self, values: Mapping[str, float | None]) -> None:
+        """Show many numbers, a whole step's metrics for one; histogram buckets are added to what came before."""
+        kinds = {name: lookup(name).kind for name in values}
+        with self._lock:
+            for name, value in values.items():
+                if value is None:
+                    continue
+                before = self._values.get(name, 0.0) if kinds[name] is Kind.HISTOGRAM else 0.0
+                self._values[name] = before + value
+
+    def keep_only(self, part: str, members: Collection[str]) -> None:
+        """Of the families whose open part names a `part` ("worker"), forget all members but these: the others are gone."""
+        with self._lock:
+            gone = [name for name in self._values if lookup(name).part == part and member(name) not in members]
+            for name in gone:
+                del self._values[name]
+
+    def collect(self) -> Iterable[PrometheusFamily]:
+        """What a scrape gets; called by the registry."""
+        with self._lock:
+            values = dict(self._values)
+        by_metric: dict[str, tuple[Metric, dict[str, float]]] = {}
+        for name, value in values.items():
+            metric = lookup(name)
+            by_metric.setdefault(metric.name, (metric, {}))[1][member(name)] = value
+        return [_family(metric, members) for metric, members in by_metric.values()]
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)
+
+
+def _family(metric: Metric, members: Mapping[str, float]) -> PrometheusFamily:
+    if metric.kind is Kind.HISTOGRAM:
+        return _histogram(metric, members)
+    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = kind(metric.prometheus_name, metric.help, labels=[metric.part] if metric.is_family else [])
+    for part, value in members.items():
+        family.add_metric([part] if metric.is_family else [], value)
+    return family
+
+
+def _histogram(metric: Metric, members: Mapping[str, float]) -> PrometheusFamily:
+    """Integer buckets: member "2" counts values of exactly 2, and "4+" those of 4 and more; the sum takes "4+" as 4."""
+    counts = sorted((int(part.rstrip("+")), part.endswith("+"), count) for part, count in members.items())
+    cumulative, total, running_sum = [], 0.0, 0.0
+    for bound, is_open, count in counts:
+        total += count
+        running_sum += bound * count
+        if not is_open:
+            cumulative.append((str(float(bound)), total))
+    cumulative.append(("+Inf", total))
+    family = HistogramMetricFamily(metric.prometheus_name, metric.help)
+    family.add_metric([], cumulative, running_sum)
+    return family
+
+
+class DiscoveryServer:
+    """Prometheus HTTP service discovery: a JSON list of the endpoints that exist now, at `url`.
+
+    Prometheus asks again every refresh_interval, so that workers that join and leave need no change to its configuration.
+    """
+
+    def __init__(self, bind: str = "127.0.0.1", port: int = 0) -> None:
+        """Raises: ConfigError if the address can't be listened on."""
+        self._targets: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        try:
+            self._server = ThreadingHTTPServer((bind, port), self._handler())
+        except OSError as error:
+            raise ConfigError(
+                f"metrics.discovery_port = {port}: can't listen on {bind}:{port}: {error}. Choose another port, or 0 for any free one."
+            ) from error
+        self._server.daemon_threads = True
+        self.url = f"http://{bind}:{self._server.server_port}/sd"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus-discovery", daemon=True)
+        self._thread.start()
+
+    def register(self, key: str, target: str, labels: Mapping[str, str]) -> None:
+        """Add an endpoint ("host:port") under a key, or move the one that had it (a restarted actor has a new port)."""
+        with self._lock:
+            self._targets[key] = {"targets": [target], "labels": {name: str(value) for name, value in labels.items()}}
+
+    def deregister(self, key: str) -> None:
+        """Take an endpoint off the list, if it is there."""
+        with self._lock:
+            self._targets.pop(key, None)
+
+    def targets(self) -> list[dict[str, Any]]:
+        """The list as Prometheus gets it."""
+        with self._lock:
+            return list(self._targets.values())
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        discovery = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = json.dumps(discovery.targets()).encode()
+                with suppress(ConnectionError):  # who has asked may be gone: that is nothing to tell in the run's terminal
+                    self.send_response(200)
+                    self.send_header("Content-Type", "application/json")
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Requests of Prometheus are not logged."""
+
+        return Handler
+
+
+def listen_address(bind: str) -> str:
+    """`metrics.bind` as an address: "node" means this node's own, as other nodes reach it."""
+    return node_address() if bind == "node" else bind
+
+
+def node_address() -> str:
+    """This node's address in its Ray cluster."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

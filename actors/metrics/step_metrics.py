@@ -1,0 +1,200 @@
+"""Numbers of a step, by names of the catalogue (catalogue.py); an unlisted name is an error.
+
+The packages below return dataclasses or dicts of numbers; the controller puts them into a `StepMetrics`. metrics.jsonl, TensorBoard,
+Prometheus, Weights & Biases, the terminal, the report and docs/metrics.md are views. `python -m actors.metrics` prints docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from actors.carriers import FAILED, INVALID, LOST, UNIFORM
+from actors.metrics.catalogue import CATALOGUE
+from actors.metrics.kinds import Kind, Metric
+from correction.errors import EvenkeelError
+from correction.quantities import current_name
+
+DISCARD_COUNTERS = {
+    INVALID: "groups/invalid_total",
+    UNIFORM: "groups/refilled_total",
+    FAILED: "groups/failed_total",
+    LOST: "groups/failed_total",
+}
+"""By the reason for which a group was discarded."""
+_FAMILIES = [metric for metric in CATALOGUE.values() if metric.is_family]
+
+
+class MetricError(EvenkeelError, LookupError):
+    """A number that the catalogue doesn't list."""
+
+
+def lookup(name: str) -> Metric:
+    """The catalogue's entry for a name, that of its family for an open one.
+
+    Raises: MetricError naming the nearest listed metric.
+    """
+    metric = _find(name)
+    if metric is None:
+        nearest = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.0)[0]
+        raise MetricError(
+            f"metric {name!r} is not in the catalogue (actors/metrics/catalogue.py); the nearest one is {nearest!r}. "
+            f"Use that, or list the new one."
+        )
+    return metric
+
+
+def is_listed(name: str) -> bool:
+    """True for a metric of the catalogue and for a member of one of its families."""
+    return _find(name) is not None
+
+
+def _find(name: str) -> Metric | None:
+    metric = CATALOGUE.get(name)
+    if metric is not None:
+        return None if metric.is_family else metric
+    families = (one for one in _FAMILIES if name.startswith(one.name) and "/" not in name[len(one.name) :])
+    return next(families, None)
+
+
+def member(name: str) -> str:
+    """The open part of a family member's name ("accuracy" of "reward/component/accuracy"), "" for a plain metric."""
+    metric = lookup(name)
+    return name[len(metric.name) :] if metric.is_family else ""
+
+
+def shown(metrics: Mapping[str, float], name: str, within: str = "{}") -> str:
+    """A number with its unit, as the catalogue has it written, in the place of the braces of `within`; "-" where it is absent."""
+    return within.format(lookup(name).text(metrics[name])) if name in metrics else "-"
+
+
+class StepMetrics(Mapping[str, float]):
+    """The numbers of one step (or of one evaluation), by listed name.
+
+    Absent is absent: None is not recorded, and nothing is filled with 0. A value that is not finite is kept as such, because it is
+    news; the JSONL view writes it beside the others, since JSON has no word for it.
+    """
+
+    def __init__(self, step: int, values: Mapping[str, float | None] | None = None) -> None:
+        self._values: dict[str, float] = {"step": step}
+        self.update(values or {})
+
+    @property
+    def step(self) -> int:
+        return int(self._values["step"])
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def set(self, name: str, value: float | None) -> None:
+        """Record one number. Raises: MetricError for an unlisted name, or one that is there already with another value."""
+        lookup(name)
+        if value is None:
+            return
+        number = float(value)
+        before = self._values.get(name)
+        if before is not None and before != number and not (math.isnan(before) and math.isnan(number)):
+            raise MetricError(
+                f"metric {name!r} was recorded twice in step {self.step}: {before} and {number}. One place emits each metric."
+            )
+        self._values[name] = value if isinstance(value, int) else number    # counts stay whole numbers in metrics.jsonl
+
+    def update(self, values: Mapping[str, float | None], *, prefix: str = "") -> None:
+        """Record many numbers, each under `prefix` + its name; with the prefix of a family any name goes."""
+        for name, value in values.items():
+            self.set(prefix + name, value)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> StepMetrics:
+        """What `record` made; names that a newer or older catalogue doesn't list are left out.
+
+        Raises: KeyError, ValueError or TypeError for anything else.
+        """
+        metrics = cls(record["step"])
+        values = {name: value for name, value in record.items() if name not in ("step", "non_finite")}
+        values |= {name: float(word) for name, word in record.get("non_finite", {}).items()}
+        for name, value in ((current_name(name), value) for name, value in values.items()):
+            if is_listed(name):
+                metrics.set(name, value)
+        return metrics
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in a line of JSON, which has no word for values that aren't finite: these stand under "non_finite", as words."""
+        non_finite = self.non_finite()
+        return {**self.finite(), **({"non_finite": non_finite} if non_finite else {})}
+
+    def finite(self) -> dict[str, float]:
+        """The values that are numbers, which is what can be plotted."""
+        return {name: value for name, value in self._values.items() if math.isfinite(value)}
+
+    def non_finite(self) -> dict[str, str]:
+        """Names whose value is "inf", "-inf" or "nan"."""
+        return {name: str(value) for name, value in self._values.items() if not math.isfinite(value)}
+
+
+def by_worker(metrics: Mapping[str, float], quantity: str) -> dict[str, float]:
+    """Values of a family worker/QUANTITY/ by the worker's name, in the order in which workers came."""
+    prefix = f"worker/{quantity}/"
+    found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+def pass_at_most(metrics: Mapping[str, float]) -> tuple[int, float, float, float] | None:
+    """(k, pass@k, its 95 % interval from, to) of the largest k that an evaluation has; None where each problem was asked once."""
+    prefix = "held_out/pass_at/"
+    ks = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+    if not ks:
+        return None
+    k = max(ks, key=int)
+    return int(k), metrics[prefix + k], metrics[f"held_out/pass_at_low/{k}"], metrics[f"held_out/pass_at_high/{k}"]
+
+
+def accuracy(metrics: Mapping[str, float]) -> str:
+    """Held-out accuracy with its 95 % interval: "0.512 [0.480, 0.544]"; "-" where nothing could be scored."""
+    names = "held_out/accuracy", "held_out/wilson_low", "held_out/wilson_high"
+    return with_interval(*(metrics[name] for name in names)) if set(names) <= set(metrics) else shown(metrics, names[0])
+
+
+def with_interval(share: float, low: float, high: float) -> str:
+    """Of a held-out share."""
+    number = CATALOGUE["held_out/accuracy"].number
+    return f"{number(share)} [{number(low)}, {number(high)}]"
+
+
+def accuracy_of_what(metrics: Mapping[str, float]) -> str:
+    """What that accuracy is measured on: " on 512 problems x 4 answers, 3 of them not scored"."""
+    text = f" on {shown(metrics, 'held_out/problems')} problems" if "held_out/problems" in metrics else ""
+    text += f" x {shown(metrics, 'held_out/samples')} answers" if metrics.get("held_out/samples", 1) > 1 else ""
+    return text + (f", {shown(metrics, 'held_out/unscored')} of them not scored" if metrics.get("held_out/unscored") else "")
+
+
+def markdown() -> str:
+    """docs/metrics.md: the catalogue as tables, one a group of names."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every number that a run shows, generated from `actors/metrics/catalogue.py` by `python -m actors.metrics > docs/metrics.md`.",
+        "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
+        "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
+        "The [glossary](glossary.md) explains the terms.",
+    ]
+    group = None
+    for metric in CATALOGUE.values():
+        head = metric.name.split("/")[0] if "/" in metric.name else "progress"
+        if head != group:
+            group = head
+            lines += ["", f"## {group}", "", "| name | kind | unit | over ranks | meaning |", "|---|---|---|---|---|"]
+        shown = metric.name + ("<...>" if metric.is_family else "")
+        total = "_total" if metric.kind is Kind.COUNTER else ""
+        name = f"`{shown}`<br>`{metric.prometheus_name}{total}`"
+        meaning = metric.help.replace("|", "\\|")
+        lines.append(f"| {name} | {metric.kind} | {metric.shown_unit} | {metric.reduction} | {meaning} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,76 @@
+"""Prompts that get their places in the queue, as places become free; a queue that is late is waited for, and asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from actors.carriers import StoredGroup, Ticket
+from actors.processes.supervision import patiently
+from actors.queue.trajectory_queue import ANSWER_S
+from correction.errors import ActorLost
+from rollout.trajectory import Prompt
+
+_POLL_S = 30.0
+
+
+class PatientQueue:
+    """The trajectory queue's actor, for calls that may run twice."""
+
+    def __init__(self, queue: Any, late: Callable[[str], None]) -> None:
+        """Args: late: told when it hasn't answered for long."""
+        self.actor, self._late = queue, late
+        self._admissions = 0
+
+    async def ask(self, method: str, *arguments: Any, waits_s: float = 0.0) -> Any:
+        """Args: waits_s: that the call itself may wait."""
+        limit_s = waits_s + ANSWER_S
+        call = getattr(self.actor, method)
+        what = f"{method} <- trajectory queue"
+        return await patiently(lambda: call.remote(*arguments), what, deadline_s=limit_s, notice_s=limit_s, late=self._late)
+
+    async def put(self, groups: list[StoredGroup]) -> None:
+        """Finished ones. Raises: ActorLost."""
+        await self.ask("put", groups)
+
+    async def give_up(self, group_id: int, reason: str) -> None:
+        """Discard a group that nobody could sample."""
+        with suppress(ActorLost):  # `admit` says that the queue is gone, and the run what is done about it
+            await self.ask("give_up", group_id, reason)
+
+    def replaced_by(self, queue: Any) -> PatientQueue:
+        return PatientQueue(queue, self._late)
+
+    async def admit(self, prompts: Iterator[Prompt], notice_s: float) -> AsyncIterator[list[Ticket]]:
+        """Tickets of the next prompts, as many as there are places for, for ever.
+
+        Args: notice_s: longest wait for a place in one call; no place for long is no fault.
+        """
+        held: list[Prompt] = []
+        places = 0
+        while True:
+            waiting = asyncio.ensure_future(self.ask("wait_for_places", notice_s, waits_s=notice_s))
+            try:
+                while len(held) < places and not waiting.done():  # as many as last time, made while the engines are at work
+                    held.append(next(prompts))
+                    await asyncio.sleep(0)
+                places = await waiting
+            finally:
+                waiting.cancel()
+            while len(held) < places:
+                held.append(next(prompts))
+            if not places:
+                continue
+            self._admissions += 1
+            tickets: list[Ticket] = await self.ask("admit", held[:places], self._admissions)
+            held = held[len(tickets) :]
+            yield tickets
+
+    async def sample_again(self, take: Callable[[list[Ticket]], None]) -> None:
+        """Hand over the groups whose tokens were lost whenever the queue says so, for ever."""
+        for number in itertools.count(1):
+            if tickets := await self.ask("take_lost", number, _POLL_S, waits_s=_POLL_S):
+                take(tickets)

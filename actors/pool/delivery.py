@@ -1,0 +1,75 @@
+"""Finished groups on their way from the pool to the trajectory queue: many by one call.
+
+A call costs both processes about as much for one group as for a hundred. So there is one at a time, and what finishes meanwhile goes with
+the next. While the learner is at work nobody waits for a group, and each call waits a moment for others to come along; once the learner
+waits for its batch, none does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from actors.carriers import StoredGroup
+from actors.pool.admission import PatientQueue
+from correction.errors import ActorLost
+
+_GATHER_S = 0.25
+"""The queue answers a call of the correction service for nearly each call that it gets here, so that all three processes pay for one."""
+_AGAIN_S = 2.0
+"""After a call that found nobody."""
+
+
+class Delivery:
+    """To one queue."""
+
+    def __init__(
+        self,
+        queue: PatientQueue,
+        tell: Callable[[str], None],
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        """Args: tell: told when the queue can't be reached. spawn: has a task for its calls."""
+        self._queue, self._tell, self._spawn = queue, tell, spawn
+        self._waiting: list[StoredGroup] = []
+        self._hurry = asyncio.Event()
+        self._is_under_way = self._is_closed = False
+
+    def add(self, *groups: StoredGroup) -> None:
+        """Hand finished groups over."""
+        self._waiting += groups
+        if self._waiting and not self._is_under_way:
+            self._is_under_way = True
+            self._spawn(self._deliver())
+
+    def close(self) -> None:
+        """Nobody needs to be told of these groups here any more."""
+        self._is_closed = True
+
+    @contextmanager
+    def hurried(self) -> Iterator[None]:
+        """While this lasts somebody waits for groups: no call waits for others."""
+        self._hurry.set()
+        try:
+            yield
+        finally:
+            self._hurry.clear()
+
+    async def _deliver(self) -> None:
+        try:
+            while self._waiting and not self._is_closed:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_GATHER_S):
+                        await self._hurry.wait()
+                sent, self._waiting = self._waiting, []
+                try:
+                    await self._queue.put(sent)
+                except ActorLost as error:  # another queue gets them from who knows all that is under way, if this one is gone
+                    self._tell(f"groups {[group.group_id for group in sent]} wait: {error}")
+                    self._waiting = [*sent, *self._waiting]
+                    await asyncio.sleep(_AGAIN_S)
+        finally:
+            self._is_under_way = False

@@ -1,0 +1,101 @@
+"""Workers that leave: because the pool shrinks, their node is drained, or their process is told to end.
+
+One that leaves gets no new work. It ends what it has under way within a time, hands back the rest with the tokens sampled so far, and is
+ended, which frees its resource. If it doesn't do so in order, its groups are sampled anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from actors.pool.workers import STOP_S, PoolObserver, WorkerHandle, WorkerState
+from actors.processes.supervision import counted, kill, unwrapped, wait_for
+from correction.errors import DeadlineExceeded, EvenkeelError
+
+log = logging.getLogger("evenkeel.pool")
+_HAND_BACK_S = 10.0
+
+
+class DepartingPool(Protocol):
+    """The pool, as it is seen here."""
+
+    def until(self, ready: Callable[[], bool]) -> Coroutine[Any, Any, None]: ...
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...
+
+    def forget(self, worker: WorkerHandle) -> bool:
+        """It is gone. Returns: False if that was known."""
+
+
+class Departures:
+    """Drains workers that leave the pool. One event loop uses it."""
+
+    def __init__(self, pool: DepartingPool, observer: PoolObserver, drain_s: float) -> None:
+        """Args: drain_s: the longest time for what is under way."""
+        self._pool, self._observer, self._drain_s = pool, observer, drain_s
+
+    def begin(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
+        """Have a worker leave.
+
+        Args:
+            left_s: seconds until it is taken away; half of them are for what is under way, the others for handing back, and for the end.
+        """
+        within_s = self._drain_s if left_s is None else min(self._drain_s, left_s / 2)
+        worker.state, worker.leaves = WorkerState.LEAVING, True
+        under_way = f"with {counted(len(worker.groups), 'group')} under way and {within_s:.0f} s for them"
+        self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
+        self._pool.spawn(self._leave(worker, within_s))
+
+    async def heed_end_notice(self, worker: WorkerHandle, on_notice: Callable[[WorkerHandle], None]) -> None:
+        """Wait until a worker's process is told to end."""
+        with suppress(EvenkeelError, RayError):  # a worker that dies is another's concern
+            what = f"end notice <- rollout worker {worker.name}"
+            await wait_for(worker.actor.end_notice.remote(), what, deadline_s=math.inf, notice=log.debug)
+            on_notice(worker)
+
+    async def _leave(self, worker: WorkerHandle, within_s: float) -> None:
+        try:
+            if worker.info is not None:
+                await self._finish(worker, within_s)
+        except (EvenkeelError, RayError) as error:
+            log.warning("rollout worker %s did not leave in order, its groups are sampled anew: %s", worker.name, unwrapped(error))
+        finally:
+            kill(worker.actor)
+        if self._pool.forget(worker):
+            groups, tokens = len(worker.handed_back), sum(group.tokens for group in worker.handed_back)
+            self._observer.handed_back(groups, tokens)
+            told = f"; {counted(groups, 'group')} go on elsewhere from {tokens} tokens" if groups else ""
+            self._observer.event("info", f"rollout worker {worker.name} has left{told}")
+
+    async def _finish(self, worker: WorkerHandle, within_s: float) -> None:
+        def is_idle() -> bool:
+            return not worker.groups and not worker.questions
+
+        name = f"rollout worker {worker.name}, which leaves"
+        with suppress(DeadlineExceeded):
+            await wait_for(self._pool.until(is_idle), f"groups of {name}", deadline_s=within_s, notice=log.debug)
+        if not is_idle():
+            await wait_for(worker.actor.hand_back.remote(), f"groups handed back <- {name}", deadline_s=_HAND_BACK_S)
+            await wait_for(self._pool.until(is_idle), f"groups handed back <- {name}", deadline_s=_HAND_BACK_S, notice=log.debug)
+        await wait_for(worker.actor.stop.remote(), f"end of {name}", deadline_s=STOP_S)
+
+
+def first_to_leave(workers: Iterable[WorkerHandle]) -> list[WorkerHandle]:
+    """In the order in which a pool that shrinks does without them: those that wait for a node, those that start, then those whose node has
+    the fewest others, so that whole nodes become free; of these the ones with the least under way."""
+    staying = list(workers)
+    on_node = Counter(worker.info.node for worker in staying if worker.info is not None)
+
+    def loss(worker: WorkerHandle) -> tuple[int, ...]:
+        if worker.info is None:
+            return int(worker.has_node), 0, 0, -int(worker.name)
+        return 2, on_node[worker.info.node], len(worker.groups), -int(worker.name)
+
+    return sorted(staying, key=loss)

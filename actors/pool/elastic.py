@@ -1,0 +1,82 @@
+"""A pool that follows the load: measures what both sides waited for in each step, has scaling.py decide, and changes the pool's size."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from actors.carriers import WorkerLoad
+from actors.pool.scaling import PoolLimits, ScalingDecision, ScalingRule, StepLoad, fed_by_admission
+from rollout.config import RolloutConfig
+
+
+class Resizable(Protocol):
+    """The pool, as it is seen here."""
+
+    async def loads(self) -> dict[str, WorkerLoad]: ...
+
+    def resize(self, target: int, why: str) -> None: ...
+
+
+class Elastic:
+    """Follows one run's load. One event loop uses it."""
+
+    def __init__(self, pool: Resizable, config: RolloutConfig, places: int, on_decision: Callable[[ScalingDecision], None]) -> None:
+        """Args: places: groups that admission allows outstanding."""
+        self._pool, self._on_decision = pool, on_decision
+        limits = limits_of(config, places)
+        self._rule = ScalingRule(limits, config.first_workers) if config.is_elastic else None
+        self.first = self._rule.target if self._rule is not None else config.workers
+        """Workers to begin with."""
+        self.note = _unfed(limits) if self._rule is not None else None
+        """What a person should know of the limits."""
+        self._step_began: float | None = None
+        self._waited_s = 0.0
+        self._before: dict[str, WorkerLoad] = {}
+
+    @contextmanager
+    def learner_waits(self, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> Iterator[None]:
+        """Around the learner's wait for a batch, once a step: a step is measured from one to the next."""
+        now = asyncio.get_running_loop().time
+        began = now()
+        if self._rule is not None and self._step_began is not None:
+            spawn(self._follow(self._rule, began - self._step_began, self._waited_s))
+        self._step_began = began
+        try:
+            yield
+        finally:
+            self._waited_s = now() - began
+
+    async def _follow(self, rule: ScalingRule, seconds: float, waited_s: float) -> None:
+        loads = await self._pool.loads()
+        since = [load.since(self._before.get(name)) for name, load in loads.items()]
+        self._before = loads
+        up_s = sum(part.up_s for part in since)
+        if up_s <= 0 or seconds <= 0:
+            return
+        idle = max(0.0, 1.0 - sum(part.busy_s for part in since) / up_s)
+        decision = rule.after(StepLoad(seconds, min(1.0, waited_s / seconds), idle, len(loads)))
+        if decision is not None:
+            self._on_decision(decision)
+            self._pool.resize(decision.target, decision.reason)
+
+
+def limits_of(config: RolloutConfig, places: int) -> PoolLimits:
+    """Args: places: groups that admission allows outstanding."""
+    samples = config.sampling.samples_per_group
+    at_a_time = min(config.engine.max_running_requests, config.slots_per_worker * samples)
+    return PoolLimits(config.fewest_workers, config.most_workers, fed_by_admission(places, samples, at_a_time))
+
+
+def _unfed(limits: PoolLimits) -> str | None:
+    """What to say of a rollout.max_workers that is never reached."""
+    if limits.most >= limits.highest:
+        return None
+    return (
+        f"rollout.max_workers = {limits.highest}: admission feeds {limits.fed} ((max_staleness + 1) x groups_per_step x samples_per_group "
+        f"requests, over those that an engine samples at a time), so the pool grows to {limits.most} at most"
+    )
+
+

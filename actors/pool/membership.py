@@ -1,0 +1,292 @@
+"""Which workers a pool has: they are asked for, join, are lost and replaced, leave; their number is fixed, or follows the load.
+
+Who gets what work is the pool's (pool.py); a worker's life is in workers.py, what losses lead to in faults.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.carriers import WorkerLoad
+from actors.config import DeadlinesConfig
+from actors.pool import preemption, workers
+from actors.pool.departures import Departures, first_to_leave
+from actors.pool.elastic import Elastic
+from actors.pool.faults import LossBook
+from actors.pool.rollout_worker import WorkerSettings
+from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
+from actors.processes.supervision import counted, kill, unwrapped, wait_for
+from actors.weights.weight_sync import WeightSync
+from correction.errors import ActorLost, EngineError, EvenkeelError
+
+log = logging.getLogger("evenkeel.pool")
+_STARTS = 3
+"""So often, in a row, a process may be killed while it starts as the pool's first."""
+
+
+class Membership(ABC):
+    """The workers of a pool. One event loop uses it."""
+
+    def __init__(self, settings: WorkerSettings, deadlines: DeadlinesConfig, observer: PoolObserver, places: int = 1) -> None:
+        """Args: places: groups that admission allows outstanding; an elastic pool grows to no more workers than they keep busy."""
+        self._settings, self._config, self._deadlines = settings, settings.rollout, deadlines
+        self._observer = observer
+        self._sync: WeightSync | None = None
+        self._workers: dict[str, WorkerHandle] = {}
+        self._born = 0
+        self._elastic = Elastic(self, self._config, places, lambda decision: observer.scaled(decision))
+        self.target = self._elastic.first
+        """Workers that are wanted; those that leave don't count."""
+        self._losses = LossBook()
+        self._has_begun = False
+        """A worker has joined."""
+        self._progressed = self._attended = asyncio.get_running_loop().time()
+        self._departures = Departures(self, observer, deadlines.drain_s)
+        self._lost_groups = workers.LostGroups(lambda text: observer.event("info", text))
+        self._is_stopping = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._generation = 0
+        self._changed = asyncio.Event()
+        self._renew()
+
+    def _renew(self) -> None:
+        """What has failed so far is dealt with."""
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # it may come when nobody listens
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Ask for all workers; they join as they come."""
+        if (note := self._elastic.note) is not None:
+            self._observer.event("info", note)
+        self._replenish()
+        if ray.is_initialized():
+            self.spawn(preemption.watch_nodes(self._node_leaves))
+
+    def follow(self, sync: WeightSync) -> None:
+        """From now on joined workers get their weights through `sync`."""
+        self._sync = sync
+        for worker in self._joined():
+            sync.join(worker.sync)
+
+    async def first_worker(self) -> None:
+        """Wait until one engine is up. Raises: the error of its start."""
+        await wait_for(
+            self.until(lambda: any(True for _ in self._joined())),
+            "the first rollout worker",
+            deadline_s=self._no_workers_s,
+            notice=log.debug,  # each worker's own start gives notice
+        )
+
+    def versions(self) -> dict[str, int]:
+        """Weight version of each worker that has joined, by its last receipt; -1 before the first, and for one that is dirty."""
+        return {worker.name: worker.sync.version for worker in self._joined()}
+
+    def counts(self) -> tuple[int, int]:
+        """(workers that have joined, of these with a receipt for the published version)."""
+        joined = list(self._joined())
+        return len(joined), sum(self._is_current(w) for w in joined)
+
+    def attended_since(self) -> float:
+        """Time of the event loop, seconds, until which no worker could work; now, if none can."""
+        if not any(self._is_current(w) for w in self._joined()):
+            self._attended = self._now()
+        return self._attended
+
+    def last_progress(self) -> float:
+        """Time of the event loop, seconds, when a group was last finished or a worker came or was lost; now, if none can work."""
+        return max(self._progressed, self.attended_since())
+
+    def is_moving(self) -> bool:
+        """The last progress is not so long ago that a batch is late."""
+        return self._now() - self.last_progress() < self._deadlines.batch_s
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure.done()
+
+    async def raise_on_failure(self) -> None:
+        """Never returns; raises when the pool can't go on."""
+        await asyncio.shield(self._failure)
+
+    @property
+    def _no_workers_s(self) -> float:
+        return self._deadlines.no_workers_s or math.inf
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def learner_waits(self) -> AbstractContextManager[None]:
+        """Around the learner's wait for a batch, once a step."""
+        return self._elastic.learner_waits(self.spawn)
+
+    # -- size --------------------------------------------------------------------------------------------------------
+
+    def resize(self, target: int, why: str) -> None:
+        """Have so many workers: more are asked for, or some leave."""
+        self.target = target
+        staying = self._staying()
+        for worker in first_to_leave(staying)[: max(0, len(staying) - target)]:
+            self._let_go(worker, why)
+        self._replenish()
+
+    def _node_leaves(self, node: str, left_s: float | None) -> None:
+        for worker in self._staying():
+            if worker.info is not None and worker.info.node == node:
+                self._let_go(worker, "Ray drains its node", left_s)
+        self._replenish()
+
+    def _told_to_end(self, worker: WorkerHandle) -> None:
+        if worker.state is WorkerState.JOINED:
+            self._let_go(worker, "its process was told to end (SIGTERM)")
+            self._replenish()
+
+    def _let_go(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
+        if self._sync is not None:
+            self._sync.leave(worker.name)
+        self._departures.begin(worker, why, left_s)
+
+    def _staying(self) -> list[WorkerHandle]:
+        return [w for w in self._workers.values() if w.state is not WorkerState.LEAVING]
+
+    def _replenish(self) -> None:
+        """Ask for the workers that are missing."""
+        for _ in range(self.target - len(self._staying())):
+            self._start_worker()
+
+    def _start_worker(self) -> None:
+        name = str(self._born)
+        self._born += 1
+        worker = workers.create(name, self._settings, self._losses.avoided(self._now()))
+        worker.follow(self._generation)
+        self._workers[name] = worker
+        self.spawn(self._bring_up(worker))
+
+    async def _replace(self, pause_s: float) -> None:
+        if pause_s:
+            self._observer.event("warning", f"workers are lost one after the other: the next replacement starts in {pause_s:.0f} s")
+            await asyncio.sleep(pause_s)
+        if len(self._staying()) < self.target:
+            self._start_worker()
+
+    async def _bring_up(self, worker: WorkerHandle) -> None:
+        try:
+            info = await workers.started(worker, self._settings, self._deadlines)
+        except (EvenkeelError, RayError) as error:
+            self._lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
+            return
+        if worker.state is not WorkerState.STARTING:  # it is not wanted any more
+            return
+        worker.state, worker.info, worker.sync.node = WorkerState.JOINED, info, info.node
+        self._has_begun, self._progressed = True, self._now()
+        self._observer.joined(info)
+        self.spawn(self._follow_heartbeat(worker))
+        self.spawn(self._departures.heed_end_notice(worker, self._told_to_end))
+        if self._sync is not None:
+            self._sync.join(worker.sync)
+        self.wake()
+
+    def _lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
+        """Give a worker up; start another in its place, unless that has been in vain for too long."""
+        if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self._is_stopping:
+            return
+        never_worked = worker.state is WorkerState.STARTING
+        self.forget(worker)
+        kill(worker.actor)
+        self._lost_groups.add(worker)
+        groups = counted(len(worker.groups), "group")
+        self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; others take its {groups}")
+        self._progressed = self._now()
+        self._losses.lost(self._now(), worker.info.node if worker.info else "")
+        if never_worked and not self._has_begun and not self._workers and not self._may_start_again(error):
+            is_told = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
+            self.fail(error if error and is_told else EngineError(f"rollout worker {worker.name} {reason}"))
+        else:
+            try:
+                self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
+                self.spawn(self._replace(self._losses.pause_s(self.target)))
+            except EngineError as hopeless:
+                self.fail(hopeless)
+        self.wake()
+
+    def _may_start_again(self, error: BaseException | None) -> bool:
+        """A process that was killed may have been so by chance; what is wrong with the settings would raise."""
+        return isinstance(error, ActorLost) and self._losses.in_vain < _STARTS
+
+    def forget(self, worker: WorkerHandle) -> bool:
+        """It is gone. Returns: False if that was known."""
+        worker.state = WorkerState.GONE
+        if self._workers.pop(worker.name, None) is None:
+            return False
+        if self._sync is not None:
+            self._sync.leave(worker.name)
+        self._observer.left(f"rollout-{worker.name}")
+        self.wake()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """The run can't go on as it is: `raise_on_failure` raises this, if it is the first."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
+        self._lost(worker, await workers.until_lost(worker, self._config.engine.deadlines.heartbeat_s))
+
+    async def loads(self) -> dict[str, WorkerLoad]:
+        """Running totals, by name, of the workers that answer within a few seconds."""
+        return await workers.loads(list(self._joined()))
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """End all workers, engines first."""
+        self._is_stopping = True
+        for task in list(self._tasks):
+            task.cancel()
+        await workers.end(list(self._workers.values()))
+        self._workers.clear()
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _joined(self) -> Iterator[WorkerHandle]:
+        return (w for w in list(self._workers.values()) if w.state is WorkerState.JOINED)
+
+    def _is_current(self, worker: WorkerHandle) -> bool:
+        return self._sync is not None and worker.sync.version >= 0 and worker.sync.version == self._sync.version
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a change that makes it true. Raises: what the pool has failed with."""
+        while not ready():
+            if self._failure.done():
+                self._failure.result()
+            self._changed.clear()
+            with suppress(TimeoutError):  # asyncio.wait_for would swallow a cancellation that comes together with a change
+                async with asyncio.timeout(0.5):
+                    await self._changed.wait()
+
+    def spawn(self, work: Any, *, name: str | None = None) -> None:
+        """Have a task of the pool: its error is the pool's."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self.note_end)
+
+    def note_end(self, task: asyncio.Task[Any]) -> None:
+        """A task of the pool has ended; its error, if any, is the pool's."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)

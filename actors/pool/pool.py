@@ -1,0 +1,377 @@
+"""The rollout pool: workers take work, and what fails goes to others; it works with as many as are there. (Who is there: membership.py. A
+worker's life: workers.py. What became of it and of groups: faults.py.)
+
+A joined worker takes work while it holds a receipt for the published version; how much of it, dispatch.py says. One whose engine says that
+it is dirty (a weight update failed half-way) stays joined, and works again after a full sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from actors.carriers import FAILED, LOST, GroupFailure, GroupSummary, StoredGroup, Ticket
+from actors.config import DeadlinesConfig
+from actors.driver.outstanding import Outstanding
+from actors.pool import workers
+from actors.pool.admission import PatientQueue
+from actors.pool.delivery import Delivery
+from actors.pool.dispatch import Questions, WaitingWork, continuing
+from actors.pool.faults import STRIKES, GroupBook
+from actors.pool.membership import Membership
+from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
+from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
+from actors.processes.supervision import AGAIN_S, counted, patiently, persistently, unless_failed, wait_for
+from actors.queue.payloads import disregard, to_hand_on
+from actors.queue.trajectory_queue import ANSWER_S
+from actors.settings.deadlines import group_s
+from actors.weights.weight_sync import SyncTarget
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError
+from rollout.config import AnswerSampling
+from rollout.continuation import UnfinishedGroup
+from rollout.trajectory import GroupFacts, Prompt, Trajectory
+
+log = logging.getLogger("evenkeel.pool")
+_MAX_RESYNCS = 3
+"""Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
+_CALL = "a worker's call"
+_ANSWERS = 32
+"""Of an evaluation, in one call to a worker."""
+_FEW = 64
+"""Workers that are looked through at once when something changes; more are when the changes of some milliseconds have come together."""
+_LOOK_S = 2e-5
+"""For each of them. The receipts of hundreds of workers come within a second, and to look through them all takes milliseconds."""
+
+
+class RolloutPool(Membership):
+    """Starts workers, gives them groups, replaces those that fail. One event loop uses it."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        deadlines: DeadlinesConfig,
+        queue: Any,
+        observer: PoolObserver,
+        places: int = 1,
+        outstanding: Outstanding | None = None,
+    ) -> None:
+        """Args: places: groups that admission allows outstanding. outstanding: is told what the queue's groups come to."""
+        super().__init__(settings, deadlines, observer, places)
+        self._queue = PatientQueue(queue, late=lambda text: observer.event("warning", text))
+        self._outstanding = outstanding or Outstanding()
+        self._begin_delivery()
+        self._results = 3 if settings.has_wide_fields else 2
+        """Of a worker's call for a group."""
+        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        self._groups = GroupBook()
+        self._will_look = False
+        self._lost_with: dict[Questions, int] = {}
+        """Engines, by the part of an evaluation that they were asked."""
+
+    def start(self) -> None:
+        """Ask for all workers; they join as they come."""
+        super().start()
+        self.spawn(self._watch())
+
+    async def withdraw(self) -> None:
+        """Take all work back, and all weights: the workers go on to nothing, until `serve`, `follow` and `feed`.
+
+        What the pool has failed with is dealt with then: what fails from here on counts.
+        """
+        self._sync = None
+        calls = [task for task in self._tasks if task.get_name() == _CALL]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)  # they settle what they have counted
+        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        self._groups, self._lost_with = GroupBook(), {}  # the same numbers come again
+        self._renew()
+
+    def follow_queue(self, queue: Any) -> None:
+        """A new queue, which holds what was outstanding: all work goes on. It is told again what it may have missed while it was filled."""
+        self._queue = self._queue.replaced_by(queue)
+        self._delivery.close()
+        self._begin_delivery()
+        self._delivery.add(*self._outstanding.finished)
+        for group_id, reason in self._outstanding.given_up:
+            self.spawn(self._queue.give_up(group_id, reason))
+
+    def serve(self, queue: Any, generation: int, outstanding: Outstanding) -> None:
+        """Finished groups go to another queue from now on; what the workers have under way is given up."""
+        self._queue, self._generation, self._outstanding = self._queue.replaced_by(queue), generation, outstanding
+        self._begin_delivery()
+        self._progressed = self._now()
+        for worker in self._workers.values():
+            worker.follow(generation)
+        self._replenish()  # a loss that failed the pool has asked for nobody
+
+    # -- workers that fail -------------------------------------------------------------------------------------------
+
+    def _engine_failed(self, worker: WorkerHandle, error: EvenkeelError) -> None:
+        """A call to a worker failed: a dirty engine is synced again, anything else means that the worker is lost."""
+        if isinstance(error, ActorUnavailable):  # whether it is lost, its heartbeat says
+            return
+        if not isinstance(error, EngineDirty):
+            self._lost(worker, str(error))
+        elif self._sync is not None and self._is_current(worker):  # if not, the sync knows of its failure already, and is at it
+            worker.resyncs += 1
+            if worker.resyncs > _MAX_RESYNCS:
+                self._lost(worker, f"dirty again after {_MAX_RESYNCS} full syncs: {error}")
+                return
+            self._sync.resync(worker.sync, str(error))
+
+    def report_unsyncable(self, target: SyncTarget, reason: str) -> None:
+        """The weight sync gave an engine up."""
+        worker = self._workers.get(target.name)
+        if worker is not None:
+            self._lost(worker, reason)
+
+    # -- work --------------------------------------------------------------------------------------------------------
+
+    async def feed(self, prompts: Iterator[Prompt], unfinished: Sequence[Ticket], on_admitted: Callable[[list[Ticket]], None]) -> None:
+        """Admit prompts as places become free and hand them to workers, until cancelled.
+
+        Args:
+            unfinished: tickets of a restored queue, sampled first.
+            on_admitted: told of tickets before workers get them.
+        """
+        self._work.is_fed = True
+        try:
+            self._work.add_groups(unfinished)
+            self.wake()
+            again = self._queue.sample_again(self._sample_lost)
+            await unless_failed(self._admit(prompts, on_admitted), again)
+        finally:
+            self._work.is_fed = False
+
+    def _sample_lost(self, tickets: list[Ticket]) -> None:
+        """Their tokens went with a node."""
+        self._outstanding.lose(tickets)
+        self._observer.lost(tickets)
+        self._work.add_groups(tickets)
+        self.wake()
+
+    async def _admit(self, prompts: Iterator[Prompt], on_admitted: Callable[[list[Ticket]], None]) -> None:
+        async for tickets in self._queue.admit(prompts, self._deadlines.notice_s):
+            self._outstanding.admit(tickets)
+            on_admitted(tickets)
+            self._work.add_groups(tickets)
+            self.wake()
+
+    async def _sample(self, worker: WorkerHandle, ticket: Ticket) -> None:
+        """Have a worker sample a group that it took; if it fails the group waits again, and the queue takes it once."""
+        group_id = ticket.group_id
+        lived = False
+        outcome = found = payload = None
+        wide = list[Any]()
+        try:
+            if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
+                sign = f"sign of life <- rollout worker {worker.name}"
+                await persistently(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
+                if not self._is_current(worker):  # a version was published meanwhile
+                    raise EngineDirty(f"rollout worker {worker.name} doesn't hold the published weights any more")
+            lived = True
+
+            def call() -> Any:
+                nonlocal found, payload, wide
+                if found is not None:
+                    disregard(found, payload, *wide)
+                found, payload, *wide = worker.actor.generate_group.options(num_returns=self._results).remote(ticket)
+                return found
+
+            outcome = await self._worked(worker, call, f"group {group_id} <- rollout worker {worker.name}")
+            if isinstance(outcome, GroupFacts):
+                payload = await to_hand_on(outcome, payload)
+        except (DeadlineExceeded, ActorUnavailable) as error:  # the worker answers its heartbeat, or will be lost by it
+            await self._call_off(worker, group_id)
+            is_late = lived and isinstance(error, DeadlineExceeded)
+            may_go_on = self._groups.failed(group_id, worker.name) if is_late else self._groups.unreached(group_id)
+            self._again_or_discard(worker, ticket, str(error), may_go_on=may_go_on)
+        except EngineError as error:
+            self._engine_failed(worker, error)
+            is_loss = lived and not worker.leaves and not isinstance(error, EngineDirty)
+            if is_loss and self._groups.lost([group_id], worker.name):
+                self._discard(ticket, LOST, f"a third engine was lost while it was sampled: {error}")
+            else:
+                if self._groups.is_suspect(group_id):
+                    self._work.suspect(group_id)
+                self._work.add_groups([ticket])
+        except LateError as error:  # the worker waits for others
+            self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
+            self._work.add_groups([ticket])
+        else:
+            has_wide = isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0
+            self._take(worker, ticket, outcome, payload, wide[0] if has_wide else None)
+        finally:
+            worker.groups.discard(group_id)
+            if found is not None and outcome is None:
+                disregard(found, payload, *wide)
+        self.wake()
+
+    def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any, wide: Any) -> None:
+        """What became of a group. Args: payload: if it is finished, itself or a reference to it; wide: as StoredGroup's."""
+        if isinstance(outcome, UnfinishedGroup):
+            worker.handed_back.append(outcome)
+            self._work.add_groups([continuing(ticket, outcome)])
+        elif not isinstance(outcome, GroupFailure):
+            if not worker.has_worked:
+                worker.has_worked = True
+                self._observer.event("info", workers.first_work(worker))
+            worker.resyncs, self._progressed, worker.worked_at = 0, self._now(), self._now()
+            self._losses.worked()
+            self._groups.finished(ticket.group_id, worker.name)
+            self._work.forget(ticket.group_id)
+            self._observer.group_finished(GroupSummary.of(outcome, worker.name))
+            self._outstanding.finish(group := StoredGroup(outcome, payload, wide))
+            self._delivery.add(group)
+        else:
+            may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)
+            self._again_or_discard(worker, ticket, outcome.reason, may_go_on=may_go_on)
+
+    def _again_or_discard(self, worker: WorkerHandle, ticket: Ticket, why: str, *, may_go_on: bool) -> None:
+        """A worker could not sample a group: another one does."""
+        if may_go_on:
+            self._observer.event("warning", f"group {ticket.group_id} is sampled again: {why}")
+            self._work.add_failed(ticket, worker)
+        else:
+            self._discard(ticket, FAILED, why)
+        if self._groups.is_sick(worker.name):
+            self._engine_failed(worker, EngineDirty("its last requests have all failed, of different groups: it gets all weights anew"))
+
+    async def _call_off(self, worker: WorkerHandle, group_id: int) -> None:
+        """Have a worker abort what nobody waits for any more. Its slot is taken until then, or until the worker is lost."""
+        what = f"abort of group {group_id} -> rollout worker {worker.name}"
+        try:
+            await patiently(lambda: worker.actor.abort.remote(group_id), what, deadline_s=ANSWER_S, late=log.info)
+        except EngineError as error:
+            if not isinstance(error, ActorUnavailable):
+                self._engine_failed(worker, error)
+
+    def _begin_delivery(self) -> None:
+        tell, spawn = partial(self._observer.event, "warning"), partial(self.spawn, name=_CALL)
+        self._delivery = Delivery(self._queue, tell, spawn=spawn)
+
+    @contextmanager
+    def learner_waits(self) -> Iterator[None]:
+        """Around the learner's wait for a batch, once a step."""
+        with super().learner_waits(), self._delivery.hurried():
+            yield
+
+    def _discard(self, ticket: Ticket, reason: str, why: str) -> None:
+        self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
+        self._work.forget(ticket.group_id)
+        self._outstanding.give_up(ticket, reason)
+        self.spawn(self._queue.give_up(ticket.group_id, reason))
+        self._groups.discarded(ticket.group_id, why)
+
+    async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
+        """Scored answers to each prompt, spread over the workers."""
+        loop = asyncio.get_running_loop()
+        size = max(1, _ANSWERS // how.samples)
+        parts = [Questions(prompts[i : i + size], how, loop.create_future()) for i in range(0, len(prompts), size)]
+        self._work.add_questions(parts)
+        self.wake()
+        try:
+            return [t for answers in await asyncio.gather(*(part.answers for part in parts)) for t in answers]
+        finally:
+            for part in parts:
+                part.answers.cancel()  # those that nobody waits for any more
+
+    async def _ask(self, worker: WorkerHandle, part: Questions) -> None:
+        """Have a worker answer questions that it took; if it fails they wait again."""
+        try:
+            call = partial(worker.actor.answer.remote, list(part.prompts), part.how)
+            answers = await self._worked(worker, call, f"evaluation answers <- rollout worker {worker.name}")
+            self._progressed = self._now()
+            if not part.answers.done():
+                part.answers.set_result(answers)
+        except ActorUnavailable:  # the evaluation's deadline is the end of this
+            self._work.add_questions([part])
+        except EngineError as error:
+            self._engine_failed(worker, error)
+            if not worker.leaves and self._is_too_dangerous(part, error) and not part.answers.done():
+                part.answers.set_exception(error)
+            self._work.add_questions([part])
+        except Exception as error:  # is the evaluation's, which need not end the run
+            if not part.answers.done():
+                part.answers.set_exception(error)
+        finally:
+            worker.questions -= part.size
+        self.wake()
+
+    def _is_too_dangerous(self, part: Questions, error: EngineError) -> bool:
+        """So many engines were lost with these questions that the evaluation is ended rather than another one."""
+        if not isinstance(error, EngineDirty):
+            self._lost_with[part] = self._lost_with.get(part, 0) + 1
+        return self._lost_with.get(part, 0) >= STRIKES
+
+    async def _worked(self, worker: WorkerHandle, call: Callable[[], Any], what: str) -> Any:
+        """The result of a call to a worker, which may run twice. Requests and rewards have deadlines of their own, which come first.
+
+        Who can't be reached just now is asked again once it may work. Whether it is lost, its heartbeat says.
+        Raises: ActorUnavailable when it could not be reached for half a minute.
+        """
+        limit_s = group_s(self._config)
+        for pause_s in AGAIN_S:
+            try:
+                return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
+            except ActorUnavailable as error:
+                log.info("%s; asked again in %g s", error, pause_s)
+            with suppress(TimeoutError):  # what a lost worker had goes on elsewhere at once
+                async with asyncio.timeout(pause_s):
+                    await self.until(lambda: worker.state is not WorkerState.JOINED)
+            await self.until(lambda: self._is_current(worker) or worker.state is not WorkerState.JOINED)
+            if worker.state is not WorkerState.JOINED:
+                raise ActorLost(f"{what}: it could not be reached, and is gone or leaves")
+        return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
+
+    async def _watch(self) -> None:
+        """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""
+        while True:
+            await self.until(self._is_stuck)
+            await wait_for(
+                self.until(lambda: not self._is_stuck()),
+                f"{self._work} <- a rollout worker with weights v{self._sync.version if self._sync else -1}",
+                deadline_s=self._no_workers_s,
+                notice_s=self._deadlines.notice_s,
+                notice=lambda text: self._observer.event("warning", text),
+                detail=self._missing,
+            )
+
+    def _is_stuck(self) -> bool:
+        return bool(self._work) and not any(self._is_current(w) for w in self._joined())
+
+    async def _missing(self) -> str:
+        joined, current = self.counts()
+        return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self._workers) - joined} starting"
+
+    def wake(self) -> None:
+        """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
+        self._changed.set()
+        if self._will_look or self._is_stopping or not self._work:  # hundreds of workers need not be looked through for nothing
+            return
+        if len(self._workers) <= _FEW:
+            self._hand_out()
+            return
+        self._will_look = True
+        self.spawn(self._hand_out_soon(_LOOK_S * len(self._workers)))
+
+    async def _hand_out_soon(self, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        self._will_look = False
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Workers take what waits."""
+        current = [w for w in self._joined() if self._is_current(w)]
+        soon = [w for w in self._joined() if w.sync.version >= 0]  # without one that is new or dirty: a full sync takes its time
+        for worker, work in self._work.take(current, soon):
+            if isinstance(work, Questions):
+                self.spawn(self._ask(worker, work), name=_CALL)
+                continue
+            self._lost_groups.taken([work.group_id])
+            self.spawn(self._sample(worker, work), name=_CALL)

@@ -1,0 +1,288 @@
+"""A rollout worker: a Ray actor that owns one SGLang engine, samples groups and scores them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WorkerLoad
+from actors.config import RunConfig
+from actors.metrics.exporter import MetricsEndpoint, listen_address
+from actors.pool.preemption import EndNotice
+from actors.queue import payloads
+from actors.settings.devices import check_received
+from actors.settings.environment import worker_environment
+from correction.engines.weight_bucket import WeightBucket
+from correction.engines.weight_spec import WeightSpec
+from correction.errors import DataError, DeadlineExceeded, EngineError, LateError, RequestError, SyncError
+from correction.schedule import needs_topk
+from rollout.config import AnswerSampling, RolloutConfig
+from rollout.continuation import UnfinishedGroup
+from rollout.sampler import Sampler
+from rollout.stacks import tell_stacks
+from rollout.temporary_files import own_folder, remove
+from rollout.trajectory import FailureKind, FinishReason, GroupFacts, Prompt, SyncReceipt, Trajectory, ids_of, logprobs_of
+from rollout.weight_update import require_checksums
+
+T = TypeVar("T")
+GroupOutcome = GroupFacts | GroupFailure | UnfinishedGroup
+Answer = tuple[Any, ...]
+"""GroupOutcome, Group | None, and where groups have wide fields those of its trajectories, or None (payloads.py)."""
+UNANSWERED = (RequestError, DataError, DeadlineExceeded)
+"""What one request may fail with while its engine goes on."""
+_ABORT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What all rollout workers of a run have in common."""
+
+    rollout: RolloutConfig
+    model: Path
+    """Folder with config and tokenizer; the weights come from the learner."""
+    sample: Prompt
+    """The reward function is tried on it as a worker starts, so that its mistakes show then."""
+    bind: str
+    """metrics.bind."""
+    resource: str
+    """Of Ray; a worker asks for one."""
+    seed: int = 0
+    """Of the run's samples."""
+    topk: int = 0
+    """Most likely tokens to keep with each sampled one, for corrections that look at them."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the worker's process, which its engine's inherit."""
+
+    @property
+    def has_wide_fields(self) -> bool:
+        """Its groups have many values a token (correction/wide.py)."""
+        return self.topk > 0 or self.rollout.engine.return_routed_experts
+
+    @classmethod
+    def of(cls, config: RunConfig, model: Path, sample: Prompt) -> WorkerSettings:
+        """Those of a run."""
+        return cls(
+            rollout=config.rollout,
+            model=model,
+            sample=sample,
+            bind=config.metrics.bind,
+            resource=config.ray.rollout_resource,
+            seed=config.seed,
+            topk=needs_topk(config.correction),
+            environment=worker_environment(config),
+        )
+
+
+class RolloutWorker:
+    """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
+
+    def __init__(self, name: str, settings: WorkerSettings) -> None:
+        tell_stacks()
+        self._name, self._settings = name, settings
+        self._asked_update = 0
+        """Number of the newest one; an older one whose weights arrive late would take the engine back."""
+        self._newest = (0, -1)
+        """Generation and version asked for, the highest so far; a call for an older one, which itself comes late, would do the same."""
+        self._generation = 0
+        self._under_way: set[asyncio.Future[Any]] = set()
+        self._groups: dict[int, asyncio.Task[Answer]] = {}
+        """What samples each group, by its id: who asks again, as the answer was lost, gets the same."""
+        self._starting: asyncio.Task[ActorInfo] | None = None
+
+    async def follow(self, generation: int) -> None:
+        """Give up all that is under way, whose requests are aborted: the next calls are of this generation."""
+        self._generation = generation
+        self._groups.clear()
+        for task in self._under_way:
+            task.cancel()
+
+    async def start(self, version: int) -> ActorInfo:
+        """Start the engine and the reward processes, once; asked again, the answer is the same.
+
+        Args: version: what the engine calls its weights before the first sync.
+        """
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start(version))
+        return await asyncio.shield(self._starting)
+
+    async def _start(self, version: int) -> ActorInfo:
+        settings = self._settings
+        if settings.rollout.engine.resolved_device == "cuda":
+            check_received(f"rollout worker {self._name}", settings.rollout.gpus_of_a_worker, ray.get_gpu_ids())
+        self._endpoint = MetricsEndpoint("rollout", self._name, bind=listen_address(settings.bind))
+        with own_folder() as self._temporary:
+            self._sampler = await Sampler.start(
+                settings.model,
+                settings.rollout,
+                sample=settings.sample,
+                version=version,
+                name=f"rollout worker {self._name}",
+                seed=settings.seed,
+                topk=settings.topk,
+                has_weights=False,
+            )
+        self._end_notice = EndNotice()
+        return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
+
+    async def generate_group(self, ticket: Ticket) -> Answer:
+        """Sample the G trajectories of a prompt, or go on with them, and score them. After `hand_back`: what there is of them.
+
+        Asked again while it samples them, it goes on, and both calls have the same answer.
+        Returns: what became of the group, and a finished one itself, which stays in the object store, as its wide fields do (payloads.py).
+        Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow` and `abort`.
+        """
+        task = self._groups.get(ticket.group_id)
+        if task is None or task.done() or task.cancelling():
+            task = self._groups[ticket.group_id] = asyncio.ensure_future(self._generate_group(ticket))
+        try:
+            (found,) = await self._until_withdrawn([task])
+        finally:
+            if self._groups.get(ticket.group_id) is task and task.done():
+                del self._groups[ticket.group_id]
+        return found
+
+    async def abort(self, group_id: int) -> None:
+        """Give a group up, and its requests. Returns when nothing of it is under way. Raises: EngineError if it doesn't end."""
+        if (task := self._groups.get(group_id)) is None:
+            return
+        task.cancel()
+        if not (await asyncio.wait({task}, timeout=_ABORT_S))[0]:
+            raise EngineError(f"rollout worker {self._name}: group {group_id} was given up, and doesn't end in {_ABORT_S:g} s")
+
+    async def _generate_group(self, ticket: Ticket) -> Answer:
+        generation, nothing = self._generation, (None, None) if self._settings.has_wide_fields else (None,)
+        try:
+            group = await self._sampler.group(
+                ticket.prompt,
+                group_id=ticket.group_id,
+                admitted_version=ticket.admitted_version,
+                topk=self._settings.topk,
+                begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
+            )
+        except UNANSWERED as error:
+            return GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError)), *nothing
+        if generation != self._generation:
+            raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn while it was sampled")
+        if isinstance(group, UnfinishedGroup):
+            return group, *nothing
+        self._count(group.trajectories)
+        self._endpoint.add("rollout/finished_groups_total", 1)
+        return payloads.split_answer(group) if self._settings.has_wide_fields else (group.facts, group)
+
+    async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
+        """Scored answers to each prompt (evaluation); not put into the queue."""
+        answers = await self._until_withdrawn([self._answer(prompt, how) for prompt in prompts])
+        self._count([one for of_one in answers for one in of_one])
+        return answers
+
+    async def _until_withdrawn(self, work: Sequence[Awaitable[T]]) -> list[T]:
+        """The results. Raises: LateError after `follow`, and for what was aborted."""
+        tasks = [asyncio.ensure_future(part) for part in work]
+        self._under_way.update(tasks)
+        try:
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():  # it is this call that was cancelled
+                raise
+            raise LateError(f"rollout worker {self._name}: this work was withdrawn") from None
+        finally:
+            self._under_way.difference_update(tasks)
+
+    async def _answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
+        """Without a reward, if the engine could not answer it."""
+        try:
+            return await self._sampler.answer(prompt, how)
+        except UNANSWERED as error:
+            asked, no_ids, no_logprobs = ids_of(prompt.token_ids), ids_of(()), logprobs_of(())
+            nothing = Trajectory(prompt.prompt_id, asked, no_ids, no_logprobs, (), FinishReason.ABORT)
+            return (replace(nothing, error=str(error), failure=FailureKind.ENGINE),) * how.samples
+
+    def _count(self, trajectories: Sequence[Trajectory]) -> None:
+        self._endpoint.add("rollout/generated_tokens_total", sum(len(t.response_ids) for t in trajectories))
+        self._endpoint.set("rollout/requests_in_flight", self._sampler.engine.requests_in_flight)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def update_weights(
+        self, version: int, buckets: Sequence[Any], checksums: Mapping[str, str], generation: int = 0
+    ) -> SyncReceipt:
+        """Take the weights of a version while requests are in flight. All of them are here before the engine pauses.
+
+        Args:
+            buckets: references to WeightBuckets. A node fetches them once, for all of its engines, which read them in its object store.
+            checksums: by Hugging Face name, of what has to arrive; empty: not compared, and not asked of the engine.
+            generation: of the version; the receipt names both.
+        Raises: SyncError, and the engine is dirty if it had begun to take them; not begun, if others are asked for meanwhile.
+        """
+        began, this_update = time.monotonic(), self._number_of_update(version, generation)
+        fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
+        if checksums:
+            await asyncio.to_thread(require_checksums, fetched, checksums)
+        if this_update != self._asked_update:
+            raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
+        receipt = await self._sampler.engine.update_weights(version, fetched)
+        return await self._receipt(replace(receipt, generation=generation), began, fetched, checksums)
+
+    def _number_of_update(self, version: int, generation: int) -> int:
+        if (generation, version) < self._newest:
+            raise SyncError(f"rollout worker {self._name}: weights v{version} were asked for after v{self._newest[1]}; those stay")
+        self._newest = generation, version
+        self._asked_update += 1
+        return self._asked_update
+
+    async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
+        """Join the learner's broadcast group."""
+        await self._sampler.engine.join_weight_group(host, port, rank, world_size, name)
+
+    async def leave_weight_group(self, name: str) -> None:
+        await self._sampler.engine.leave_weight_group(name)
+
+    async def receive_weights(self, version: int, buckets: list[list[WeightSpec]], group: str, generation: int = 0) -> SyncReceipt:
+        """Take the weights that the learner broadcasts. Raises: as `update_weights`."""
+        began = time.monotonic()
+        self._number_of_update(version, generation)
+        receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
+        return await self._receipt(replace(receipt, generation=generation), began)
+
+    async def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of a fixed prompt at the present weights."""
+        return await self._sampler.engine.score(token_ids)
+
+    async def _receipt(
+        self, receipt: SyncReceipt, began: float, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] | None = None
+    ) -> SyncReceipt:
+        """Args: sent: with which what the engine holds is to be compared; verified: its own checksums, if it is."""
+        checksums = await self._sampler.engine.weight_checksums(sent, verified) if verified else {}
+        processor = await self._sampler.engine.processor() if verified and self._settings.rollout.engine.batch_invariant else None
+        self._endpoint.set("rollout/weight_version", receipt.version)
+        self._endpoint.set("rollout/last_sync_time_s", time.time())
+        return replace(receipt, worker=self._name, seconds=time.monotonic() - began, checksums=checksums, processor=processor)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def load(self) -> WorkerLoad:
+        """Raises: EngineError if the engine is lost."""
+        self._sampler.engine.raise_if_lost()
+        return WorkerLoad(self._sampler.busy_s, self._sampler.up_s, self._sampler.generated_tokens, self._sampler.engine.requests_in_flight)
+
+    async def hand_back(self) -> None:
+        """Sample nothing more; `generate_group` returns what there is. Returns when the engine has nothing under way."""
+        await self._sampler.engine.hand_back()
+
+    async def end_notice(self) -> None:
+        """Returns when the process has been told to end (SIGTERM)."""
+        await self._end_notice.told.wait()
+
+    async def stop(self) -> None:
+        """End the engine."""
+        await self._sampler.close()
+        await asyncio.to_thread(remove, self._temporary)
+        self._endpoint.close()

@@ -1,0 +1,237 @@
+"""The life of a rollout worker, from its actor's creation to its end. Who gets work, and who is replaced, the pool decides.
+
+States, and what moves a worker:
+
+    STARTING   created; Ray may still be looking for a node that offers the rollout resource, and then its engine starts
+    JOINED     its engine is up; the weight sync owns its version from here
+    LEAVING    the pool shrinks, or its node is taken away: it gets no work, ends what it can, hands back the rest, and is ended
+    GONE       its process or its engine died, or it took no weights; a replacement is started, its groups go to other workers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import ray
+from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
+
+from actors.carriers import ActorInfo, GroupSummary, Ticket, WorkerLoad
+from actors.cluster.cluster import lower_priority
+from actors.config import DeadlinesConfig
+from actors.pool.rollout_worker import RolloutWorker, WorkerSettings
+from actors.pool.scaling import ScalingDecision
+from actors.processes.supervision import USUAL_START, kill, persistently, unwrapped, wait_for
+from actors.weights.weight_sync import SyncTarget
+from correction.errors import DeadlineExceeded, EvenkeelError
+from rollout.continuation import UnfinishedGroup
+from rollout.heartbeat import MISSES
+
+log = logging.getLogger("evenkeel.pool")
+_LOAD_S = 5.0
+STOP_S = 20.0
+"""For the end of an engine."""
+_NODE_ID = "ray.io/node-id"
+_PROBES = 6
+"""In the time after which a worker without an answer is lost."""
+_UNREACHED_S = 1.0
+"""Until one that can't be reached is asked again."""
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    JOINED = "joined"
+    LEAVING = "leaving"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class WorkerHandle:
+    """One rollout worker, as the pool sees it."""
+
+    name: str
+    actor: Any
+    sync: SyncTarget
+    state: WorkerState = WorkerState.STARTING
+    groups: set[int] = field(default_factory=set)
+    """Groups that it is sampling."""
+    questions: int = 0
+    """Answers to questions of evaluations that it is sampling."""
+    resyncs: int = 0
+    """Full syncs asked for since its last finished group."""
+    info: ActorInfo | None = None
+    asked_at: float = field(default_factory=lambda: time.monotonic())
+    placed_at: float | None = None
+    """When its process was there; None: it waits for a node. Like the others of time.monotonic."""
+    up_at: float = 0.0
+    """When its engine was."""
+    has_worked: bool = False
+    """It has finished a group."""
+    leaves: bool = False
+    """It is or was LEAVING: that its calls fail says nothing about their groups."""
+    handed_back: list[UnfinishedGroup] = field(default_factory=list)
+    worked_at: float = -math.inf
+    """When it last finished a group: time of the event loop."""
+
+    @property
+    def has_node(self) -> bool:
+        return self.placed_at is not None
+
+    def follow(self, generation: int) -> None:
+        """It gives up what it has under way, and holds weights of no version; see actors/driver/going_back.py."""
+        if generation:
+            self.sync = SyncTarget(self.name, self.actor, node=self.sync.node)
+            self.actor.follow.remote(generation)
+
+
+class PoolObserver(Protocol):
+    """Is told what happens in the pool."""
+
+    def joined(self, info: ActorInfo) -> None: ...
+
+    def left(self, key: str) -> None:
+        """key: as ActorInfo.key."""
+
+    def group_finished(self, summary: GroupSummary) -> None: ...
+
+    def handed_back(self, groups: int, tokens: int) -> None:
+        """Groups that go on elsewhere, with so many tokens sampled."""
+
+    def scaled(self, decision: ScalingDecision) -> None: ...
+
+    def lost(self, tickets: Sequence[Ticket]) -> None: ...
+
+    def event(self, level: str, text: str) -> None: ...
+
+
+class LostGroups:
+    """Groups whose worker was lost, until others sample them; says how long that took when the last ones are under way again."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._waiting: dict[int, str] = {}
+        """Worker that had it, by group."""
+        self._since: dict[str, float] = {}
+
+    def add(self, worker: WorkerHandle) -> None:
+        if worker.groups:
+            self._waiting |= dict.fromkeys(worker.groups, worker.name)
+            self._since[worker.name] = time.monotonic()
+
+    def taken(self, group_ids: Iterable[int]) -> None:
+        """Other workers have them."""
+        back = {self._waiting.pop(i) for i in group_ids if i in self._waiting}
+        for name in back.difference(self._waiting.values()):
+            self._tell(f"all groups of rollout worker {name} are under way again, {time.monotonic() - self._since.pop(name):.2f} s later")
+
+
+def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:
+    """A worker whose actor Ray has been asked for.
+
+    Args: avoided: ids of nodes that it gets only if there is no room elsewhere.
+    """
+    on_gpu = settings.rollout.engine.resolved_device == "cuda"
+    actor = (
+        ray.remote(RolloutWorker)
+        .options(
+            num_cpus=settings.rollout.engine.tensor_parallel,  # as many processes compute
+            num_gpus=settings.rollout.gpus_of_a_worker if on_gpu else 0,
+            resources={settings.resource: 1},
+            max_concurrency=4096,
+            max_restarts=0,  # a restarted engine has no weights; the pool makes a new worker instead
+            runtime_env={"env_vars": dict(settings.environment)},
+            scheduling_strategy=NodeLabelSchedulingStrategy({}, soft={_NODE_ID: NotIn(*avoided)}) if avoided else None,  # type: ignore[no-untyped-call]
+        )
+        .remote(name, settings)
+    )
+    lower_priority(actor)
+    return WorkerHandle(name, actor, SyncTarget(name, actor))
+
+
+async def started(worker: WorkerHandle, settings: WorkerSettings, deadlines: DeadlinesConfig) -> ActorInfo:
+    """Wait for its node, as long as that takes, and until its engine is up. Raises: the error of its start."""
+    await persistently(
+        lambda: worker.actor.__ray_ready__.remote(),
+        f"a node with the resource {settings.resource!r} for rollout worker {worker.name}",
+        deadline_s=math.inf,  # who waits for work has deadlines.no_workers_s
+        notice_s=deadlines.notice_s,
+        usual_s=USUAL_START * deadlines.start_s,
+    )
+    worker.placed_at = time.monotonic()
+    info: ActorInfo = await persistently(
+        lambda: worker.actor.start.remote(0),
+        f"start of rollout worker {worker.name}",
+        deadline_s=deadlines.start_s,
+        notice_s=deadlines.notice_s,
+        usual_s=USUAL_START * deadlines.start_s,
+    )
+    worker.up_at = time.monotonic()
+    return info
+
+
+def first_work(worker: WorkerHandle) -> str:
+    """What to say when a worker has finished its first group: where the time went since it was asked for."""
+    now, placed_at = time.monotonic(), worker.placed_at or worker.asked_at
+    parts = {"node": placed_at - worker.asked_at, "engine": worker.up_at - placed_at, "weights and group": now - worker.up_at}
+    spent = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
+    return f"rollout worker {worker.name} sampled its first group {now - worker.asked_at:.1f} s after it was asked for: {spent}"
+
+
+async def until_lost(worker: WorkerHandle, limit_s: float) -> str:
+    """Ask a worker for its load every few seconds: whether its engine lives, it looks after itself. Returns why, when it is lost. One that
+    has just finished a group or taken weights isn't asked.
+
+    Args: limit_s: seconds without an answer.
+    """
+    what, missed = f"heartbeat <- rollout worker {worker.name}", 0
+
+    async def probe() -> None:
+        while True:
+            try:
+                await worker.actor.load.remote()
+            except ray.exceptions.ActorUnavailableError:  # which Ray says at once; a moment later there may be a network again
+                await asyncio.sleep(_UNREACHED_S)
+            else:
+                return
+
+    while missed < MISSES:
+        if not missed:
+            await asyncio.sleep(limit_s / _PROBES)
+            if asyncio.get_running_loop().time() - max(worker.worked_at, worker.sync.received_at) < limit_s / _PROBES:
+                continue
+        try:
+            await wait_for(probe(), what, deadline_s=limit_s / MISSES, notice=log.debug)
+        except DeadlineExceeded:  # a probe, not the time: that this process stood still is none of the worker's faults
+            missed += 1
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            return str(unwrapped(error))
+        else:
+            missed = 0
+    return f"missed its heartbeat: its process answered none of {missed} probes in {limit_s:g} s"
+
+
+async def loads(joined: Sequence[WorkerHandle]) -> dict[str, WorkerLoad]:
+    """Running totals, by name, of those that answer within a few seconds."""
+
+    async def ask(worker: WorkerHandle) -> WorkerLoad | None:
+        try:
+            return await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
+        except (EvenkeelError, ray.exceptions.RayError):
+            return None
+
+    answers = await asyncio.gather(*(ask(w) for w in joined))
+    return {worker.name: load for worker, load in zip(joined, answers, strict=True) if load is not None}
+
+
+async def end(workers: Sequence[WorkerHandle]) -> None:
+    """End them all, engines first."""
+    stopping = [w.actor.stop.remote() for w in workers if w.info is not None]
+    if stopping:
+        await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=STOP_S)
+    kill(*(worker.actor for worker in workers))

@@ -1,0 +1,71 @@
+"""How a run ends when a signal asks it to: Ctrl-C, SIGTERM, or the loss of its terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from actors.processes import interrupts
+from actors.processes.supervision import abandon
+
+T = TypeVar("T")
+
+
+class Ending:
+    """What signals do to one run. The first one during training ends it after the step under way, with a checkpoint. The first one during
+    the last evaluation cancels that evaluation. A second signal, or one while the run starts or returns to a checkpoint, ends it at once,
+    without a further checkpoint."""
+
+    def __init__(self, tell: Callable[[str, str], object], hurry: Callable[[], object], saved_step: Callable[[], int]) -> None:
+        """
+        Args:
+            tell: takes level and sentence.
+            hurry: called at SIGTERM, whose sender may kill the process a few seconds later.
+            saved_step: returns the step of the newest checkpoint on disk; 0: there is none.
+        """
+        self._tell, self._hurry, self._saved_step = tell, hurry, saved_step
+        self.by: int | None = None
+        """The signal that has asked for the end."""
+        self.is_asked = asyncio.Event()
+        self.is_at_once = False
+        self.is_training = False
+        """All parts are up, so that a checkpoint can be saved."""
+        self.last_evaluation: asyncio.Task[Any] | None = None
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle signals in this context. One that ends the run at once cancels the task that has entered it."""
+        main = asyncio.current_task()
+        assert main is not None
+        with interrupts.handled_in(asyncio.get_running_loop(), lambda number: self._take(number, main)):
+            yield
+
+    async def last(self, evaluation: Coroutine[Any, Any, T]) -> T | None:
+        """Result of the evaluation after training, when the last checkpoint is on disk; None if a signal has cancelled it."""
+        self.last_evaluation = task = asyncio.create_task(evaluation)
+        try:
+            await asyncio.wait({task})
+            return None if task.cancelled() else task.result()
+        finally:
+            abandon(task)
+
+    def _take(self, number: int, main: asyncio.Task[Any]) -> None:
+        is_first, name = self.by is None, interrupts.NAMES[number]
+        self.by = number
+        self.is_asked.set()
+        on_disk = f"a resume goes on from step {self._saved_step()}" if self._saved_step() else "there is no checkpoint yet"
+        if self.is_training and is_first:
+            if number == signal.SIGTERM:  # whoever sends it may kill in a few seconds
+                self._hurry()
+            how = "ending with a checkpoint, after the step under way if there is one (once more: at once)"
+            self._tell("warning", f"interrupted ({name}): {how}; until that is on disk, {on_disk}")
+        elif self.last_evaluation is not None and not self.last_evaluation.done() and is_first:
+            self._tell("warning", f"interrupted ({name}): leaving out the evaluation after training")
+            self.last_evaluation.cancel()
+        else:
+            self._tell("warning", f"interrupted ({name}): ending at once; {on_disk}")
+            self.is_at_once = True
+            main.cancel()

@@ -1,0 +1,248 @@
+"""SIGTERM, Ctrl-C and the loss of the terminal end this process within seconds wherever it is: in an import, in Ray's start, in a wait.
+
+A signal's handler raises in the main thread, which unwinds as for any error. That alone is not enough: an exception raised inside a fork
+hook or a finalizer is swallowed, and a call into C may not come back for half a minute. So the signal is seen by a thread as well, through
+a wakeup descriptor, which the kernel's own handler writes to; when the process is still there after `GRACE_S`, or at a second signal,
+the thread ends it together with all that it has started.
+
+An event loop that handles signals itself (the controller's) takes the descriptor over; `rearm` takes it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+GRACE_S = 10.0
+"""How long the main thread may take to unwind."""
+SAME_S = 2.0
+"""SIGTERMs that come so close together are one: who ends a whole tree of processes tells a parent, which passes it on, and its child."""
+# Whoever has started this process so that it outlives its terminal (nohup) has had SIGHUP ignored, and so it stays.
+_HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
+NO_CLUSTER = 69
+"""Exit code of an attempt of `evenkeel train --retries` that found no Ray cluster, or lost it; EX_UNAVAILABLE of sysexits.h."""
+is_attempt = False
+"""This process is such an attempt (commands/attempt.py)."""
+_LAST_S = 2.0
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+
+class Interrupted(SystemExit):
+    """A signal, where the main thread was. A SystemExit, which event loops and frameworks let pass; its code is that of shells."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(exit_code(number))
+        self.number = number
+
+    def __str__(self) -> str:
+        return NAMES[self.number]
+
+
+def exit_code(number: int) -> int:
+    """Of a process that a signal has ended, as shells count: 129 after SIGHUP, 130 after Ctrl-C, 143 after SIGTERM."""
+    return 128 + number
+
+
+class _Guard:
+    """Handlers, descriptor and thread, while `guarded` lasts."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self.raised: int | None = None
+        """The signal whose handler has raised."""
+        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._is_over = threading.Event()
+        self._wakeup_before = -1
+        self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+        self._thread.start()
+
+    def arm(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._raise)
+        before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._wakeup_before = before if before != self._writer.fileno() else self._wakeup_before
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._is_over.set()
+        self._writer.send(b"\0")  # ends the wait of the thread
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        leave_terminal(number)
+        if self.raised is None:  # once: what unwinds after that must not be broken off; the thread sees to its end
+            self.raised = number
+            raise Interrupted(number)
+
+    def _watch(self) -> None:
+        number = self._next_signal(None)
+        if number is None:
+            return
+        again = self._next_signal(self._grace_s)
+        if not self._is_over.is_set():
+            why = "again" if again is not None else f"still busy after {self._grace_s:g} s"
+            end_all(f"ended by {NAMES[number]} ({why})", exit_code(number))
+
+    def _next_signal(self, timeout_s: float | None) -> int | None:
+        """Waits for it; None when the guard is closed, or time is up."""
+        self._reader.settimeout(timeout_s)
+        while not self._is_over.is_set():
+            try:
+                number = self._reader.recv(1)[0]
+            except TimeoutError:
+                return None
+            if number in SIGNALS:
+                return number
+        return None
+
+
+_guard: _Guard | None = None  # signal handlers belong to the whole process, and so does this
+
+
+@contextlib.contextmanager
+def guarded(*, grace_s: float = GRACE_S) -> Iterator[None]:
+    """While this lasts, SIGTERM and Ctrl-C end the process within seconds. Only in the main thread, where Python runs handlers."""
+    global _guard
+    if _guard is not None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _guard = _Guard(grace_s)
+    _guard.arm()
+    try:
+        yield
+    finally:
+        guard, _guard = _guard, None
+        guard.close()
+
+
+def rearm() -> None:
+    """Take signals back from whoever has handled them meanwhile (an event loop, a library); nothing to do outside `guarded`."""
+    if _guard is not None and threading.current_thread() is threading.main_thread():
+        _guard.arm()
+
+
+@contextlib.contextmanager
+def handled_in(loop: AbstractEventLoop, handle: Callable[[int], None]) -> Iterator[None]:
+    """An event loop gets the signals, by `handle`, for a while; of SIGTERMs within `SAME_S` the first."""
+    last = -math.inf
+
+    def handled(number: int) -> None:
+        nonlocal last
+        before = last
+        if number == signal.SIGTERM:
+            last = time.monotonic()
+            if last - before < SAME_S:
+                return
+        leave_terminal(number)
+        handle(number)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, handled, number)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        rearm()
+
+
+@contextlib.contextmanager
+def passed_on(to: Callable[[int], None]) -> Iterator[None]:
+    """Signals are `to`'s for a while, and none ends this process; in the main thread."""
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def handled(number: int, frame: FrameType | None) -> None:
+        leave_terminal(number)
+        to(number)
+
+    for number in SIGNALS:
+        signal.signal(number, handled)
+    signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, before[number])
+        rearm()
+
+
+def leave_terminal(number: int) -> None:
+    """After SIGHUP there is no terminal: what is still written to it would be an error each time."""
+    if number != signal.SIGHUP:
+        return
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # isatty says no of a terminal that has hung up
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def check() -> None:
+    """Raises: Interrupted if a signal has come and its exception was swallowed."""
+    if _guard is not None and _guard.raised is not None:
+        raise Interrupted(_guard.raised)
+
+
+def is_ending() -> bool:
+    """A signal has come, and the process has `GRACE_S` to end."""
+    return _guard is not None and _guard.raised is not None
+
+
+def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) -> NoReturn:
+    """End this process and its descendants, without the help of the main thread.
+
+    Args:
+        why: for the terminal.
+        code: of the exit.
+        last: is done when that is said, and has two seconds: it may hang, or fail.
+    """
+    from actors.processes.descendants import adopted_orphans, end_new
+
+    with contextlib.suppress(OSError):
+        if sys.stdout.isatty():
+            os.write(1, b"\x1b[?25h\n")  # the cursor, which a live panel hides
+        os.write(2, f"evenkeel: {why}\n".encode())
+    if last is not None:
+        thread = threading.Thread(target=_tried, args=(last,), daemon=True)
+        thread.start()
+        thread.join(_LAST_S)
+    with adopted_orphans():
+        end_new()
+    os._exit(code)
+
+
+def end_within(seconds: float, code: int, hangs: Callable[[], bool]) -> None:
+    """End this process after so long, if it is still there and this hangs: a package's own end, or a disk, may never return."""
+
+    def leave() -> None:
+        time.sleep(seconds)
+        if hangs():
+            end_all(f"something still hangs {seconds:g} s after the run's end, and is left", code)
+
+    threading.Thread(target=leave, name="last resort", daemon=True).start()
+
+
+def _tried(work: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):
+        work()

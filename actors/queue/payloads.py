@@ -1,0 +1,206 @@
+"""Groups by reference: between actors go a group's facts (rewards, lengths, version spans); its tokens stay in the object store.
+
+A worker's call returns two results to the pool: the facts of the finished group, and the group itself. Facts and a reference to the group
+go on to the queue and the service. In Ray the caller owns a result, here the driver, and an object is lost with its owner. So a group
+outlives the worker that sampled it, whose engine may fail at any moment. It lies in the object store of the worker's node: if the node is
+lost, the group is sampled again.
+
+The fields of a group that only the learner's ranks read (wide fields, correction/wide.py) are a third result, an object of its own. The
+service never reads it: the batch names the object for each sequence, and each rank reads those that it computes with (LearnerGroup.fetch).
+
+Small groups go on by value. Ray returns results below 100 KB into the caller's memory, and never frees one whose reference has passed
+through two processes, as from the queue to the service: with short answers 3 kB a group would be leaked until the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from actors.carriers import QueueSnapshot, StoredGroup
+from actors.processes.supervision import persistently, wait_for
+from actors.queue.trajectory_queue import ANSWER_S
+from correction.errors import ActorLost, EvenkeelError
+from rollout.trajectory import Group, GroupFacts
+
+if TYPE_CHECKING:  # torch
+    from correction.batch import PackedBatch
+    from correction.wide import WideFields
+
+_INLINE_BYTES = 100 * 1024
+"""Ray's max_direct_call_object_size."""
+_AT_HAND_S = 10.0
+_TOKEN_BYTES = 4096
+"""Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers."""
+_LEAST_TOKEN_BYTES = 8
+"""Lower bound: an id and a logprob, four bytes each."""
+GONE, LATE = "gone with its node or its worker", "not there in time"
+"""Reasons why an object can't be read."""
+_NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
+
+
+async def value_of(reference: Any) -> Any:
+    """The object of a reference, or the argument itself if it is none. Ray reads an awaited reference without blocking the event loop."""
+    return await reference if isinstance(reference, Awaitable) else reference
+
+
+def split_answer(group: Group) -> tuple[GroupFacts, Group, tuple[WideFields, ...] | None]:
+    """A worker's three results: the facts, the group without its wide fields, and these. None: they are few, and stay in the group."""
+    from rollout import wide_fields  # torch: not in the driver
+
+    light, fields = wide_fields.split_wide_fields(group)
+    size = sum(one.nbytes for one in fields)
+    if size < _INLINE_BYTES:
+        return group.facts, group, None
+    return replace(group.facts, wide_bytes=size), light, fields
+
+
+async def to_hand_on(facts: GroupFacts, reference: Any) -> Any:
+    """What goes on of a finished group: the group itself if it is so small that it may be in this process already, else its reference."""
+    if sum(one.response_tokens for one in facts.trajectories) * _LEAST_TOKEN_BYTES >= _INLINE_BYTES:
+        return reference
+    with suppress(ray.exceptions.RayError, EvenkeelError):  # raised again where the group is read
+        return await wait_for(value_of(reference), f"group {facts.group_id} <- object store", deadline_s=_AT_HAND_S)
+    return reference
+
+
+def disregard(answer: Any, *beside: Any) -> None:
+    """Drop a call's answer and its further results without fetching them.
+
+    If the call fails, all its results are its error, and Ray logs an error that nobody retrieves: it is retrieved here.
+    """
+
+    def look_at_its_error(ended: asyncio.Future[Any]) -> None:
+        if _has_failed(ended):
+            for one in beside:
+                asyncio.ensure_future(one).add_done_callback(_has_failed)
+
+    asyncio.ensure_future(answer).add_done_callback(look_at_its_error)
+
+
+def _has_failed(ended: asyncio.Future[Any]) -> bool:
+    return not ended.cancelled() and ended.exception() is not None
+
+
+def no_room(error: BaseException) -> str:
+    """Says, if this error means a full object store, what its node needs; empty for any other error."""
+    for one in (getattr(error, "cause", None), error):
+        if isinstance(one, _NO_ROOM):
+            needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
+            return f"no room in Ray's object store ({type(one).__name__}): its node needs {needs}"
+    return ""
+
+
+def fetch_s(groups: Sequence[StoredGroup], bytes_per_s: float) -> float:
+    """Seconds in which the tokens of these groups have to arrive."""
+    return tokens_s(sum(one.response_tokens for group in groups for one in group.facts.trajectories), bytes_per_s)
+
+
+def tokens_s(tokens: int, bytes_per_s: float) -> float:
+    """The same for a number of tokens."""
+    return ANSWER_S + tokens * _TOKEN_BYTES / bytes_per_s
+
+
+async def fetched(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], dict[int, str]]:
+    """The groups that can be read, in order; and for the others GONE or LATE, by group id.
+
+    Args: deadline_s: for all of them together; a pull from another node may hang.
+    Raises: ActorLost if the object store had no room for one: sampling it again would not help.
+    """
+    found = await wait_for(_values(groups, deadline_s), f"tokens of {len(groups)} groups <- object store", deadline_s=2 * deadline_s)
+    lost = dict[int, str]()
+    for one, value in zip(groups, found, strict=True):
+        if isinstance(value, BaseException) and (needs := no_room(value)):
+            raise ActorLost(f"group {one.group_id}: {needs}")
+        if isinstance(value, ray.exceptions.RayError | TimeoutError):
+            lost[one.group_id] = _why(value)
+        elif isinstance(value, BaseException):
+            raise value
+    return [value for value in found if not isinstance(value, BaseException)], lost
+
+
+async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:
+    """The payloads' objects, or an error in the place of each that can't be read. Args: limit_s: for all of them together."""
+    ends = asyncio.get_running_loop().time() + limit_s
+
+    async def in_time(reference: Any) -> Any:
+        async with asyncio.timeout_at(ends):
+            return await value_of(reference)
+
+    references = [one.payload for one in groups]
+    if references and all(isinstance(one, ray.ObjectRef) for one in references):
+        with suppress(ray.exceptions.RayError):  # the error doesn't say whose it is: each is read alone then
+            return list(await asyncio.to_thread(ray.get, references, timeout=limit_s / 2))  # one by one takes several times as long
+    return await asyncio.gather(*(in_time(one) for one in references), return_exceptions=True)
+
+
+def _why(error: BaseException) -> str:
+    return LATE if isinstance(error, TimeoutError) else GONE  # as Ray's own is, too
+
+
+def read_now(references: Sequence[Any], limit_s: float) -> tuple[dict[Any, Any], dict[Any, str]]:
+    """Objects by reference, and GONE or LATE for those that can't be read. Blocks: call it in a thread. Args: limit_s: for all together.
+
+    Raises: ActorLost if the object store has no room for one.
+    """
+    ends = time.monotonic() + limit_s
+    with suppress(ray.exceptions.RayError):  # the error doesn't say whose it is: each is read alone then
+        return dict(zip(references, ray.get(list(references), timeout=limit_s / 2), strict=True)), {}
+    found, lost = dict[Any, Any](), dict[Any, str]()
+    for one in references:
+        try:
+            found[one] = ray.get(one, timeout=max(0.0, ends - time.monotonic()))
+        except ray.exceptions.RayError as error:
+            if needs := no_room(error):
+                raise ActorLost(f"wide fields of a batch: {needs}") from error
+            lost[one] = _why(error)
+    return found, lost
+
+
+async def with_wide_fields(batch: PackedBatch, *, deadline_s: float) -> PackedBatch:
+    """The batch with its wide fields filled in. Raises: RayError if an object is lost; DeadlineExceeded."""
+    places = batch.wide or ()
+    references = list(dict.fromkeys(one for place in places for one in place.references))
+    what = f"wide fields of {len(places)} sequences <- object store"
+    values = await wait_for(asyncio.gather(*map(value_of, references)), what, deadline_s=deadline_s)
+    return batch.holding(dict(zip(references, values, strict=True))).with_wide_fields()
+
+
+async def whole(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], list[int]]:
+    """The groups that can be read, wide fields included, and the ids of the others; both objects of a group are needed."""
+    found, lost = await fetched(groups, deadline_s=deadline_s)
+    stored = [replace(one, payload=one.wide) for one in groups if one.wide is not None and one.group_id not in lost]
+    if not stored:
+        return found, sorted(lost)
+    from rollout.wide_fields import join_wide_fields
+
+    fields, lost_too = await fetched(stored, deadline_s=deadline_s)
+    of_group: dict[int, Any] = dict(zip((one.group_id for one in stored if one.group_id not in lost_too), fields, strict=True))
+    kept = [one for one in found if one.group_id not in lost_too]
+    joined = [join_wide_fields(one, of_group[one.group_id]) if one.group_id in of_group else one for one in kept]
+    return joined, sorted([*lost, *lost_too])
+
+
+async def whole_snapshot(queue: Any, *, deadline_s: float) -> QueueSnapshot:
+    """The queue's state for a checkpoint: finished groups with their tokens. Groups whose tokens are lost go back to those in flight.
+
+    Raises: DeadlineExceeded.
+    """
+    snapshot: QueueSnapshot
+    what = "snapshot <- trajectory queue"
+    snapshot, held, tickets = await persistently(lambda: queue.snapshot.remote(), what, deadline_s=deadline_s)
+    groups, lost = await whole(held, deadline_s=deadline_s)
+    again = [ticket for ticket in tickets if ticket.group_id in set(lost)]
+    in_flight = sorted([*snapshot.in_flight, *again], key=lambda ticket: ticket.group_id)
+    return replace(snapshot, finished=tuple(groups), in_flight=tuple(in_flight))
+
+
+def checksums_of(*buckets: Any) -> dict[str, str]:
+    """HF name -> checksum of what an engine must hold. Args: buckets: WeightBuckets, as they lie in the object store."""
+    return {name: checksum for bucket in buckets for name, checksum in bucket.checksums().items()}

@@ -1,0 +1,159 @@
+"""The trajectory queue as a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from actors.carriers import QueueContents, QueueSnapshot, StoredGroup, Ticket
+from actors.driver.part_heartbeat import Beating
+from actors.processes.numbered import NumberedCalls
+from actors.queue.trajectory_queue import TrajectoryQueue
+from rollout.stacks import tell_stacks
+from rollout.trajectory import Prompt
+
+_JOIN_S = 0.05
+"""Seconds that a drawn group waits for others to come along."""
+
+
+class TrajectoryQueueActor(Beating):
+    """The queue as a Ray actor (async): its methods, publish and settle as one call, and waiting with a deadline.
+
+    Args of its methods: number: of the call, see NumberedCalls; the pool numbers its calls of each method, the correction service all.
+    """
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int) -> None:
+        super().__init__()
+        tell_stacks()
+        self._queue = TrajectoryQueue(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        """What each caller waits for, and what wakes it."""
+        self._admissions, self._losses, self._of_service = NumberedCalls(), NumberedCalls(), NumberedCalls()
+        self._is_filled = False
+        self._advance: tuple[int, Any] = (-1, None)
+        """Version of the last one, and its answer."""
+
+    def _notify(self) -> None:
+        """Something has changed: wake those whose wait is over, and no others; a run has thousands of changes."""
+        for ready, woken in list(self._waiting):
+            if not woken.done() and ready():
+                woken.set_result(None)
+
+    async def _wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """Wait for a change that makes ready() true; False at the deadline (seconds of the event loop)."""
+        if ready():
+            return True
+        waiting = ready, asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await waiting[1]
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting.remove(waiting)
+        return True
+
+    async def wait_for_places(self, timeout_s: float) -> int:
+        """Free places, after waiting up to timeout_s for the first."""
+        await self._wait_until(lambda: self._queue.free_places > 0, asyncio.get_running_loop().time() + timeout_s)
+        return max(0, self._queue.free_places)
+
+    async def admit(self, prompts: list[Prompt], number: int = 0) -> list[Ticket]:
+        """Give places to the first prompts, as many as are free."""
+
+        async def admit() -> list[Ticket]:
+            return self._queue.admit(prompts)
+
+        tickets: list[Ticket] = await self._admissions.once(number, admit)
+        return tickets
+
+    async def put(self, groups: list[StoredGroup]) -> None:
+        """Finished groups; of those that have come before nothing changes."""
+        for group in groups:
+            self._queue.put(group)
+        self._notify()
+
+    async def lose(self, group_ids: list[int], number: int = 0) -> None:
+        async def lose() -> None:
+            self._queue.lose(group_ids)
+            self._notify()
+
+        await self._of_service.once(number, lose)
+
+    async def take_lost(self, number: int, timeout_s: float) -> list[Ticket]:
+        """Groups to be sampled again, after waiting up to timeout_s for the first."""
+
+        async def take() -> list[Ticket]:
+            await self._wait_until(lambda: bool(self._queue.lost), asyncio.get_running_loop().time() + timeout_s)
+            return self._queue.take_lost()
+
+        lost: list[Ticket] = await self._losses.once(number, take)
+        return lost
+
+    async def discard(self, group_ids: list[int], reason: str, number: int = 0) -> None:
+        async def discard() -> None:
+            self._queue.discard(group_ids, reason)
+            self._notify()
+
+        await self._of_service.once(number, discard)
+
+    async def give_up(self, group_id: int, reason: str) -> bool:
+        is_new = self._queue.give_up(group_id, reason)
+        self._notify()
+        return is_new
+
+    async def draw(self, version: int, places: int, timeout_s: float, number: int = 0) -> list[StoredGroup]:
+        """Groups for the batch of `version`; none if none has come after timeout_s.
+
+        When the first has come, the next ones have a moment to join it: a call for each group would cost more than the moment.
+        """
+        groups: list[StoredGroup] = await self._of_service.once(number, lambda: self._draw(version, places, timeout_s))
+        return groups
+
+    async def _draw(self, version: int, places: int, timeout_s: float) -> list[StoredGroup]:
+        drawn: list[StoredGroup] = []
+
+        def take() -> bool:
+            drawn.extend(self._queue.draw(version, places - len(drawn)))
+            return bool(drawn)
+
+        if await self._wait_until(take, asyncio.get_running_loop().time() + timeout_s):
+            await self._wait_until(lambda: take() and len(drawn) == places, asyncio.get_running_loop().time() + _JOIN_S)
+        return drawn
+
+    async def advance(
+        self, version: int, trained: list[int], published: int | None = None
+    ) -> tuple[list[tuple[str, str]], dict[str, int], list[str]]:
+        """The learner has new weights, by training on these groups; they leave.
+
+        Args: published: version that the engines get; None: this one.
+        Returns: what was discarded since the last call, as (prompt id, reason); the counts; ids of the prompts that are under way. Asked
+            again for the same version, the answer is the same.
+        """
+        if version != self._advance[0]:
+            self._queue.publish(version, published)
+            self._queue.settle(trained)
+            self._advance = version, (self._queue.take_discarded(), self._queue.counts(), self._queue.outstanding())
+            self._notify()
+        answer: tuple[list[tuple[str, str]], dict[str, int], list[str]] = self._advance[1]
+        return answer
+
+    async def waiting_for(self, version: int) -> str:
+        return self._queue.waiting_for(version)
+
+    async def snapshot(self) -> tuple[QueueSnapshot, list[StoredGroup], list[Ticket]]:
+        """Without its finished groups; these, and their tickets in the same order."""
+        snapshot = self._queue.snapshot()
+        held: Any = snapshot.finished
+        return replace(snapshot, finished=()), list(held), [self._queue._entries[one.group_id].ticket for one in held]
+
+    async def fill(self, contents: QueueContents) -> None:
+        """Once, however often it is asked."""
+        if not self._is_filled:
+            self._is_filled = True
+            self._queue.fill(contents)
+            if contents.advance is not None:  # at once: groups may have come into the places of those that it has trained
+                await self.advance(contents.advance[0], list(contents.drawn), contents.advance[1])

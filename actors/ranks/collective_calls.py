@@ -1,0 +1,174 @@
+"""Calls that every rank of the learner runs once, all ranks in the same order, also when the network loses a call or an answer.
+
+The caller numbers them from 1 and makes one at a time: the next one starts when all ranks have answered the last one, when a rank has
+failed, or at its deadline. A rank that can't be reached is called again under the same number; the other ranks may be in the middle of
+that call and wait for it. If it has run the call and only its answer was lost, it must not run it again: each rank keeps its last answer.
+A call that some rank has not begun by its deadline is lost work: Ray fetches a call's arguments first, for as long as that takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
+
+import ray
+
+from actors.processes.supervision import persistently
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
+
+M = TypeVar("M", bound=Callable[..., Any])
+_ANSWER_S = 10.0
+"""A rank says within it which calls it has begun with."""
+
+
+class NumberedRank:
+    """The rank's side. Its calls run one after the other."""
+
+    def __init__(self, name: str) -> None:
+        """Args: name: of the rank, for error messages."""
+        self._name, self._calls = name, 0
+        self._last: tuple[str, Future[Any]] = "", Future()
+        """Method of the last call, and its result or error."""
+
+    def calls(self) -> int:
+        """Number of the last collective call."""
+        return self._calls
+
+    @ray.method(concurrency_group="heartbeat")
+    def begun(self) -> int:
+        """Number of the last collective call that has begun; answers beside it."""
+        return self._calls
+
+    def _in_order(self, number: int, what: str) -> None:
+        """Count a call. Raises: EngineError if its number is not the next."""
+        due = self._calls + 1
+        if number != due:
+            raise EngineError(
+                f"{self._name}: {what} came as collective call {number}, but {due} is the next: the ranks would wait for each "
+                "other in different calls. Only one LearnerGroup may call them; resume the run from its last checkpoint"
+            )
+        self._calls = number
+
+    def _go_on_from(self, number: int) -> None:
+        """Count a call that may skip numbers. Raises: EngineError if a call of this or a later number has run."""
+        if number <= self._calls:
+            raise EngineError(f"{self._name}: collective call {number} came after call {self._calls}")
+        self._calls = number
+
+
+def collective(method: M) -> M:
+    """Decorates a method of a NumberedRank whose first argument is the call's number, and which begins with `_in_order` or `_go_on_from`.
+
+    Called again under the last number it doesn't run, and returns or raises what it did before.
+    """
+
+    @wraps(method)
+    def once(rank: Any, number: int, *arguments: Any) -> Any:
+        if (number, method.__name__) == (rank._calls, rank._last[0]):
+            return rank._last[1].result()
+        end: Future[Any] = Future()
+        try:
+            end.set_result(method(rank, number, *arguments))
+        except BaseException as error:
+            end.set_exception(error)
+        if number == rank._calls:  # it was counted; a call that was refused is not kept
+            rank._last = method.__name__, end
+        return end.result()
+
+    return cast(M, once)
+
+
+class CollectiveCaller:
+    """The caller's side."""
+
+    def __init__(self, ranks: Mapping[str, Any]) -> None:
+        """Args: ranks: actors, by their names in messages."""
+        self._ranks = ranks
+        self.calls = 0
+        """Number of the last call."""
+        self._one_at_a_time = asyncio.Lock()
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._missed = ""
+        """Why some rank may have missed a call that others have run: no further call is made until `begin_anew`. Empty: none has."""
+
+    async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, results: int) -> list[list[Any]]:
+        """Call a method on all ranks, after all calls before. The call goes on if this task is cancelled: otherwise a rank that can't be
+        reached at that moment would miss a call that the others run.
+
+        Args:
+            what: is called, in words, for messages.
+            deadline_s: of each attempt, from the end of the call before.
+            results: number of results of a rank; the first is fetched, for the others references are returned.
+        Returns: for each rank the list of its results.
+        Raises: the first error of any rank, as `persistently`; ActorLost while a rank may have missed a call, and for a call that a rank
+            has not begun by the deadline.
+        """
+        asking = asyncio.ensure_future(self._ask_in_order(method, arguments, what, deadline_s, results))
+        self._asking.add(asking)
+        asking.add_done_callback(self._over)
+        return await asyncio.shield(asking)
+
+    async def settled(self, *, deadline_s: float) -> None:
+        """Wait until the ranks have run all calls. Raises: ActorLost if one of them has missed one."""
+        async with self._one_at_a_time:
+            asked = {name: rank.calls.remote for name, rank in self._ranks.items()}
+            done = await all_of(persistently(call, f"count of its calls <- {name}", deadline_s=deadline_s) for name, call in asked.items())
+            if self._missed or any(calls != self.calls for calls in done):
+                raise ActorLost(self._missed or f"learner: of {self.calls} collective calls its ranks have had {done}")
+
+    def begin_anew(self) -> None:
+        """Wait for no earlier call any more. The next one has to be a method that may skip numbers (`_go_on_from`)."""
+        for asking in self._asking:
+            asking.cancel()
+        self._missed = ""
+
+    async def _ask_in_order(self, method: str, arguments: tuple[Any, ...], what: str, deadline_s: float, results: int) -> list[list[Any]]:
+        async with self._one_at_a_time:
+            if self._missed:
+                raise ActorLost(f"{self._missed}; its ranks can be called again after a restore")
+            self.calls += 1
+            calls = {
+                name: partial(_answer, partial(getattr(rank, method).options(num_returns=results).remote, self.calls, *arguments), results)
+                for name, rank in self._ranks.items()
+            }
+            try:
+                return await all_of(persistently(call, f"{what} <- {name}", deadline_s=deadline_s) for name, call in calls.items())
+            except ActorUnavailable as error:
+                self._missed = str(error)
+                raise
+            except DeadlineExceeded as error:
+                if not (idle := await self._not_begun()):
+                    raise
+                why = "an earlier call is not over there, or what it was to work on did not come"
+                self._missed = f"{error}; not begun by {' and '.join(idle)}: {why}"
+                raise ActorLost(self._missed) from error
+
+    async def _not_begun(self) -> list[str]:
+        """Ranks that answer, and have not begun with the last call."""
+        asks = (persistently(rank.begun.remote, f"last call <- {name}", deadline_s=_ANSWER_S) for name, rank in self._ranks.items())
+        begun = await asyncio.gather(*asks, return_exceptions=True)
+        return [name for name, number in zip(self._ranks, begun, strict=True) if isinstance(number, int) and number < self.calls]
+
+    def _over(self, asking: asyncio.Task[Any]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # asyncio logs an error that nobody retrieves; the caller may be cancelled
+
+
+async def all_of(waits: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """What all of them return. Raises: the first error of any of them at once, not after the others' deadlines."""
+    running = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        for one in running:
+            one.cancel()
+
+
+async def _answer(call: Callable[[], Any], results: int) -> list[Any]:
+    asked = call()
+    first, *others = asked if results > 1 else [asked]
+    return [await first, *others]

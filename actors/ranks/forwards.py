@@ -1,0 +1,206 @@
+"""Forward passes that a batch needs before its update: the correction service asks for them, the controller has the learner run them.
+
+The learner's ranks work together in nearly every call, so that all of them must get the same calls in the same order. One process sees to
+that, the controller's: the service has no handle of the learner. Its answer to the question for the next batch is the batch, or what it
+still needs from the learner for it; the controller, who asks only while the learner is idle, brings that and asks again. So no forward can
+wait for a step that waits for its batch, and none runs on other weights than those from which the batch's update starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+
+from actors.carriers import ForwardRequest, PreparedBatch
+from actors.processes.supervision import persistently, wait_for
+from correction.errors import DeadlineExceeded, EvenkeelError
+
+if TYPE_CHECKING:  # torch and Megatron: not in the driver
+    from torch import Tensor
+
+    from actors.ranks.learner_group import LearnerGroup
+    from correction.batch import PackedBatch
+    from correction.config import CorrectionConfig
+    from learner.results import Proximal
+    from rollout.trajectory import Group
+
+
+T = TypeVar("T")
+
+
+Forward = tuple[Sequence["Group"], asyncio.Task[tuple[dict[str, Any], float]]]
+"""Groups of a batch, and what the learner says of them, by the field of PackedBatch, in how many seconds."""
+
+
+class GroupsLost(EvenkeelError):
+    """Wide fields of groups can't be read; the learner has not begun with the batch."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        """Args: why: by group id."""
+        super().__init__(f"wide fields of groups {sorted(why)} are lost")
+        self.why = dict(why)
+
+
+AT_SAMPLING, NOW = "at_sampling", "now"
+"""What is found of tokens that are scored at the weights that sampled them, and at the present ones."""
+
+
+async def next_batch(
+    ask: Callable[[], Awaitable[PreparedBatch | ForwardRequest]],
+    service: Any,
+    learner: LearnerGroup,
+    *,
+    step: int,
+    deadline_s: float,
+    is_moving: Callable[[], bool] = lambda: False,
+) -> PreparedBatch:
+    """The next batch of the correction service, whole. The learner is idle, and runs what the service asks for on the way.
+
+    Args:
+        ask: the service for its next batch.
+        step: number of the step that will train it.
+        deadline_s: for the service to take what the learner has found.
+        is_moving: the pool finishes groups, or has no workers: a late answer is no error then, and the service is asked again.
+    """
+
+    async def while_moving(call: Callable[[], Awaitable[T]]) -> T:
+        while True:
+            try:
+                return await call()
+            except DeadlineExceeded:
+                if not is_moving():
+                    raise
+
+    while isinstance(found := await while_moving(ask), ForwardRequest):
+        began, scores_all, lost = time.monotonic(), found.scored_since is not None, dict[int, str]()
+        if found.fetch_s:
+            limit_s = found.fetch_s
+            lost = await learner.fetch(found.batch, found.trained_by, step=step, limit_s=limit_s, everything=scores_all)
+        proximal = reference = at_sampling = None
+        if found.kept_since is not None:
+            await learner.keep_weights(found.version, oldest=found.kept_since)
+        if found.wants_proximal and not lost:
+            proximal = await learner.proximal(found.batch, version=found.version)
+        if found.wants_reference and not lost:
+            reference = await learner.reference_logprobs(found.batch, version=found.version)
+        if found.scored_since is not None and not lost:
+            at_sampling = await learner.at_sampling(found.batch, version=found.version, oldest=found.scored_since)
+        tell = partial(service.forwarded.remote, found.number, proximal, reference, at_sampling, time.monotonic() - began, lost)
+        what = f"logprobs at version {found.version} -> correction service"
+        await while_moving(partial(persistently, tell, what, deadline_s=deadline_s))
+    return found
+
+
+async def with_forwards(batch: PackedBatch, forwards: Sequence[Forward]) -> tuple[PackedBatch, float]:
+    """The batch with what the learner said of the chunks put where their groups stand in it, and the learner's seconds."""
+    from correction.wide import WidePlace
+
+    # A chunk packs its groups in its own order; find each group's tokens in the whole batch by its group id.
+    whole: dict[str, Any] = {} if batch.num_tokens else {"proximal_logprobs": batch.behavior_logprobs}
+    places = list(batch.wide or [WidePlace(())] * batch.num_sequences)
+    seconds = 0.0
+    sequences: dict[int, list[int]] = {}
+    for i, group_id in enumerate(batch.group_ids.tolist()):
+        sequences.setdefault(group_id, []).append(i)
+    for chunk, task in forwards:
+        found, chunk_s = await task
+        seconds += chunk_s
+        own = [i for g in chunk for i in sequences.get(g.group_id, ())]
+        index = batch.token_index(own)
+        for name, values in found.items():
+            if name == "wide":
+                for i, place in zip(own, values, strict=True):
+                    places[i] |= place
+            else:
+                whole.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[index] = values
+    wide = tuple(places) if any(place.sources for place in places) else None
+    return replace(batch, **whole, wide=wide), seconds
+
+
+class ForwardRequests:
+    """The service's side: what waits for the learner, in its order. One event loop uses it."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._waiting: deque[ForwardRequest] = deque()
+        self._answers: dict[int, asyncio.Future[tuple[dict[str, Any], float]]] = {}
+        self._changed = asyncio.Event()
+
+    async def ask(
+        self,
+        batch: PackedBatch | None,
+        *,
+        version: int,
+        deadline_s: float,
+        wants_proximal: bool = False,
+        wants_reference: bool = False,
+        scored_since: int | None = None,
+        kept_since: int | None = None,
+        stored: Any = None,
+        fetch_s: float = 0.0,
+        trained_by: CorrectionConfig | None = None,
+    ) -> tuple[dict[str, Any], float]:
+        """Wait for what the learner says of a batch's tokens at `version`, and its seconds for that; flags as in ForwardRequest.
+
+        Args: stored: reference to a batch that is in the object store already.
+        Returns: by the field of PackedBatch; with scored_since AT_SAMPLING and NOW, [N] float32.
+        Raises: DeadlineExceeded if the learner doesn't come to that version; GroupsLost.
+        """
+        self._number += 1
+        number = self._number
+        reference = stored if batch is None else await asyncio.to_thread(ray.put, batch)
+        wants = wants_proximal, wants_reference, scored_since, kept_since
+        request = ForwardRequest(number, version, reference, *wants, fetch_s, trained_by)
+        answer = self._answers[request.number] = asyncio.get_running_loop().create_future()
+        self._waiting.append(request)
+        self._changed.set()
+        try:
+            return await wait_for(answer, f"forward at version {version} <- learner", deadline_s=deadline_s)
+        finally:
+            del self._answers[request.number]
+
+    async def take(self) -> ForwardRequest:
+        """The oldest one without an answer that is still waited for; waits until there is one. Taken again, it is the same: who took it
+        first may have told nobody."""
+        while True:
+            while self._waiting:
+                answer = self._answers.get(self._waiting[0].number)
+                if answer is not None and not answer.done():
+                    return self._waiting[0]
+                self._waiting.popleft()
+            self._changed.clear()
+            await self._changed.wait()
+
+    def answer(
+        self,
+        number: int,
+        proximal: Proximal | None,
+        reference: Tensor | None,
+        at_sampling: tuple[Tensor, Tensor] | None,
+        seconds: float,
+        lost: Mapping[int, str],
+    ) -> None:
+        """What the learner has found for the request of this number; it may have been given up. Args: lost: as of GroupsLost."""
+        answer = self._answers.get(number)
+        if answer is None or answer.done():
+            return
+        if lost:
+            answer.set_exception(GroupsLost(lost))
+            return
+        found: dict[str, Any] = {}
+        if proximal is not None:
+            found["proximal_logprobs"] = proximal.logprobs
+            if proximal.route_places is not None:
+                found["wide"] = proximal.route_places
+        if reference is not None:
+            found["reference_logprobs"] = reference
+        if at_sampling is not None:
+            found[AT_SAMPLING], found[NOW] = at_sampling
+        answer.set_result((found, seconds))

@@ -1,0 +1,202 @@
+"""The learner as Ray actors, one a rank, and the handle that drives them together.
+
+In a collective call every rank waits for the others. If the calls of two callers reached the ranks in different orders, the ranks would
+deadlock, or reduce tensors of different calls together. So there is one `LearnerGroup`, in the controller's process, and it makes one
+collective call at a time (collective_calls.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import ray
+
+from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from actors.cluster.placement import RankPlaces
+from actors.driver.part_heartbeat import sequential_actor
+from actors.processes.supervision import USUAL_START, kill, lost_if_late, persistently, wait_for
+from actors.queue.payloads import checksums_of
+from actors.ranks.collective_calls import CollectiveCaller, all_of
+from actors.ranks.learner_rank_actor import LearnerRankActor
+from correction.errors import DeadlineExceeded
+
+if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
+    from correction.config import CorrectionConfig
+    from learner.results import StepResult
+
+
+_SAVED_POLL_S = 0.2
+"""Seconds between two questions whether a checkpoint is written; a rank answers between two calls."""
+
+
+class LearnerGroup:
+    """All ranks of the learner, driven together: the one caller of their collective calls. It stays in the process that made it."""
+
+    def __init__(self, ranks: list[Any], *, version: int, step_s: float) -> None:
+        self._ranks, self.step_s = ranks, step_s
+        self._collective = CollectiveCaller({f"rank {number}": rank for number, rank in enumerate(ranks)})
+        self._version = version
+        self.start_took_s, self.node = 0.0, ""  # of rank 0, whose node stores the weights
+
+    @classmethod
+    async def start(
+        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float,
+        made: Callable[[LearnerGroup], None] = lambda _: None,
+    ) -> tuple[LearnerGroup, list[ActorInfo]]:
+        """Start the ranks and load the model.
+
+        Args: made: is given the group before its ranks have started, so that ranks that never come up can be killed.
+        Returns: the group, and for each rank its process id and metrics endpoint.
+        """
+        config, world_size, actor = places.config, places.config.world_size, sequential_actor(LearnerRankActor)
+        ranks: list[Any] = [actor.options(**places.options(rank)).remote(config, rank, bind=bind) for rank in range(world_size)]
+        group, began = cls(ranks, version=version, step_s=step_s), time.monotonic()
+        made(group)
+        usual_s = USUAL_START * start_s
+        master = await wait_for(ranks[0].address.remote(), "learner rank 0 -> a process", deadline_s=start_s, usual_s=usual_s)
+        starts = [r.start.remote(world_size, master, model, version) for r in ranks]
+        infos = await all_of(wait_for(s, f"learner start <- rank {i}", deadline_s=start_s, usual_s=usual_s) for i, s in enumerate(starts))
+        group.start_took_s, group.node = time.monotonic() - began, infos[0].node
+        return group, infos
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a LearnerGroup stays in its process: calls from a second one would reach the ranks in another order")
+
+    @property
+    def rank_zero(self) -> Any:
+        """For calls that concern no other rank."""
+        return self._ranks[0]
+
+    @property
+    def version(self) -> int:
+        """Version of the weights after all calls made so far."""
+        return self._version
+
+    async def fetch(
+        self, batch: Any, correction: CorrectionConfig | None, *, step: int, limit_s: float, everything: bool = False
+    ) -> dict[int, str]:
+        """Have every rank read the wide fields of the sequences that it computes with in the next call on this batch: a forward pass, or
+        training if `correction` is given.
+
+        Args:
+            batch: reference to a PackedBatch, or to the CorrectedBatch that will be trained in `step`.
+            limit_s: for a rank to read them.
+            everything: every rank reads those of all sequences.
+        Returns: why groups can't be read (all of it or a part), by group id.
+        Raises: ActorLost also past the deadline: fields that can't be read are reported before it, so the batch itself did not come.
+        """
+        asks = (partial(rank.fetch.remote, batch, correction, step, limit_s, everything=everything) for rank in self._ranks)
+        what, deadline_s = "wide fields of a batch", limit_s + self.step_s
+        reading = all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))
+        lost = await lost_if_late(reading)
+        return {group: why for of_rank in lost for group, why in sorted(of_rank.items())}
+
+    async def step(self, corrected: Any, correction: CorrectionConfig, *, step: int) -> StepResult:
+        """Train on a batch; the version grows by one.
+
+        Args: corrected: reference to a CorrectedBatch.
+        Returns: the result with a reference to its values.
+        """
+        self._version += 1
+        what = f"learner step {step}"
+        (result, values), *_ = await self._ask("step", corrected, correction, step, what=what, results=2)
+        whole: StepResult = replace(result, values=values)
+        return whole
+
+    async def proximal(self, batch: Any, *, version: int) -> Any:
+        """log pi of the batch's tokens at the weights of `version`, and where they were sent if training is to follow.
+
+        Args:
+            batch: reference to a PackedBatch.
+        Returns: reference to a Proximal.
+        """
+        return await self._found("proximal", batch, version, what=f"proximal logprobs v{version}")
+
+    async def load_reference(self, model: Path) -> None:
+        await self._ask("load_reference", model, what="reference policy")
+
+    async def reference_logprobs(self, batch: Any, *, version: int) -> Any:
+        """Reference to log pi of the batch's tokens under the reference policy's weights, [N] float32; arguments as of `proximal`."""
+        return await self._found("reference_logprobs", batch, version, what=f"reference logprobs v{version}")
+
+    async def keep_weights(self, version: int, *, oldest: int) -> None:
+        """Every rank keeps a copy of its weights, which are those of `version`, and frees copies older than `oldest`."""
+        await self._ask("keep_weights", version, oldest, what=f"copy of the weights v{version} to keep")
+
+    async def at_sampling(self, batch: Any, *, version: int, oldest: int) -> Any:
+        """Reference to two tensors, [N] float32 each: log pi of the trained tokens at the weights that sampled them (NaN where no copy of
+        these is kept), and at the present weights. Arguments as of `proximal`; copies older than `oldest` are freed."""
+        return await self._found("at_sampling", batch, version, oldest, what=f"logprobs at the weights that sampled, v{version}")
+
+    async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
+        """Gather the present weights and store or broadcast them as the plan says, in one pass."""
+        what = f"copy of the weights v{self._version}"
+        (snapshot,), *_ = await self._ask("export", self._version, plan, what=what, deadline_s=deadline_s)
+        weights: WeightSnapshot = snapshot
+        return weights
+
+    async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> dict[str, str]:
+        """Checksums of weights in the object store by Hugging Face name, computed in a Ray task, not by a rank.
+
+        Args:
+            buckets: references to WeightBuckets.
+        """
+        compute = ray.remote(num_cpus=0)(checksums_of)
+        return await wait_for(compute.remote(*buckets), "checksums of the weights", deadline_s=deadline_s)
+
+    async def settled(self) -> None:
+        """Wait until the ranks have run all collective calls. Raises: ActorLost if one of them has missed one."""
+        await self._collective.settled(deadline_s=self.step_s)
+
+    async def begin_save(self, folder: Path, hf_folder: Path, *, deadline_s: float) -> None:
+        """Have every rank copy its part of a checkpoint; the ranks write it to disk during their next steps."""
+        await self._ask("begin_save", folder, hf_folder, what="copy for a checkpoint", deadline_s=deadline_s)
+
+    async def checkpoint_bytes(self, *, deadline_s: float) -> int:
+        """Bytes of a checkpoint of the present state."""
+        return sum(await self._each("checkpoint_bytes", "size of a checkpoint", deadline_s))
+
+    async def saved(self, *, deadline_s: float) -> None:
+        """Wait until every rank has written what it copied. Raises: DataError if one could not; DeadlineExceeded."""
+        ends = time.monotonic() + deadline_s
+        while True:
+            is_late = time.monotonic() > ends
+            # A rank answers between two calls, so that the answer may take as long as a step.
+            if all(await self._each("is_saved", "end of a checkpoint", deadline_s + self.step_s)):
+                return
+            if is_late:
+                raise DeadlineExceeded(f"checkpoint <- learner: not on disk after {deadline_s:g} s (deadlines.checkpoint_s)")
+            await asyncio.sleep(_SAVED_POLL_S)
+
+    async def restore(self, folder: Path, version: int, *, deadline_s: float) -> None:
+        """Load a checkpoint, whose weights have this version, in all ranks. Calls under way are given up."""
+        self._collective.begin_anew()
+        self._version = version
+        await self._ask("restore", folder, version, what=f"restoring {folder}", deadline_s=deadline_s)
+
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """Their actors, by their names in messages."""
+        return {f"learner rank {number}": rank for number, rank in enumerate(self._ranks)}
+
+    def kill(self) -> None:
+        kill(*self._ranks)
+
+    async def _ask(self, method: str, *arguments: Any, what: str, deadline_s: float | None = None, results: int = 1) -> list[list[Any]]:
+        return await self._collective.ask(method, *arguments, what=what, deadline_s=deadline_s or self.step_s, results=results)
+
+    async def _found(self, method: str, *arguments: Any, what: str) -> Any:
+        """Reference to rank 0's second result, when all ranks are done."""
+        (_, found), *_ = await self._ask(method, *arguments, what=what, results=2)
+        return found
+
+    async def _each(self, method: str, what: str, deadline_s: float) -> list[Any]:
+        """All ranks' answers to a call that is not collective, and may be repeated."""
+        asks = (getattr(rank, method).remote for rank in self._ranks)
+        return await all_of(persistently(ask, f"{what} <- rank {i}", deadline_s=deadline_s) for i, ask in enumerate(asks))

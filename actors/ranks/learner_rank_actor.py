@@ -1,0 +1,278 @@
+"""One rank of the learner as a Ray actor. actors/ranks/learner_group.py calls all of them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from actors.cluster.hub import model_folder
+from actors.driver.part_heartbeat import BESIDE, BeatingInTurn
+from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
+from actors.queue.payloads import read_now
+from actors.ranks.collective_calls import NumberedRank, collective
+from actors.settings.devices import check_received
+from correction.engines.quick_imports import uncollected
+from correction.errors import DataError, EngineError, SyncError
+from learner.config import LearnerConfig
+from rollout.stacks import tell_stacks
+
+if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
+    from torch import Tensor
+
+    from correction.batch import CorrectedBatch, PackedBatch
+    from correction.config import CorrectionConfig
+    from correction.engines.processor import Processor
+    from correction.engines.weight_bucket import WeightBucket
+    from correction.wide import WidePlace
+    from learner.broadcast import WeightBroadcaster
+    from learner.export import Staging
+    from learner.results import Proximal, StepResult, StepValues
+
+
+class LearnerRankActor(NumberedRank, BeatingInTurn):
+    """One Megatron rank in a process of its own. Calls run one after the other, as they arrive with their arguments.
+
+    Collective ones say first which number they have among those of their caller. Rank 0 answers them; the others return nothing.
+    """
+
+    def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
+        super().__init__(f"learner rank {rank}")
+        tell_stacks()
+        self._config, self._rank, self._bind = config, rank, bind
+        self._version = 0
+        self._broadcaster: WeightBroadcaster | None = None
+        self._reserved: socket.socket | None = None
+        self._staging: Staging | None = None
+        self._processor: Processor | None = None
+        self._read: dict[Any, Any] = {}
+        """Wide fields of the batch that comes next, by reference."""
+
+    @ray.method(concurrency_group=BESIDE)
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 will listen: this node and a port that nobody else is given until the next one is asked for."""
+        host = node_address()
+        if self._reserved is not None:
+            self._reserved.close()
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who listens there sets it, too, and may
+        self._reserved.bind((host, 0))
+        return host, self._reserved.getsockname()[1]
+
+    def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
+        """Join the group and load the weights."""
+        with uncollected():
+            from learner import layers
+            from learner.kept_weights import KeptWeights
+            from learner.learner_rank import LearnerRank
+
+            if self._config.resolved_device == "cuda":
+                check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
+            self._learner = LearnerRank(self._config, self._rank, world_size, master[0], master[1])
+        self._learner.load(model_folder(model))
+        self._kept = KeptWeights(self._learner)
+        self._version = version
+        self._endpoint = MetricsEndpoint("learner", str(self._rank), bind=listen_address(self._bind))
+        detail = layers.describe(self._config, self._learner.placement.device)
+        return ActorInfo("learner", str(self._rank), os.getpid(), self._endpoint.target, detail, ray.get_runtime_context().get_node_id())
+
+    def fetch(
+        self, batch: PackedBatch | CorrectedBatch, correction: CorrectionConfig | None, step: int, limit_s: float, *, everything: bool
+    ) -> dict[int, str]:
+        """Read the wide fields of the sequences with which this rank will compute, for the next call on this batch. No collective call: a
+        rank that can't read its own must not let the others wait.
+
+        Args: as LearnerGroup.fetch.
+        Returns: why groups can't be read, by id.
+        Raises: DataError for fields that don't fit their tokens.
+        """
+        packed: Any = getattr(batch, "batch", None) or batch
+        assert packed.wide is not None
+        count = range(packed.num_sequences)
+        own = list(count) if everything else self._learner.sequences_read(batch, correction, step=step)
+        references = {one: None for i in own for one in packed.wide[i].references}
+        self._read, lost = read_now(list(references), limit_s)
+        if not lost:
+            packed.holding(self._read).select(own).check_wide_fields()
+        return {int(packed.group_ids[i]): lost[one] for i in own for one in packed.wide[i].references if one in lost}
+
+    @collective
+    def step(
+        self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int
+    ) -> tuple[StepResult | None, StepValues | None]:
+        """Train on a batch; the weight version grows by one, also when the guard skipped the update.
+
+        Returns: the result without what it says of each token, and that, which stays where it is until somebody computes with it.
+        """
+        self._in_order(number, f"step {step}")
+        began = time.monotonic()
+        result = self._learner.step(corrected.holding(self._read) if self._read else corrected, correction, step=step)
+        self._read = {}
+        self._version += 1
+        self._endpoint.set("time/train_s", time.monotonic() - began)
+        self._endpoint.set("weight_version", self._version)
+        return (replace(result, values=None), result.values) if self._rank == 0 else (None, None)
+
+    @collective
+    def proximal(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Proximal | None]:
+        """Proximal logprobs at the weights of `version`: nothing for who waits, and the answer for who has asked."""
+        self._begin(number, "proximal logprobs", version)
+        result = self._learner.proximal(batch.holding(self._read) if self._read else batch)
+        if self._rank != 0:
+            return None, None
+        routes = result.routed_experts
+        return None, result if routes is None else replace(result, routed_experts=None, route_places=self._stored(batch, routes))
+
+    def _stored(self, batch: PackedBatch, routed_experts: Tensor) -> tuple[WidePlace, ...]:
+        """[S] places of the routed experts in the object store, an object for each group."""
+        from correction.wide import WideFields, WidePlace, route_keys
+
+        bounds, of_group = batch.offsets.tolist(), dict[int, list[int]]()
+        for i, group in enumerate(batch.group_ids.tolist()):
+            of_group.setdefault(group, []).append(i)
+        places: dict[int, WidePlace] = {}
+        for sequences in of_group.values():
+            reference = ray.put(tuple(WideFields(routed_experts[bounds[i] : bounds[i + 1] - 1].clone()) for i in sequences))
+            for number, i in enumerate(sequences):
+                trained = batch.loss_mask[bounds[i] : bounds[i + 1]].nonzero()
+                prompt = int(trained[0]) if len(trained) else 0
+                keys = route_keys(routed_experts[bounds[i] : bounds[i] + prompt])
+                places[i] = WidePlace(((reference, number),), keys)
+        return tuple(places[i] for i in range(len(places)))
+
+    @collective
+    def load_reference(self, number: int, model: Path) -> None:
+        self._in_order(number, "load of the reference policy")
+        self._learner.load_reference(model_folder(model))
+
+    @collective
+    def reference_logprobs(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Tensor | None]:
+        """As `proximal`."""
+        self._begin(number, "reference logprobs", version)
+        result = self._learner.reference_logprobs(batch)
+        return None, result if self._rank == 0 else None
+
+    @collective
+    def keep_weights(self, number: int, version: int, oldest: int) -> None:
+        """Copy the weights of `version` for `at_sampling`."""
+        self._begin(number, "copy of the weights to keep", version)
+        self._kept.keep(version, oldest=oldest)
+
+    @collective
+    def at_sampling(self, number: int, batch: PackedBatch, version: int, oldest: int) -> tuple[None, tuple[Tensor, Tensor] | None]:
+        """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones."""
+        self._begin(number, "logprobs at the weights that sampled", version)
+        batch = batch.holding(self._read) if self._read else batch
+        found = self._kept.at_sampling(batch, oldest=oldest), self._learner.logprobs(batch)
+        return None, found if self._rank == 0 else None
+
+    @collective
+    def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot | None:
+        """One pass over the weights of `version`: every rank takes part in gathering, rank 0 alone copies, sends and answers.
+
+        A broadcast that fails is told in the answer; the learner goes on.
+        """
+        from correction.engines.float8 import in_float8
+        from correction.engines.weight_spec import WeightSpec
+        from learner.export import weight_checksums
+
+        self._begin(number, "export of the weights", version)
+        began = time.monotonic()
+        references, specs, error = [], [], ""
+        checksums: dict[str, str] = {}
+        for piece in self._learner.weights(plan.bucket_bytes):
+            if self._rank != 0:
+                continue
+            piece = in_float8(piece) if plan.float8 else piece
+            specs.append([WeightSpec.of(name, tensor) for name, tensor in piece.items()])
+            if plan.broadcasts and not error:
+                error = self._send(piece)
+            if plan.stores:
+                references.append(ray.put(self._stage(piece)))
+                checksums |= weight_checksums(piece.items()) if plan.checksums else {}  # where the piece is
+        probe = self._score(plan.probe_ids) if plan.probe_ids else []
+        if self._rank != 0:
+            return None
+        seconds = time.monotonic() - began
+        return WeightSnapshot(self._version, references, specs, probe, checksums, seconds, self._computes_with(), error)
+
+    def _send(self, piece: Mapping[str, Tensor]) -> str:
+        """Why it could not be broadcast; the other ranks gather to the end all the same. Empty: it could."""
+        if self._broadcaster is None:
+            return "the learner is in no weight group; open_broadcast comes first"
+        try:
+            self._broadcaster.send(piece)
+        except SyncError as error:
+            return str(error)
+        return ""
+
+    def _stage(self, piece: Mapping[str, Tensor]) -> WeightBucket:
+        from learner.export import Staging
+
+        if self._staging is None:
+            self._staging = Staging()
+        return self._staging.bucket(piece)
+
+    def _computes_with(self) -> Processor | None:
+        if self._processor is None and self._config.batch_invariant:
+            self._processor = self._learner.processor()
+        return self._processor
+
+    def _begin(self, number: int, what: str, version: int) -> None:
+        """As `_in_order`. Raises: EngineError also for a call that is meant for other weights."""
+        self._in_order(number, what)
+        if version != self._version:
+            raise EngineError(f"learner rank {self._rank}: {what} asked at version {version}, but the weights are of {self._version}")
+
+    def _score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
+        import torch
+
+        from learner.optimizer_steps import unsampled_batch
+
+        ids, ends = torch.tensor(token_ids, dtype=torch.int64), torch.tensor([0, len(token_ids)])
+        batch = unsampled_batch(ids, ends, torch.arange(len(ids)) > 0)
+        return [float(value) for value in self._learner.logprobs(batch)[1:]]
+
+    @collective
+    def begin_save(self, number: int, folder: Path, hf_folder: Path) -> None:
+        self._in_order(number, "copy for a checkpoint")
+        self._learner.begin_save(folder, hf_folder)
+
+    def is_saved(self) -> bool:
+        """No collective call: each rank answers for itself, also asked again."""
+        return self._learner.is_saved()
+
+    def checkpoint_bytes(self) -> int:
+        """No collective call either."""
+        return self._learner.checkpoint_bytes()
+
+    @collective
+    def restore(self, number: int, folder: Path, version: int) -> None:
+        self._go_on_from(number)  # calls before it may be lost with who made their arguments
+        self._version = version
+        with contextlib.suppress(DataError):  # what is being written may be a step that will be written again
+            self._learner.is_saved(wait=True)
+        self._learner.restore(folder)
+        self._kept.forget()
+
+    @ray.method(concurrency_group=BESIDE)
+    def open_broadcast(self, host: str, port: int, world_size: int, name: str, timeout_s: float) -> None:
+        """Join the weight group of a fixed pool as its rank 0 (rank 0 of the learner only), beside a step."""
+        from learner.broadcast import WeightBroadcaster
+
+        self._broadcaster = WeightBroadcaster(host, port, world_size, name, timeout_s, self._learner.placement.device)
+
+    @ray.method(concurrency_group=BESIDE)
+    def close_broadcast(self) -> None:
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+            self._broadcaster = None

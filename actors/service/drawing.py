@@ -1,0 +1,86 @@
+"""Draws the groups of a batch from the trajectory queue. Groups not worth training are discarded, lost ones are sampled again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from actors.carriers import StoredGroup
+from actors.driver.outstanding import worthless
+from actors.processes.numbered import NumberedCaller
+from actors.queue import payloads
+from actors.queue.trajectory_queue import ANSWER_S
+from correction.errors import ActorLost
+from rollout import wide_fields
+from rollout.trajectory import Group
+
+_POLL_S = 30.0
+_MOST_LOSSES = 3
+"""Times that one group may be lost before the run ends. Two losses may be two lost nodes; tokens that are always late would be sampled
+again for ever."""
+
+
+class Drawing:
+    """The correction service's side of the queue."""
+
+    def __init__(self, books: NumberedCaller, *, dynamic_sampling: bool, bytes_per_s: float) -> None:
+        self._books, self._dynamic_sampling, self._bytes_per_s = books, dynamic_sampling, bytes_per_s
+        self._losses = Counter[int]()
+        """Number of losses by group id."""
+        self.wide_of: dict[int, Any] = {}
+        """References to the wide fields of the groups of the batch in preparation, by group id; empty if they have none."""
+
+    async def draw(self, version: int, places: int) -> list[Group]:
+        """Up to `places` groups worth training, without their wide fields; waits for the first.
+
+        Groups not worth training are discarded, which frees their places for new prompts; those whose tokens are lost are sampled again.
+        """
+        while True:
+            # This deadline is for a queue that doesn't answer; that no group is finished is for the batch's deadline.
+            what, limit_s = f"groups of version {version} <- trajectory queue", _POLL_S + ANSWER_S
+            drawn = await self._books.ask("draw", version, places, _POLL_S, what=what, deadline_s=limit_s, notice_s=ANSWER_S)
+            if not drawn:
+                continue
+            kept, given_up = list[StoredGroup](), dict[str, list[int]]()
+            for group in drawn:
+                if reason := worthless(group.facts, dynamic_sampling=self._dynamic_sampling):
+                    given_up.setdefault(reason, []).append(group.group_id)
+                else:
+                    kept.append(group)
+            for reason, group_ids in given_up.items():
+                await self._books.ask("discard", group_ids, reason, what="discard of groups <- trajectory queue", deadline_s=ANSWER_S)
+            groups, lost = await payloads.fetched(kept, deadline_s=payloads.fetch_s(kept, self._bytes_per_s))
+            if lost:
+                await self.lose(lost)
+            if groups:
+                self.wide_of |= {one.group_id: one.wide for one in kept if one.wide is not None and one.group_id not in lost}
+                return [await self._without_wide_fields(group) for group in groups]
+
+    async def lose(self, why: Mapping[int, str]) -> None:
+        """Have drawn groups that can't be read sampled again.
+
+        Args: why: reasons by group id.
+        Raises: ActorLost for a group that was lost _MOST_LOSSES times: lost nodes don't explain that.
+        """
+        for group_id, reason in why.items():
+            self.wide_of.pop(group_id, None)
+            self._losses[group_id] += 1
+            if self._losses[group_id] >= _MOST_LOSSES:
+                raise ActorLost(
+                    f"group {group_id} was sampled {_MOST_LOSSES} times, and each time its tokens could not be read, at last because they "
+                    f"were {reason}: look at the nodes and the network between them; where they are late, lower deadlines.bytes_per_s"
+                )
+        what = f"loss of {len(why)} groups -> trajectory queue"
+        await self._books.ask("lose", sorted(why), what=what, deadline_s=ANSWER_S)
+
+    async def _without_wide_fields(self, group: Group) -> Group:
+        """The group without its wide fields, which are put into the object store. Only small groups and those of a checkpoint have any."""
+        if not wide_fields.has_wide_fields(group):
+            return group
+        light, fields = wide_fields.split_wide_fields(group)
+        self.wide_of[group.group_id] = await asyncio.to_thread(ray.put, fields)
+        return light

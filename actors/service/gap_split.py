@@ -1,0 +1,76 @@
+"""The gap of stale tokens, split exactly into mismatch and staleness: every so many batches, on a sample.
+
+A token of version v was sampled by the engine at weights v. What the learner says of it at weights v differs from that by the mismatch
+alone; what it says at the weights where the update starts, by staleness as well. So the ranks keep copies of the versions that such a batch
+may hold, shortly before it, and none at other times.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from actors.ranks.forwards import AT_SAMPLING, NOW, ForwardRequests
+from correction.batch import PackedBatch
+from correction.variance_split import split_numbers
+
+TRAJECTORIES = 16
+"""At most so many of a batch are scored, at each version that they hold and at the present one."""
+
+
+class GapSplit:
+    """Says when copies are kept and batches are split, and asks the learner for it."""
+
+    def __init__(
+        self,
+        forwards: ForwardRequests,
+        *,
+        every: int,
+        max_staleness: int,
+        deadline_s: float,
+        fetch_s: Callable[[PackedBatch], float],
+        replays_engine: bool = False,
+    ) -> None:
+        """Args:
+        every: batches from one split to the next; 0: there is none.
+        deadline_s: until the learner has come to a version and has done what it is asked.
+        fetch_s: time that a batch's wide fields may take to come.
+        replays_engine: the batch's routed experts are the engine's; those of the present weights are not to be replayed at others.
+        """
+        self._forwards, self._every, self._max_staleness, self._deadline_s = forwards, every, max_staleness, deadline_s
+        self._fetch_s, self._replays_engine = fetch_s, replays_engine
+
+    def keeps(self, version: int) -> bool:
+        """A batch that will be split may hold tokens of these weights."""
+        return self._every > 0 and self._every - version % self._every <= self._max_staleness
+
+    def splits(self, version: int) -> bool:
+        """The batch of this version is split."""
+        return self._every > 0 and self._max_staleness > 0 and version % self._every == 0
+
+    async def keep(self, version: int) -> float:
+        """Copy the learner's weights, which are of `version`. Returns: seconds."""
+        oldest = version - self._max_staleness
+        _, seconds = await self._forwards.ask(None, version=version, kept_since=oldest, deadline_s=self._deadline_s)
+        return seconds
+
+    async def split(self, batch: PackedBatch, version: int) -> tuple[dict[str, float], float]:
+        """The numbers of quantities.SPLIT, none without stale tokens of kept versions, and the learner's seconds for them."""
+        stale = batch.loss_mask & (batch.weight_versions >= 0) & (batch.weight_versions < version)
+        sequences = torch.unique(torch.searchsorted(batch.offsets, stale.nonzero().flatten(), right=True) - 1).tolist()
+        if not sequences:
+            return {}, 0.0
+        chosen = sorted(random.Random(version).sample(sequences, min(TRAJECTORIES, len(sequences))))
+        sample = batch if self._replays_engine else replace(batch, routed_experts=None, wide=None)
+        sample = replace(sample, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
+        oldest = version + self._every - self._max_staleness
+        asked = self._forwards.ask(
+            sample, version=version, scored_since=oldest, fetch_s=self._fetch_s(sample), deadline_s=self._deadline_s
+        )
+        found, seconds = await asked
+        at_sampling, now = found[AT_SAMPLING], found[NOW]
+        known = sample.loss_mask & (sample.weight_versions < version) & at_sampling.isfinite() & now.isfinite()
+        return split_numbers(sample.behavior_logprobs[known], at_sampling[known], now[known]), seconds

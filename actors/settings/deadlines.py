@@ -1,0 +1,179 @@
+"""Every deadline that follows from others: the length of an answer, the slowest rate of tokens, the bytes of the model and of a second.
+
+What is set in a recipe stays; the rest grows with the run, so that a long wait that is none of anybody's fault is no error: answers of 32k
+tokens and 60 GB of weights need no setting. Their order is what makes them useful: who waits for something waits longer than that something
+may take with all of its attempts. No deadline but the engine's heartbeat takes a worker away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.config import DeadlinesConfig, RunConfig
+from actors.queue.trajectory_queue import ANSWER_S
+from rollout.config import RolloutConfig
+from rollout.engine_config import EngineDeadlines
+
+_LEARNER_PACE = 1000
+"""A learner takes in a second at least so many times the tokens that one answer grows by: it reads many sequences at once."""
+_CHECKPOINT_COPIES = 8
+"""Bytes of a checkpoint by those of the model: weights, float32 masters and two moments of the optimizer, and the folder to serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the deadlines of a run follow from."""
+
+    answer_tokens: int
+    """Longest answer."""
+    tokens_per_s: float
+    bytes_per_s: float
+    waves: int
+    """Answers that a request may have to wait for in its engine, one after the other, its own included."""
+    scored_in_turn: int
+    """Completions that one of a worker's scoring processes may have before it."""
+    reward_s: float
+    """Longest time for one completion."""
+    batch_tokens: int
+    """Of a training batch, in all of its passes."""
+    evaluation_waves: int
+    """As `waves`, for all questions of an evaluation on all workers."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Scale:
+        rollout = config.rollout
+        group, running = rollout.sampling.samples_per_group, rollout.engine.max_running_requests
+        asked = config.evaluation.problems * config.evaluation.samples
+        return cls(
+            answer_tokens=rollout.sampling.max_tokens,
+            tokens_per_s=config.deadlines.tokens_per_s,
+            bytes_per_s=config.deadlines.bytes_per_s,
+            waves=1 + -(-rollout.slots_per_worker * group // running),
+            scored_in_turn=-(-rollout.slots_per_worker * group // rollout.reward.processes),
+            reward_s=rollout.reward.deadline_s,
+            batch_tokens=config.groups_per_step * group * rollout.sampling.max_tokens * config.learner.epochs_per_batch,
+            evaluation_waves=1 + -(-asked // (running * rollout.fewest_workers)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """One line of the table."""
+
+    key: str
+    """Dotted, as in a recipe; empty for one that is no setting."""
+    seconds: float
+    what: str
+    """What it bounds, and how it was found."""
+    is_set: bool = False
+
+
+def with_deadlines(config: RunConfig, model_bytes: int) -> RunConfig:
+    """The same run with every deadline that isn't set derived."""
+    run, engine = _values(config, model_bytes)
+    rollout = config.rollout
+    engine_config = rollout.engine.model_copy(update={"deadlines": rollout.engine.deadlines.derived(engine)})
+    return config.model_copy(
+        update={
+            "deadlines": config.deadlines.derived(run),
+            "rollout": rollout.model_copy(update={"engine": engine_config}),
+        }
+    )
+
+
+def bytes_of(model: Path) -> int:
+    """Of a model folder's weights; 0 if there are none yet."""
+    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
+def scoring_s(rollout: RolloutConfig) -> float:
+    """Longest wait for the rewards of a group: every completion of the worker's other groups may come first, and each take its deadline."""
+    waiting = -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // rollout.reward.processes)
+    return waiting * rollout.reward.deadline_s + rollout.reward.start_deadline_s
+
+
+def group_s(rollout: RolloutConfig) -> float:
+    """Longest time for one group of a worker: sampled, scored, handed over."""
+    return rollout.engine.deadlines.generate_s + scoring_s(rollout) + ANSWER_S
+
+
+def table(config: RunConfig, model_bytes: int) -> list[Deadline]:
+    """The deadlines that a run would have, shortest part first; what waits for another stands below it."""
+    whole = with_deadlines(config, model_bytes)
+    scale, run, engine, rollout = Scale.of(config), whole.deadlines, whole.rollout.engine.deadlines, whole.rollout
+    size, rate = f"{model_bytes / 1e9:.3g} GB", f"{run.bytes_per_s / 1e6:.4g} MB/s"
+
+    def of(section: DeadlinesConfig | EngineDeadlines, name: str, what: str) -> Deadline:
+        prefix = "deadlines" if isinstance(section, DeadlinesConfig) else "rollout.engine.deadlines"
+        return Deadline(f"{prefix}.{name}", getattr(section, name), what, name in section.model_fields_set)
+
+    return [
+        of(engine, "heartbeat_s", "an engine that answers no probe for so long is lost; nothing else loses a worker"),
+        of(run, "part_heartbeat_s", "queue, service, learner ranks, likewise; for a rank the run goes back to its last checkpoint"),
+        of(engine, "generate_s", f"one answer: {scale.waves} x {scale.answer_tokens} tokens at {run.tokens_per_s:g} a second"),
+        Deadline("", scoring_s(rollout), f"rewards of a group: {scale.scored_in_turn} completions before it, {scale.reward_s:g} s each"),
+        Deadline("", group_s(rollout), "a group: answer, rewards and the way to the queue; then another worker samples it"),
+        of(run, "batch_s", "a batch without a single finished group: two groups one after the other, and a new worker between them"),
+        of(engine, "control_s", f"specs, checksums, scores of an engine: {size} at five times {rate}"),
+        of(engine, "update_s", f"a weight update in the engine: {size} at {rate}"),
+        of(run, "sync_s", "one attempt at new weights: their way to the node, the update, the checksums"),
+        Deadline("", run.receipts_s, "receipts of all workers: three attempts and their pauses"),
+        of(engine, "start_s", "an engine's start, weights on disk"),
+        of(run, "start_s", "start of a worker or a rank on its node; waiting for a node is apart from it"),
+        of(run, "step_s", f"an optimizer step: {scale.batch_tokens} tokens at {_LEARNER_PACE * run.tokens_per_s:g} a second"),
+        of(run, "checkpoint_s", f"a checkpoint on disk: {_CHECKPOINT_COPIES} x {size} at {rate}"),
+        of(run, "evaluation_s", f"an evaluation: {scale.evaluation_waves} answers in turn, and their rewards; then it is left out"),
+    ]
+
+
+def as_text(deadlines: list[Deadline]) -> str:
+    """One line for each: its seconds, its key, what it bounds."""
+    width = max(len(line.key) for line in deadlines)
+    rows = (f"{line.seconds:>9.0f} s  {line.key:<{width}}  {line.what}{' (set)' if line.is_set else ''}" for line in deadlines)
+    return "\n".join(rows)
+
+
+def inversions(config: RunConfig) -> list[str]:
+    """What a recipe's own deadlines turn around, one sentence each: somebody would stop waiting before what is waited for may be late."""
+    run, engine = config.deadlines, config.rollout.engine.deadlines
+    pairs = (
+        ("deadlines.batch_s", run.batch_s, "one group (answer, rewards, queue)", group_s(config.rollout)),
+        ("deadlines.sync_s", run.sync_s, "rollout.engine.deadlines.update_s", engine.update_s),
+        ("deadlines.start_s", run.start_s, "rollout.engine.deadlines.start_s", engine.start_s),
+        ("deadlines.evaluation_s", run.evaluation_s, "rollout.engine.deadlines.generate_s", engine.generate_s),
+    )
+    return [
+        f"{key} = {seconds:.0f} s leaves no time beyond {part}, which may take {part_s:.0f} s: it ends what is only slow. "
+        "Raise it, or leave it out"
+        for key, seconds, part, part_s in pairs
+        if seconds <= part_s
+    ]
+
+
+def _values(config: RunConfig, model_bytes: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Of the run, and of each engine: those in the recipe are taken as they are where others follow from them."""
+    scale = Scale.of(config)
+    least, floor = config.deadlines.derived({}), config.rollout.engine.deadlines.derived({})
+    answer_s, travel_s = scale.answer_tokens / scale.tokens_per_s, model_bytes / scale.bytes_per_s
+    engine = {
+        "generate_s": max(floor.generate_s, scale.waves * answer_s),
+        "control_s": floor.control_s + travel_s / 5,
+        "update_s": floor.update_s + travel_s,
+        "start_s": floor.start_s + travel_s,
+    }
+    own = floor.derived(engine)
+    rollout = config.rollout.model_copy(update={"engine": config.rollout.engine.model_copy(update={"deadlines": own})})
+    sync_s = least.derived({"sync_s": max(least.sync_s, travel_s + own.update_s + 2 * own.control_s)}).sync_s
+    start_s = least.derived({"start_s": max(least.start_s, 2 * own.start_s + travel_s)}).start_s
+    evaluation_s = scale.evaluation_waves * answer_s + scoring_s(rollout)
+    run = {
+        "sync_s": sync_s,
+        "start_s": start_s,
+        "batch_s": max(least.batch_s, 2 * group_s(rollout) + start_s + 3 * sync_s),
+        "step_s": max(least.step_s, scale.batch_tokens / (_LEARNER_PACE * scale.tokens_per_s)),
+        "checkpoint_s": max(least.checkpoint_s, _CHECKPOINT_COPIES * travel_s),
+        "evaluation_s": max(least.evaluation_s, evaluation_s, group_s(rollout)),
+    }
+    return run, engine

@@ -1,0 +1,244 @@
+"""Devices and types, before anything starts: enough GPUs for whoever asks for one, and the same type of weights on both sides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from actors.config import RunConfig
+from correction.errors import ConfigError
+
+SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
+"""Of SGLang's arguments: with these it sets NCCL's variable itself, whatever it was."""
+
+
+def check_devices(config: RunConfig) -> None:
+    """Refuse a run on this machine that has too few GPUs for it; on a cluster that is joined, what counts is known there. A rank or an
+    engine that gets none would wait until its deadline.
+
+    Raises: ConfigError.
+    """
+    check_shares(config)
+    if config.ray.address is not None:
+        return
+    shares, parts = _wanted(config)
+    there = visible_gpus()
+    if whole_gpus(shares) > there:
+        seen = f"torch sees {there}" if there else "torch sees none here (no GPU, no driver for it, or a torch without CUDA)"
+        raise ConfigError(
+            f"{parts}: {_gpus(shares)}, but {seen}. Set device: cpu, ask for fewer, have them share one (learner.gpus_per_rank, "
+            f"rollout.gpus_per_worker), or name a cluster that has them (ray.address)"
+        )
+
+
+def check_shares(config: RunConfig) -> None:
+    """Refuse two ranks on one GPU, which NCCL can't connect, and devices and shares that don't go with the transport of the weights.
+
+    Raises: ConfigError.
+    """
+    learner, rollout = config.learner, config.rollout
+    if rollout.engine.resolved_device == "cuda" and rollout.gpus_per_worker < 1 and rollout.engine.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.gpus_per_worker = {rollout.gpus_per_worker:g} with engine.tensor_parallel = {rollout.engine.tensor_parallel}: an "
+            "engine's ranks are on whole GPUs of one node. Set rollout.gpus_per_worker to 1, or tensor_parallel to 1"
+        )
+    _check_weight_group(config)
+    _check_nccl_options(config)
+    if learner.resolved_device != "cuda":
+        return
+    if learner.gpus_per_rank <= 0.5 and learner.world_size > 1:
+        raise ConfigError(
+            f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with {learner.world_size} ranks: two of them would fit on one GPU, where "
+            "NCCL makes no group of them. Set it above 0.5, or have one rank"
+        )
+    if learner.gpus_per_rank < 1 and learner.tensor_parallel > 1:
+        raise ConfigError(
+            f"learner.gpus_per_rank = {learner.gpus_per_rank:g} with tensor_parallel = {learner.tensor_parallel}: the ranks of a group are "
+            "asked for together, as whole GPUs of one node. Set it to 1"
+        )
+    is_shared = learner.gpus_per_rank < 1 or rollout.gpus_per_worker < 1
+    if is_shared and config.weight_sync.transport == "broadcast":
+        raise ConfigError(
+            "weight_sync.transport = broadcast where a rank or a worker has a share of a GPU: an engine may be on the learner's own, and "
+            "NCCL makes no group of two processes on one. Set weight_sync.transport: object_store"
+        )
+
+
+def _check_weight_group(config: RunConfig) -> None:
+    """Raises: ConfigError for a broadcast from the learner (learner/broadcast.py) to engines that would join its group otherwise."""
+    engine, learner = config.rollout.engine, config.learner
+    own = "nccl" if learner.resolved_device == "cuda" else "gloo"
+    is_alike = engine.resolved_device == learner.resolved_device
+    if config.weight_sync.transport != "broadcast" or (is_alike and engine.resolved_group_backend == own):
+        return
+    remedy = "rollout.engine.weight_group_backend: auto, or " if is_alike else ""
+    raise ConfigError(
+        f"weight_sync.transport = broadcast: the learner, on {learner.resolved_device}, joins the weight group by {own}, and engines, on "
+        f"{engine.resolved_device}, by {engine.resolved_group_backend}: a group has one backend, and one kind of device. Set {remedy}"
+        "weight_sync.transport: object_store"
+    )
+
+
+def _check_nccl_options(config: RunConfig) -> None:
+    """Raises: ConfigError for options by which SGLang's NCCL would differ from the learner's, in one group (settings/environment.py)."""
+    engine = config.rollout.engine
+    if engine.resolved_device != "cuda" or config.weight_sync.transport != "broadcast":
+        return
+    for name in SETS_NVLS:
+        if engine.engine_args.get(name):
+            raise ConfigError(
+                f"rollout.engine.engine_args.{name} = {engine.engine_args[name]!r} with weight_sync.transport = broadcast: SGLang sets "
+                "NCCL_NVLS_ENABLE: 1 for it, which the learner's ranks don't have, and NCCL wants it alike in one group. Set "
+                "weight_sync.transport: object_store, or leave it out"
+            )
+
+
+def check_types(config: RunConfig) -> None:
+    """Refuse engines that hold weights in another type than the learner sends, and types that a device can't compute in.
+
+    Raises: ConfigError.
+    """
+    engine, learner = config.rollout.engine, config.learner
+    held = learner.resolved_dtype if engine.dtype == "auto" else engine.dtype
+    if held != learner.resolved_dtype:
+        shown = f"auto ({learner.resolved_dtype})" if learner.dtype == "auto" else learner.dtype
+        raise ConfigError(
+            f"rollout.engine.dtype = {held} with learner.dtype = {shown}: an engine takes new weights in the type that it holds them in, "
+            f"and the learner sends its own. Set learner.dtype: {held}, or leave rollout.engine.dtype out"
+        )
+    if held == "float32" and engine.resolved_device == "cuda":
+        raise ConfigError(
+            "rollout.engine.dtype = float32 on a GPU: SGLang's attention kernels compute in half precision alone there. Set learner.dtype: "
+            "bfloat16, or device: cpu"
+        )
+
+
+def check_engine_device(config: RunConfig) -> None:
+    """The same for one engine without Ray. Raises: ConfigError."""
+    engine, seen = config.rollout.engine, visible_gpus()
+    if engine.resolved_device == "cuda" and 0 < seen < engine.tensor_parallel:
+        raise ConfigError(f"rollout.engine.tensor_parallel = {engine.tensor_parallel}, but torch sees {seen} GPUs here. Set it to {seen}")
+    if engine.device == "cuda" and not seen:
+        raise ConfigError(
+            "rollout.engine.device = cuda, but torch sees no GPU here (none, no driver for it, or a torch without CUDA). Set it to cpu"
+        )
+
+
+def check_received(role: str, share: float, ids: Sequence[Any]) -> None:
+    """In the process of an actor on a GPU: it got from Ray what it asked for, and its torch sees exactly that.
+
+    Args:
+        role: who asks, such as "learner rank 3".
+        share: of a GPU, that was asked for, or the number of GPUs.
+        ids: as ray.get_gpu_ids() has them.
+    Raises: ConfigError.
+    """
+    wanted = max(1, round(share))
+    if len(ids) != wanted:
+        asked = f"{share:g} of a GPU" if share <= 1 else f"{wanted} GPUs"
+        raise ConfigError(
+            f"{role}: asked Ray for {asked} and got {list(ids) or 'none'}: it would compute on a GPU that belongs to another. "
+            "Start the nodes with the GPUs that they have (ray start --num-gpus)"
+        )
+    if (seen := visible_gpus()) != wanted:
+        raise ConfigError(
+            f"{role}: Ray gave it GPU {', '.join(map(str, ids))}, but torch sees {seen} there (CUDA_VISIBLE_DEVICES = "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). A node must offer the GPUs that it has, Ray's "
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES must not be set, and torch must be a build with CUDA"
+        )
+
+
+def check_rollout_resource(config: RunConfig, offered: float, possible: float | None) -> str | None:
+    """Whether a joined cluster can ever place the rollout workers.
+
+    Args:
+        offered: units of the rollout resource on the nodes that are there.
+        possible: on all nodes that its autoscaler may start; None: there is no autoscaler, or it has not told yet.
+    Returns: what to say if there will never be enough for all.
+    Raises: ConfigError if an autoscaler is there, and no node, nor any type of node that it may start, offers it.
+    """
+    wanted, resource = config.rollout.most_workers, config.ray.rollout_resource
+    if possible is None or max(offered, possible) >= wanted:
+        return None
+    setting = f"rollout.{'max_workers' if config.rollout.is_elastic else 'workers'} = {wanted}"
+    if max(offered, possible) < 1:
+        raise ConfigError(
+            f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers that resource, nor "
+            f"does any type of node that its autoscaler may start. Give a node type resources: {{{resource}: 1}} (deploy/ray-cluster.yaml)"
+        )
+    return (
+        f"{setting}: the cluster at {config.ray.address} offers the resource {resource!r} {max(offered, possible):g} times at most, with "
+        f"all nodes that its autoscaler may start; the other workers wait"
+    )
+
+
+def whole_gpus(shares: Sequence[float]) -> int:
+    """GPUs that hold these shares, each of which lies on one: filled one after the other, the largest shares first."""
+    left: list[float] = []
+    for share in sorted(shares, reverse=True):
+        place = next((i for i, room in enumerate(left) if share <= room + 1e-9), None)
+        if place is None:
+            left.append(1.0 - share)
+        else:
+            left[place] -= share
+    return len(left)
+
+
+def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> int:
+    """Engines of several whole GPUs, each on one node, that there is room for beside the learner, whose groups Ray packs.
+
+    Args: nodes: of each its GPUs, and how many workers it takes; math.inf: any number. The learner fills those that take few first.
+    """
+    learner, ranks = config.learner, config.rollout.engine.tensor_parallel
+    nodes = sorted(nodes, key=lambda node: node[1])
+    left = [gpus for gpus, _ in nodes]
+    groups = whole_gpus([learner.gpus_per_rank] * learner.world_size) // learner.tensor_parallel
+    for _ in range(groups if learner.resolved_device == "cuda" else 0):
+        place = next((i for i, room in enumerate(left) if room >= learner.tensor_parallel), None)
+        if place is not None:                       # a learner without room is told so by a rule of its own
+            left[place] -= learner.tensor_parallel
+    return int(sum(min(room // ranks, takes) for room, (_, takes) in zip(left, nodes, strict=True)))
+
+
+def workers_asked(config: RunConfig) -> int:
+    """A private Ray has to have room for all from the start."""
+    return config.rollout.most_workers if config.ray.address is None else config.rollout.first_workers
+
+
+def gpus_asked(config: RunConfig) -> int:
+    """GPUs needed for all ranks and all workers."""
+    return whole_gpus(_wanted(config)[0])
+
+
+def _wanted(config: RunConfig) -> tuple[list[float], str]:
+    """Share of a GPU that each rank and each worker asks for, and which settings do."""
+    engine, rollout, learner = config.rollout.engine, config.rollout, config.learner
+    workers, ranks = workers_asked(config), learner.world_size
+    shares: list[float] = []
+    asking = []
+    if engine.resolved_device == "cuda":
+        shares += [rollout.gpus_per_worker] * workers * engine.tensor_parallel
+        of = _of(rollout.gpus_per_worker) if engine.tensor_parallel == 1 else f" of {engine.tensor_parallel} GPUs"
+        asking.append(f"rollout.engine.device = {engine.device} with {workers} worker{'s' * (workers > 1)}{of}")
+    if learner.resolved_device == "cuda":
+        shares += [learner.gpus_per_rank] * ranks
+        asking.append(f"learner.device = {learner.device} with {ranks} rank{'s' * (ranks > 1)}{_of(learner.gpus_per_rank)}")
+    return shares, " and ".join(asking)
+
+
+def _of(share: float) -> str:
+    return "" if share == 1 else f" of {share:g} GPU"
+
+
+def _gpus(shares: Sequence[float]) -> str:
+    count = whole_gpus(shares)
+    each = ", one for each" if all(share == 1 for share in shares) else ""
+    return f"1 GPU is needed{each}" if count == 1 else f"{count} GPUs are needed{each}"
+
+
+def visible_gpus() -> int:
+    """GPUs that this process sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

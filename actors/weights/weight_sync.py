@@ -1,0 +1,394 @@
+"""Weight sync: the learner's weights, by version, to every engine, with a receipt from each.
+
+`publish` hands a version over and returns; receipts come later. An engine that is still busy with an older version skips to the newest.
+No work goes to an engine without a receipt for the published version (actors.pool.pool looks at `SyncTarget.version`). The first sync of an
+engine, and the first after a failure, compares checksums of every tensor, taken in the engine's own process, and for true on-policy also
+what the two processes compute with. After each sync the logprobs of a fixed prompt (the probe) are compared while the engine works on: a
+full engine may take long to answer. If newer weights come first, that comparison is left out.
+
+What was published stays in the object store until the next version is: whoever joins or is to be mended reads it there, and the learner
+has nothing to do with it. Its checksums are made once, in the export or by the first who needs them, for all.
+
+With deltas nodes fetch what has changed alone (actors.weights.weight_deltas); what an engine is handed is a whole version then, too.
+
+Transports: Ray's object store, for any pool; or a torch.distributed broadcast for a fixed pool, without a copy in the store beside it. A
+broadcast group belongs to one set of workers: when that changes, or a collective fails, a new one is built beside training, and versions
+go through the object store until it is whole. Who joins gets them so, beside the group of the others, until it is verified. An engine that
+needs a version that was broadcast only has it copied to the store, once for all who do, unless the learner has trained on already: then
+the next version, which is about to come, is stored as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import ray
+
+from actors.carriers import ExportPlan, WeightSnapshot
+from actors.config import WeightSyncConfig
+from actors.processes.supervision import abandon, counted, persistently, wait_for
+from actors.ranks.learner_group import LearnerGroup
+from actors.weights.broadcast_group import BroadcastGroup
+from actors.weights.weight_deltas import WeightDeltas
+from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, SyncError
+from rollout.trajectory import SyncReceipt
+
+log = logging.getLogger("evenkeel.sync")
+_SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
+_ATTEMPTS = 3
+_FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
+_UNPROBED = 10
+"""A warning comes after so many versions in a row whose probe was not answered before the next version."""
+
+
+@dataclass(slots=True)
+class SyncTarget:
+    """One engine, as the sync sees it."""
+
+    name: str
+    actor: Any
+    version: int = -1
+    """Of the last receipt; -1: none yet, or dirty."""
+    is_verified: bool = False
+    """Checksums have been compared since it joined or failed."""
+    task: asyncio.Task[None] | None = None
+    """Brings it up to date."""
+    probe: asyncio.Task[None] | None = None
+    """Compares the logprobs of the fixed prompt."""
+    unprobed: int = 0
+    """Versions since the last comparison that came to an end."""
+    received_at: float = -math.inf
+    """When its last receipt came: time of the event loop."""
+    node: str = ""
+    """Id of its node; empty: not known."""
+
+
+@dataclass(slots=True)
+class _Publication:
+    """A published version, and what those who read it share."""
+
+    snapshot: WeightSnapshot
+    copying: asyncio.Task[None] | None = None
+    """Puts it into the object store."""
+    hashing: asyncio.Task[None] | None = None
+    """Makes its checksums."""
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)
+    """A newer one is out."""
+
+    @property
+    def version(self) -> int:
+        return self.snapshot.version
+
+
+class WeightSync:
+    """Publishes versions and collects receipts. One event loop uses it."""
+
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        learner: LearnerGroup,
+        *,
+        probe_ids: Sequence[int],
+        sync_s: float,
+        on_receipt: Callable[[SyncReceipt], None],
+        on_probe: Callable[[SyncTarget, int, list[float]], None],
+        on_dirty: Callable[[SyncTarget, str], None],
+        on_failure: Callable[[SyncTarget, str], None],
+        on_loss: Callable[[ActorLost], None],
+        generation: int = 0,
+        float8: bool = False,
+        ranks_of_engine: int = 1,
+    ) -> None:
+        """
+        Args:
+            probe_ids: token ids of the prompt whose logprobs both sides compute.
+            on_receipt: told of each receipt; the engine gets work from then on.
+            on_probe: told of each comparison: engine, version, each token's difference in nats.
+            on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
+            on_failure: told of an engine that took no weights in several attempts, with the reason.
+            on_loss: told when a rank of the learner, or a call that all of them run, is lost in a copy of the weights.
+            generation: of the run; only receipts of its versions count.
+            float8: engines hold their projections so.
+            ranks_of_engine: all of them members of a broadcast group.
+        """
+        self._config, self._learner, self._sync_s, self._plan = config, learner, sync_s, ExportPlan(config.bucket_bytes, float8=float8)
+        self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
+        self._on_receipt, self._on_probe, self._on_dirty = on_receipt, on_probe, on_dirty
+        self._on_failure, self._on_loss = on_failure, on_loss
+        self._targets: dict[str, SyncTarget] = {}
+        self._published: _Publication | None = None
+        self._turn, self._generation = asyncio.Lock(), generation
+        self._deltas = WeightDeltas(learner.node, sync_s / 3) if config.deltas else None
+        self._broadcast: BroadcastGroup | None = None
+        if config.transport == "broadcast":
+            self._broadcast = BroadcastGroup(learner, sync_s, generation, ranks_of_engine, self._wanted)
+
+    @property
+    def version(self) -> int:
+        """Version of the newest published weights; -1 before the first."""
+        return self._published.version if self._published else -1
+
+    async def publish(self) -> WeightSnapshot:
+        """Export the learner's present weights and start sending them to every engine. They are handed out from here on, not before."""
+        if self._broadcast is None:
+            return await self._publish([])
+        async with self._broadcast.in_use:
+            snapshot = await self._publish(await self._members())
+        self._broadcast.rebuild()  # if the last try failed
+        return snapshot
+
+    async def _publish(self, members: Sequence[SyncTarget]) -> WeightSnapshot:
+        others = len(self._targets) - len(members)
+        plan = replace(
+            self._plan,
+            # One who comes while the learner stands at a version that isn't published could not be given this one any more.
+            stores=not members or others > 0 or self._config.every_steps > 1,
+            broadcasts=bool(members),
+            checksums=self._published is None or any(not target.is_verified for target in self._targets.values()),
+            probe_ids=tuple(self._probe_ids),
+        )
+        snapshot, receipts = await self._export_to(members, plan) if members else (await self._learner.export(plan), [])
+        older, self._published = self._published, _Publication(snapshot)
+        if older is not None:
+            older.replaced.set()
+        if self._deltas is not None:
+            self._deltas.published(snapshot, {target.node for target in self._targets.values()})
+        for target, receipt in receipts:
+            self._accept(target, receipt, snapshot)
+        for target in self._targets.values():
+            self._ensure_syncing(target)
+        return snapshot
+
+    def join(self, target: SyncTarget) -> None:
+        """A new engine: it gets the newest weights, verified."""
+        self._targets[target.name] = target
+        self._ensure_syncing(target)
+
+    def leave(self, name: str) -> None:
+        """An engine is gone."""
+        self._drop(name)
+        if self._broadcast is not None:
+            self._broadcast.rebuild()
+
+    def _drop(self, name: str) -> None:
+        if (target := self._targets.pop(name, None)) is not None:
+            self._end_probe(target)
+            if target.task is not None:
+                target.task.cancel()
+
+    def resync(self, target: SyncTarget, reason: str) -> None:
+        """An engine says that its weights are of no version: it is sent all of the newest, verified; it gets no work before its receipt."""
+        self._mark_dirty(target, reason)
+        self._ensure_syncing(target)
+
+    async def receipts(self, version: int, *, deadline_s: float, is_one_enough: bool = False) -> None:
+        """Wait until the engines that are in the pool now hold `version`, or one does. Raises: DeadlineExceeded naming those that don't."""
+        names, until = list(self._targets), asyncio.get_running_loop().time() + deadline_s  # with nodes that come, somebody always lacks it
+        while missing := [name for name in names if name in self._targets and self._targets[name].version < version]:
+            if is_one_enough and any(t.version >= version for t in self._targets.values()):
+                return
+            if asyncio.get_running_loop().time() > until:
+                raise DeadlineExceeded(f"weight sync v{version} -> workers {', '.join(missing)}: no receipt in {deadline_s:.0f} s")
+            tasks = [t.task for t in self._targets.values() if t.task is not None and not t.task.done()]
+            await (asyncio.wait(tasks, timeout=1.0) if tasks else asyncio.sleep(0.05))
+
+    async def close(self) -> None:
+        for name in list(self._targets):
+            self._drop(name)
+        for task in (self._published.copying, self._published.hashing) if self._published else ():
+            if task is not None:
+                abandon(task)
+        if self._deltas is not None:
+            self._deltas.close()
+        if self._broadcast is not None:
+            await self._broadcast.close()
+
+    # -- one engine --------------------------------------------------------------------------------------------------
+
+    def _ensure_syncing(self, target: SyncTarget) -> None:
+        if self._published is not None and (target.task is None or target.task.done()):
+            target.task = asyncio.create_task(self._bring_up_to_date(target), name=f"sync {target.name}")
+            target.task.add_done_callback(lambda task: self._note_end(target, task))
+
+    def _note_end(self, target: SyncTarget, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_failure(target, f"its weight sync failed: {error!r}")
+
+    async def _bring_up_to_date(self, target: SyncTarget) -> None:
+        failures = 0
+        while self._published is not None and target.version < self.version:
+            version, is_asked = self.version, False
+            try:
+                try:
+                    published = await self._stored(self._published)
+                except ActorLost as error:  # no engine's fault, and no further attempt would help
+                    self._on_loss(error)
+                    return
+                checksums = await self._checksums(published) if not target.is_verified else {}
+                buckets, delta_bytes = published.snapshot.buckets, None
+                if self._deltas is not None and not failures:  # else the whole, whatever was wrong with what it was handed
+                    buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
+                async with self._turn:  # one call to a turn of the event loop: hundreds at once would hold it up for a second
+                    await asyncio.sleep(0)
+                if published is not self._published:  # a newer one was published meanwhile
+                    continue
+                version, is_asked = published.version, True
+                self._end_probe(target)
+                receipt = await persistently(
+                    partial(target.actor.update_weights.remote, version, buckets, checksums, self._generation),
+                    f"weight sync v{version} -> rollout worker {target.name}",
+                    deadline_s=self._sync_s,
+                )
+                self._accept(target, replace(receipt, delta_bytes=delta_bytes), published.snapshot)
+                if self._deltas is not None:
+                    self._deltas.taken(target.node, published.snapshot)
+                failures = 0
+            except _SYNC_FAILURES as error:
+                failures += 1
+                self._mark_dirty(target, f"weight sync v{version}, attempt {failures} of {_ATTEMPTS}: {error}")
+                if failures >= _ATTEMPTS or (is_asked and type(error) in _FINAL):
+                    self._on_failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
+                    return
+                await asyncio.sleep(failures)
+
+    async def _stored(self, published: _Publication) -> _Publication:
+        """This version, or a newer one, as it lies in the object store."""
+        while not published.snapshot.buckets:
+            if self._learner.version == published.version:
+                if published.copying is None or published.copying.done():
+                    published.copying = asyncio.create_task(self._copy(published))
+                await asyncio.shield(published.copying)
+            else:  # the learner's own deadlines, for a step and for what it publishes then, come first
+                newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
+                await wait_for(published.replaced.wait(), newer, deadline_s=2 * self._learner.step_s + 4 * self._sync_s)
+                published = self._published or published
+        return published
+
+    async def _copy(self, published: _Publication) -> None:
+        copy = await self._learner.export(replace(self._plan, checksums=True))
+        published.snapshot = replace(published.snapshot, buckets=copy.buckets, checksums=copy.checksums)
+
+    async def _checksums(self, published: _Publication) -> dict[str, str]:
+        if not published.snapshot.checksums:
+            if published.hashing is None or published.hashing.done():
+                published.hashing = asyncio.create_task(self._hash(published))
+            await asyncio.shield(published.hashing)
+        return published.snapshot.checksums
+
+    async def _hash(self, published: _Publication) -> None:
+        checksums = await self._learner.checksums(published.snapshot.buckets, deadline_s=self._sync_s)
+        published.snapshot = replace(published.snapshot, checksums=checksums)
+
+    def _mark_dirty(self, target: SyncTarget, reason: str) -> None:
+        target.version, target.is_verified = -1, False
+        self._on_dirty(target, reason)
+
+    def _accept(self, target: SyncTarget, receipt: SyncReceipt, snapshot: WeightSnapshot) -> None:
+        if receipt.generation != self._generation:
+            raise SyncError(f"rollout worker {target.name}: a receipt for v{receipt.version} of generation {receipt.generation}, not "
+                            f"{self._generation}: those weights were withdrawn")
+        if receipt.checksums:
+            compare_checksums(target.name, snapshot.checksums, receipt.checksums, version=receipt.version)
+            if receipt.processor is not None and snapshot.processor is not None:
+                receipt.processor.require_same(snapshot.processor, this=f"rollout worker {target.name}", that="the learner")
+            target.is_verified = True
+            if self._broadcast is not None:
+                self._broadcast.rebuild()
+        if not target.is_verified:  # marked dirty while this was under way: only a verified sync counts now
+            return
+        target.version, target.received_at = receipt.version, asyncio.get_running_loop().time()
+        self._on_receipt(receipt)
+        if snapshot.probe_logprobs:
+            probe = self._compare_probe(target, snapshot.version, snapshot.probe_logprobs)
+            target.probe = asyncio.create_task(probe, name=f"probe {target.name}")
+
+    async def _compare_probe(self, target: SyncTarget, version: int, expected: Sequence[float]) -> None:
+        what = f"probe of weights v{version} <- rollout worker {target.name}"
+        try:
+            logprobs = await wait_for(target.actor.probe.remote(self._probe_ids), what, deadline_s=self._sync_s)
+        except (EvenkeelError, ray.exceptions.RayError) as error:
+            log.warning("%s: %s", what, error)  # an engine that is broken shows it in its work, or at the next sync
+            return
+        target.unprobed = 0
+        self._on_probe(target, version, [abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
+
+    def _end_probe(self, target: SyncTarget) -> None:
+        """Cancel it before newer weights arrive: its answer would be of those, or of both."""
+        if target.probe is None:
+            return
+        if not target.probe.done():
+            target.probe.cancel()
+            target.unprobed += 1
+            if target.unprobed % _UNPROBED == 0:
+                log.warning(
+                    "rollout worker %s: %d weight versions in a row came before their probe was answered: whether the engine agrees with "
+                    "the learner was not compared (it has more requests than places; rollout.engine.max_running_requests)",
+                    target.name, target.unprobed,
+                )
+        target.probe = None
+
+    # -- broadcast ---------------------------------------------------------------------------------------------------
+
+    def _wanted(self) -> list[SyncTarget]:
+        """The engines of the next group: all, once nobody is about to join it, or to be mended."""
+        targets = list(self._targets.values())
+        return targets if all(target.is_verified for target in targets) else []
+
+    async def _members(self) -> list[SyncTarget]:
+        """The engines that the next version is broadcast to: those of the group if it is whole, and they have nothing under way."""
+        assert self._broadcast is not None
+        if self._published is None:
+            return []
+        members = [t for one in self._broadcast.members if (t := self._targets.get(one.name)) is one and t.is_verified]
+        if len(members) < len(self._broadcast.members):  # one is gone, or is to be mended
+            return []
+        # An update through the object store must not overlap the broadcast.
+        if busy := [t.task for t in members if t.task is not None and not t.task.done()]:
+            await asyncio.wait(busy, timeout=self._sync_s)
+        ready = [t for t in members if self._targets.get(t.name) is t and t.is_verified and (t.task is None or t.task.done())]
+        return ready if ready == members else []
+
+    async def _export_to(
+        self, targets: Sequence[SyncTarget], plan: ExportPlan
+    ) -> tuple[WeightSnapshot, list[tuple[SyncTarget, SyncReceipt]]]:
+        """Broadcast to these engines, in one pass over the weights, and their receipts; if that fails they are dirty, and all is stored."""
+        assert self._broadcast is not None and self._published is not None
+        version = self._learner.version
+        for target in targets:
+            self._end_probe(target)
+        waits: list[asyncio.Task[Any]] = []
+        try:
+            receiving = self._broadcast.receiving(version, self._published.snapshot.specs)
+            waits = [asyncio.create_task(wait) for wait in (self._learner.export(plan, deadline_s=self._sync_s), *receiving)]
+            snapshot, *receipts = await asyncio.gather(*waits)
+            if snapshot.broadcast_error:
+                raise SyncError(snapshot.broadcast_error)
+            return snapshot, list(zip(targets, receipts, strict=True))
+        except _SYNC_FAILURES as error:
+            for wait in waits:
+                abandon(wait)
+            for target in targets:  # before anything is waited for: none may get work at weights that it holds in part
+                self._mark_dirty(target, f"broadcast of v{version} failed, it goes through the object store: {error}")
+            await self._broadcast.dissolve()
+            return await self._learner.export(replace(plan, broadcasts=False, stores=True, checksums=True)), []
+
+
+def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:
+    """Raises: SyncError naming the first tensors that differ, or that one side lacks."""
+    if learner == engine:
+        return
+    missing = sorted(learner.keys() ^ engine.keys())
+    different = sorted(name for name in learner.keys() & engine.keys() if learner[name] != engine[name])
+    raise SyncError(
+        f"weight sync v{version} -> rollout worker {worker}: "
+        + (f"{len(different)} tensors differ, first {different[0]}; " if different else "")
+        + (f"{len(missing)} tensors stand on one side only, first {missing[0]}; " if missing else "")
+        + "the engine gets no work until a full sync succeeds"
+    )
