@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -89,7 +90,7 @@ class WeightBroadcaster:
         backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
         timeout = timedelta(seconds=self._timeout_s)
         store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout)
-        with gloo_interface_towards(host):
+        with gloo_interface_towards(host, psutil.net_if_addrs()):
             self._group, _ = _new_process_group_helper(
                 world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
             )

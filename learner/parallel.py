@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -200,7 +201,7 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
         torch.cuda.set_per_process_memory_fraction(allocator_fraction(total, config.gpus_per_rank), device)
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    with gloo_interface_towards(master_addr if world_size > 1 else None):
+    with gloo_interface_towards(master_addr if world_size > 1 else None, psutil.net_if_addrs()):
         if world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)  # no port is opened
         else:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, UntypedStorage
@@ -70,7 +71,7 @@ def register(group_timeout_s: float) -> None:
     def with_timeout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from correction.engines.rendezvous import gloo_interface_towards
 
-        with gloo_interface_towards(urlsplit(kwargs.get("init_method") or "").hostname):
+        with gloo_interface_towards(urlsplit(kwargs.get("init_method") or "").hostname, psutil.net_if_addrs()):
             return original(*args, **{"timeout": timedelta(seconds=group_timeout_s), **kwargs})
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
