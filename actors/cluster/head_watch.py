@@ -104,7 +104,7 @@ def _look(
 
 
 def _answers(address: str, limit_s: float) -> bool:
-    """Whether the head's process answers, not only the kernel that listens for it. Raises: OSError if nothing listens there, or any more."""
+    """Whether the head's process answers, not only the kernel that listens for it. Raises: OSError if nothing listens there, or no more."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
         try:
