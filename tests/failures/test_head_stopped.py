@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.driver.resume import TrainingState
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import ALL_INTERFACES, JOINED, RECIPE, Run, listening, reach_by_name, reach_of_the_page
 from tests.failures.books import check_books

@@ -30,10 +30,10 @@ import learner.checkpoint_files
 import learner.file_sums
 import learner.model_check
 from actors.driver.controller import Controller
-from actors.driver.resume import TrainingState
 from actors.processes import interrupts
 from actors.record import checkpoint_reader, patience
 from actors.record.checkpoint_writer import ATTEMPTS
+from actors.state.resume import TrainingState
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError
