@@ -1,7 +1,8 @@
 """A run in which something dies, stands still or is called late every few seconds: what that takes, what is done again, whether its books
 balance, and whether it learns the same.
 
-    python benchmarks/chaos.py [--seeds 0] [--steps 150] [--every 20] [--workers 2] [--alone] [--keep FOLDER] [--write PAGE]
+    python benchmarks/chaos.py [--seeds 0] [--steps 150] [--every 20] [--workers 2] [--groups 16] [--alone] [--keep FOLDER]
+        [--write PAGE]
 
 The nano recipe with two workers is trained by `evenkeel train --retries`: once undisturbed, and once for each seed with faults. Every 20 s
 one process of it, drawn by the seed, is killed with SIGKILL, stopped for a while, or gets its calls late: a rollout worker, a scheduler of
@@ -10,8 +11,9 @@ inside a weight update: an engine is stopped as the learner hands out new weight
 run knows nothing of this; all is done from outside. It has to end by itself.
 
 Printed are the faults, with the seconds until the run was further than it had been when one came; the share of useful time, which is what
-the same steps take undisturbed by what they took here; the steps done again; whether each prompt was trained or discarded once, none is
-missing, and the books are those of the undisturbed run; what the run has left behind; and its held-out accuracy.
+the same steps take undisturbed by what they took here, with the number of faults a step (published shares are of 0.1; with more --groups a
+step takes longer); the steps done again; whether each prompt was trained or discarded once, none is missing, and the books are those of the
+undisturbed run; what the run has left behind; and its held-out accuracy.
 
 Exit code 1: books, orphans or the end are not as they should be; nothing befell a run, or a kind of process was to be struck and never was;
 or the 99 % interval of the accuracy's difference from the undisturbed run's (Newcombe's, of two shares that both err) leaves out 0. --alone
@@ -38,7 +40,6 @@ from benchmarks.watched_run import WatchedRun
 from correction.errors import EvenkeelError
 
 _POLL_S = 0.2
-_GROUPS = 16
 _GOAL = 0.9
 """Share of the time that is to be useful."""
 _REWARD = ("rollout.reward.kind=function", "rollout.reward.path=benchmarks.word_reward:share_of_words", "rollout.reward.processes=1")
@@ -51,6 +52,8 @@ class PlayedRun:
 
     name: str
     folder: Path
+    groups: int
+    """Of a step."""
     code: int | None
     """None: it had to be ended."""
     training_s: float
@@ -69,7 +72,7 @@ class PlayedRun:
         if self.code != 0:
             self.wrong.append("it had to be ended" if self.code is None else f"exit code {self.code}; see {self.folder}.log")
         try:
-            self.books = RunBooks.of(self.folder, groups_per_step=_GROUPS)
+            self.books = RunBooks.of(self.folder, groups_per_step=self.groups)
             self.held_out, self.again = HeldOut.of(self.folder), steps_done_again(self.folder)
             self.wrong += self.books.wrong
         except EvenkeelError as error:
@@ -87,10 +90,11 @@ class PlayedRun:
             self.wrong.append(f"its accuracy is off by [{low:+.3f}, {high:+.3f}], an interval that leaves out 0")
 
 
-def play(run_dir: Path, words: list[str], faults: Strikes | None, *, limit_s: float) -> PlayedRun:
-    """Train to the end of the run, or of the time."""
+def play(run_dir: Path, words: list[str], faults: Strikes | None, *, groups: int, limit_s: float) -> PlayedRun:
+    """Train to the end of the run, or of the time. Args: groups: of a step."""
     with adopted_orphans():
-        run, began, first_s, last_s = WatchedRun(run_dir, words), time.monotonic(), None, 0.0
+        run = WatchedRun(run_dir, [*words, f"groups_per_step={groups}"])
+        began, first_s, last_s = time.monotonic(), None, 0.0
         reached = 0
 
         def now() -> float:
@@ -109,7 +113,8 @@ def play(run_dir: Path, words: list[str], faults: Strikes | None, *, limit_s: fl
             faults.end()
         if code is None:
             end_new()
-        played = PlayedRun(run_dir.name, run_dir, code, last_s - (first_s or 0.0), run.close(), faults.told if faults else [])
+        took_s, told = last_s - (first_s or 0.0), faults.told if faults else []
+        played = PlayedRun(run_dir.name, run_dir, groups, code, took_s, run.close(), told)
     played.read()
     played.wrong += faults.wrong() if faults is not None else []
     return played
@@ -121,6 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of each run (150)")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults, at a mean (20)")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=16, help="of a step, which takes the longer (16)")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which a run is ended (1800)")
     parser.add_argument("--alone", action="store_true", help="without an undisturbed run to compare with")
     parser.add_argument("--keep", type=Path, help="keep the runs there")
@@ -141,14 +147,15 @@ def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[PlayedRun 
     """The undisturbed run, if it is asked for, and one for each seed."""
     model = f"model={folder / 'model'}"
     evenkeel("init-model", NANO_RECIPE, model, "--if-missing")
-    words = [model, f"steps={arguments.steps}", f"groups_per_step={_GROUPS}", f"rollout.workers={arguments.workers}", *_REWARD]
+    words = [model, f"steps={arguments.steps}", f"rollout.workers={arguments.workers}", *_REWARD]
     words += ["checkpoint.every_steps=5", "evaluation.every_steps=0", "rollout.engine.threads=1", "learner.threads=1"]
-    calm = None if arguments.alone else play(folder / "undisturbed", words, None, limit_s=arguments.limit)
+    of_each = {"groups": arguments.groups, "limit_s": arguments.limit}
+    calm = None if arguments.alone else play(folder / "undisturbed", words, None, **of_each)
     disturbed = []
     for seed in map(int, arguments.seeds.split(",")):
         print(f"-- seed {seed}", flush=True)
         strikes = Strikes(random.Random(seed), every_s=arguments.every)
-        run = play(folder / f"seed-{seed}", words, strikes, limit_s=arguments.limit)
+        run = play(folder / f"seed-{seed}", words, strikes, **of_each)
         if calm is not None:
             run.compare(calm)
         disturbed.append(run)
@@ -157,18 +164,20 @@ def played_runs(folder: Path, arguments: argparse.Namespace) -> tuple[PlayedRun 
 
 def summary(calm: PlayedRun | None, disturbed: Sequence[PlayedRun]) -> str:
     """Two tables in Markdown, and what a fault costs at a mean."""
-    head = ["run", "faults", "s of training", "useful share", "steps done again", "held-out accuracy", "all as it should be"]
+    head = ["run", "faults", "s of training", "useful share", "faults a step"]
+    head += ["steps done again", "held-out accuracy", "all as it should be"]
     rows = [head, ["---"] * len(head)]
     for run in [*([calm] if calm else []), *disturbed]:
         share = f"{calm.training_s / run.training_s:.2f}" if calm is not None and run.training_s > 0 else "-"
         steps = run.books.steps if run.books is not None else 0
+        often = f"{len(run.faults) / steps:.2f}" if steps else "-"
         accuracy = "-"
         if run.held_out is not None:
             accuracy = f"{run.held_out.accuracy:.3f}"
             if calm is not None and calm.held_out is not None and run is not calm:
                 accuracy += " ({:+.3f} to {:+.3f} off)".format(*run.held_out.less(calm.held_out))
         told = "no" if run.wrong else "yes"
-        rows.append([run.name, str(len(run.faults)), f"{run.training_s:.0f}", share, f"{run.again} of {steps}", accuracy, told])
+        rows.append([run.name, str(len(run.faults)), f"{run.training_s:.0f}", share, often, f"{run.again} of {steps}", accuracy, told])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     faults = [fault for run in disturbed for fault in run.faults]
     lines += ["", table(faults)]

@@ -172,6 +172,7 @@ class ReplayedRun:
             WeightSyncConfig(), self.learner, probe_ids=[], sync_s=_RECEIPT_S, on_receipt=lambda _: self.pool.wake(),
             on_probe=lambda *_: None, on_dirty=lambda target, reason: print(f"  dirty: {reason}"),
             on_failure=self.pool.report_unsyncable,
+            on_loss=self.pool.fail,
         )  # fmt: skip
         self._waits: list[asyncio.Task[None]] = []
 

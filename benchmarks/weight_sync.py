@@ -118,6 +118,7 @@ async def versions(
         on_probe=lambda *_: None,
         on_dirty=lambda target, reason: sys.exit(f"{target.name}: {reason}"),
         on_failure=lambda target, reason: sys.exit(f"{target.name}: {reason}"),
+        on_loss=lambda error: sys.exit(str(error)),
     )
     found: dict[str, list[float]] = {"copy": [], "sync": [], "export": [], "pause": []}
     for turn in range(turns + 2):

@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
-from correction.engines.rendezvous import rendezvous_store
+from correction.engines.rendezvous import gloo_interface_towards, rendezvous_store
 from correction.engines.weight_spec import WeightSpec, widest_first
 from correction.errors import SyncError
 
@@ -90,9 +91,10 @@ class WeightBroadcaster:
         backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
         timeout = timedelta(seconds=self._timeout_s)
         store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout)
-        self._group, _ = _new_process_group_helper(
-            world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
-        )
+        with gloo_interface_towards(host, psutil.net_if_addrs()):
+            self._group, _ = _new_process_group_helper(
+                world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
+            )
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
     def _run(self, work: Callable[[], None], what: str) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from correction.engines import matrix_products
 from correction.engines.gpu_share import allocator_fraction
-from correction.engines.rendezvous import rendezvous_store
+from correction.engines.rendezvous import gloo_interface_towards, rendezvous_store
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.megatron import model_parallel_cuda_manual_seed, parallel_state
@@ -204,7 +201,7 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
         torch.cuda.set_per_process_memory_fraction(allocator_fraction(total, config.gpus_per_rank), device)
     timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    with _gloo_interface_towards(master_addr if world_size > 1 else None):
+    with gloo_interface_towards(master_addr if world_size > 1 else None, psutil.net_if_addrs()):
         if world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)  # no port is opened
         else:
@@ -217,34 +214,3 @@ def _initialize(config: LearnerConfig, device: torch.device, rank: int, world_si
             expert_model_parallel_size=config.expert_parallel,
             expert_tensor_parallel_size=1,  # an expert is small: it is whole on one rank
         )
-
-
-@contextmanager
-def _gloo_interface_towards(master_addr: str | None) -> Iterator[None]:
-    """Let gloo's groups made in this block listen only on the interface that leads to the master, unless the user has named one.
-
-    Left alone, gloo takes the address of the machine's own name, which may be another network's, or none.
-    """
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
-    interface = named or (_interface_towards(master_addr) if master_addr else None)
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # an empty value is an error for gloo
-    if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-    try:
-        yield
-    finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        if named:
-            os.environ["GLOO_SOCKET_IFNAME"] = named
-
-
-def _interface_towards(address: str) -> str | None:
-    """Name of the network interface through which packets to an address leave."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # a datagram socket sends nothing here; it only picks the route
-        own_address = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(item.address.split("%")[0] == own_address for item in addresses):
-            return name
-    return None

@@ -214,13 +214,13 @@ class Membership(ABC):
         self._losses.lost(self._now(), worker.info.node if worker.info else "")
         if never_worked and not self._has_begun and not self._workers and not self._may_start_again(error):
             is_told = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
-            self._fail(error if error and is_told else EngineError(f"rollout worker {worker.name} {reason}"))
+            self.fail(error if error and is_told else EngineError(f"rollout worker {worker.name} {reason}"))
         else:
             try:
                 self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
                 self.spawn(self._replace(self._losses.pause_s(self.target)))
             except EngineError as hopeless:
-                self._fail(hopeless)
+                self.fail(hopeless)
         self.wake()
 
     def _may_start_again(self, error: BaseException | None) -> bool:
@@ -238,7 +238,8 @@ class Membership(ABC):
         self.wake()
         return True
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """The run can't go on as it is: `raise_on_failure` raises this, if it is the first."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
@@ -288,4 +289,4 @@ class Membership(ABC):
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._fail(error)
+            self.fail(error)

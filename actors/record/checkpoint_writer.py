@@ -16,7 +16,7 @@ from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.resume import TrainingState
-from correction.errors import DataError, DeadlineExceeded, EvenkeelError, LedgerError
+from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError
 
 T = TypeVar("T")
 ATTEMPTS = 3
@@ -70,7 +70,8 @@ class CheckpointWriter:
         Args:
             learner: idle.
             state: of everything else; asked when the learner has its copy.
-        Raises: LedgerError; what went wrong, if this is the last of ATTEMPTS. Before that it is told, and `is_due` at the next step.
+        Raises: LedgerError; ActorLost: another attempt would meet the same loss; what else went wrong, if this is the last of ATTEMPTS.
+            Before that it is told, and `is_due` at the next step.
         """
         began = time.monotonic()
         self._begun = step
@@ -84,13 +85,14 @@ class CheckpointWriter:
                 await asyncio.to_thread((await state()).save, checkpoint.state)
                 self._writing = asyncio.create_task(self._write(checkpoint, learner, stack.pop_all(), began))
             self._is_owed = False
-        except LedgerError:
-            raise  # the next one would have lost the same prompts
+        except (LedgerError, ActorLost):  # the next one would have lost the same prompts, or meets the same loss
+            raise
         except (EvenkeelError, OSError) as error:
             self._note_failure(error)
 
     async def finished(self, *, at_once: bool = False) -> None:
-        """Wait until the checkpoint under way is on disk, if there is one. Raises: as `begin`.
+        """Wait until the checkpoint under way is on disk, if there is one. Raises: as `begin`, but a
+        rank that can't be reached just now is one more failure: no other rank waits for it.
 
         Args: at_once: don't wait; only see how it has ended, if it has.
         """
@@ -100,6 +102,9 @@ class CheckpointWriter:
             self._bytes = await asyncio.shield(self._writing)  # an error elsewhere doesn't take it along
         except (EvenkeelError, OSError) as error:
             self._writing = None
+            if isinstance(error, ActorLost) and not isinstance(error, ActorUnavailable):
+                self._is_owed = True
+                raise
             self._note_failure(error)
             return
         self._writing = None

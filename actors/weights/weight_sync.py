@@ -100,6 +100,7 @@ class WeightSync:
         on_probe: Callable[[SyncTarget, int, list[float]], None],
         on_dirty: Callable[[SyncTarget, str], None],
         on_failure: Callable[[SyncTarget, str], None],
+        on_loss: Callable[[ActorLost], None],
         generation: int = 0,
         float8: bool = False,
         ranks_of_engine: int = 1,
@@ -111,13 +112,15 @@ class WeightSync:
             on_probe: told of each comparison: engine, version, each token's difference in nats.
             on_dirty: told of each attempt that failed, with the reason; the engine gets no work until a full sync has succeeded.
             on_failure: told of an engine that took no weights in several attempts, with the reason.
+            on_loss: told when a rank of the learner, or a call that all of them run, is lost in a copy of the weights.
             generation: of the run; only receipts of its versions count.
             float8: engines hold their projections so.
             ranks_of_engine: all of them members of a broadcast group.
         """
         self._config, self._learner, self._sync_s, self._plan = config, learner, sync_s, ExportPlan(config.bucket_bytes, float8=float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
-        self._on_receipt, self._on_probe, self._on_dirty, self._on_failure = on_receipt, on_probe, on_dirty, on_failure
+        self._on_receipt, self._on_probe, self._on_dirty = on_receipt, on_probe, on_dirty
+        self._on_failure, self._on_loss = on_failure, on_loss
         self._targets: dict[str, SyncTarget] = {}
         self._published: _Publication | None = None
         self._turn, self._generation = asyncio.Lock(), generation
@@ -223,7 +226,11 @@ class WeightSync:
         while self._published is not None and target.version < self.version:
             version, is_asked = self.version, False
             try:
-                published = await self._stored(self._published)
+                try:
+                    published = await self._stored(self._published)
+                except ActorLost as error:  # no engine's fault, and no further attempt would help
+                    self._on_loss(error)
+                    return
                 checksums = await self._checksums(published) if not target.is_verified else {}
                 buckets, delta_bytes = published.snapshot.buckets, None
                 if self._deltas is not None and not failures:  # else the whole, whatever was wrong with what it was handed

@@ -1,9 +1,15 @@
-"""Where ranks of torch.distributed find each other: a store that listens on one address, instead of all of the machine's."""
+"""Where ranks of torch.distributed find each other: their store listens on one address instead of all of the machine's, and
+gloo on one interface.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -30,3 +36,35 @@ def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeou
         raise
     owned_by_store = listening.detach()
     return TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=owned_by_store)
+
+
+@contextmanager
+def gloo_interface_towards(master: str | None, interfaces: Mapping[str, Sequence[Any]]) -> Iterator[None]:
+    """Let gloo's groups made in this block listen only on the interface that leads to the master, unless the user has named one.
+
+    Left alone, gloo takes the address of the machine's own name, which may be another network's, or none.
+    Args: interfaces: of this machine, by name, with their addresses, as psutil.net_if_addrs() has them.
+    """
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = named or (_interface_towards(master, interfaces) if master else None)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # an empty value is an error for gloo
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if named:
+            os.environ["GLOO_SOCKET_IFNAME"] = named
+
+
+def _interface_towards(address: str, interfaces: Mapping[str, Sequence[Any]]) -> str | None:
+    """Name of the network interface through which packets to an address leave."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # a datagram socket sends nothing here; it only picks the route
+        own_address = probe.getsockname()[0]
+    for name, addresses in interfaces.items():
+        if any(item.address.split("%")[0] == own_address for item in addresses):
+            return name
+    return None

@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, UntypedStorage
@@ -67,7 +69,10 @@ def register(group_timeout_s: float) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def with_timeout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{"timeout": timedelta(seconds=group_timeout_s), **kwargs})
+        from correction.engines.rendezvous import gloo_interface_towards
+
+        with gloo_interface_towards(urlsplit(kwargs.get("init_method") or "").hostname, psutil.net_if_addrs()):
+            return original(*args, **{"timeout": timedelta(seconds=group_timeout_s), **kwargs})
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}._add_request_to_queue", _into_current_namespace, HookType.BEFORE)

@@ -19,7 +19,7 @@ from actors.config import CheckpointConfig, DeadlinesConfig
 from actors.record import checkpoint_writer, run_folder
 from actors.record.checkpoint_writer import CheckpointWriter
 from actors.record.run_folder import RunFolder
-from correction.errors import DataError, DeadlineExceeded, LedgerError
+from correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, LedgerError
 from learner.file_sums import read_manifest_of_files, verify
 from tests.failures.measured import Measured
 
@@ -174,6 +174,41 @@ def test_books_out_of_balance_end_the_run_at_once(folder: RunFolder) -> None:
     async def scenario() -> None:
         with pytest.raises(LedgerError, match="train/0/7 lost"):
             await writer(folder, []).begin(3, Learner(), unbalanced)  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("phase", ["begin_save", "saved"])
+def test_a_learner_that_is_lost_takes_the_run_back_also_from_its_third_failure(folder: RunFolder, phase: str) -> None:
+    """A rank that is gone, or has missed the call, is no failure of the disk's: it must not end the run, nor be waited for."""
+
+    async def scenario() -> None:
+        told: list[str] = []
+        one, learner = writer(folder, [], told), Learner(fails=[FULL, FULL])
+        learner.may_write.set()
+        assert await train(one, learner, range(5, 7)) == [5, 6] and len(told) == 2
+
+        async def fails(*_: Any, **__: Any) -> Any:
+            raise ActorLost("rank 1: not begun")
+
+        setattr(learner, phase, fails)
+        with pytest.raises(ActorLost, match="not begun"):
+            await train(one, learner, range(7, 8))
+        assert len(told) == 2 and list((folder.path / "checkpoints").iterdir()) == []
+        assert one.is_due(8), "it is still owed, if the run needn't go back"
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_can_not_be_reached_is_asked_again_for_what_it_has_written(folder: RunFolder) -> None:
+    """Beside training: no rank has missed anything."""
+
+    async def scenario() -> None:
+        told: list[str] = []
+        one, learner = writer(folder, [], told), Learner(fails=[ActorUnavailable("rank 1: it can't be reached"), None])
+        learner.may_write.set()
+        assert await train(one, learner, range(5, 7)) == [5, 6]
+        assert one.saved_step == 6 and len(told) == 1 and "can't be reached" in told[0]
 
     asyncio.run(scenario())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster.head_watch import _LIMIT, ends_with_the_head
+from actors.cluster.head_watch import _KEEPALIVE_MS, _LIMIT, _answers, ends_with_the_head
 from actors.config import RayConfig
 from actors.processes.interrupts import NO_CLUSTER
 
@@ -80,6 +81,47 @@ def test_a_head_that_hangs_is_told_once_and_so_is_its_return(monkeypatch: pytest
     assert [level for level, _ in told] == ["warning", "warning"]
     assert told[0][1].startswith(f"the head of the Ray cluster at {address} hangs: it listens, and has answered nothing for ")
     assert told[1][1].startswith(f"the head of the Ray cluster at {address} answers again, after ")
+
+
+HANGS = """
+import socket, time
+from pathlib import Path
+from actors.config import RayConfig
+from actors.cluster.head_watch import ends_with_the_head
+head = socket.create_server(("127.0.0.1", 0), backlog=100)
+settings = RayConfig(address="127.0.0.1:%d" % head.getsockname()[1])
+with ends_with_the_head(settings, Path("runs/one"), print, lambda *told: print(*told, flush=True)):
+    time.sleep(120)
+"""
+
+
+def test_a_head_that_hangs_for_good_ends_the_process_before_ray_does() -> None:
+    """Ray gives a silent connection up, and ends its processes without our sentence."""
+    of_ray = {_LIMIT: str(LIMIT_S), **dict.fromkeys(_KEEPALIVE_MS, "1000")}
+    variables = os.environ | of_ray | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", HANGS], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "hangs: it listens, " in done.stdout and "after 3 s this run ends" in done.stdout
+    assert " hangs: it has answered nothing for " in done.stderr and "evenkeel train --resume runs/one" in done.stderr
+
+
+def test_a_head_that_dies_while_it_hangs_has_not_answered() -> None:
+    """Its kernel resets what it held."""
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+
+        def die() -> None:
+            connection, _ = head.accept()
+            head.shutdown(socket.SHUT_RDWR)
+            head.close()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+
+        dying = threading.Thread(target=die, daemon=True)
+        dying.start()
+        with pytest.raises(ConnectionRefusedError):
+            _answers(address, 30.0)
+        dying.join()
 
 
 def answer_all(head: socket.socket) -> None:

@@ -104,6 +104,7 @@ async def trained(group: LearnerGroup, *, joins: bool) -> tuple[dict[str, str], 
         on_probe=lambda *_: None,
         on_dirty=lambda target, reason: None if reason == "the test says so" else failures.append(reason),
         on_failure=lambda target, reason: failures.append(reason),
+        on_loss=lambda error: failures.append(str(error)),
     )
     calls = group._collective.calls
     await sync.publish()

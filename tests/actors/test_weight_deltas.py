@@ -113,6 +113,7 @@ class Scene:
             on_probe=lambda *_: None,
             on_dirty=lambda target, reason: self.dirty.append(reason),
             on_failure=lambda target, reason: self.dirty.append(reason),
+            on_loss=lambda error: self.dirty.append(str(error)),
         )
 
     async def start(self) -> None:

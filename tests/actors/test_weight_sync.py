@@ -25,7 +25,7 @@ from actors.ranks.learner_rank_actor import LearnerRankActor
 from actors.weights.weight_sync import SyncTarget, WeightSync, compare_checksums
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
-from correction.errors import DeadlineExceeded, EngineDirty, EngineError, SyncError
+from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, SyncError
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
@@ -135,6 +135,7 @@ class Scene:
         self.differences: list[tuple[str, int, float]] = []
         self.dirty: list[tuple[str, str]] = []
         self.failures: list[tuple[str, str]] = []
+        self.losses: list[str] = []
         self.sync = WeightSync(
             WeightSyncConfig.model_validate({"transport": transport, "every_steps": every_steps}),
             self.learner,  # type: ignore[arg-type]
@@ -144,6 +145,7 @@ class Scene:
             on_probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
             on_dirty=lambda target, reason: self.dirty.append((target.name, reason)),
             on_failure=lambda target, reason: self.failures.append((target.name, reason)),
+            on_loss=lambda error: self.losses.append(str(error)),
             float8=float8,
             ranks_of_engine=ranks,
         )
@@ -293,6 +295,29 @@ def test_a_learner_that_fails_is_no_engines_fault() -> None:
         scene.sync.join(scene.targets["w"])
         await scene.sync.receipts(0, deadline_s=60.0)
         assert scene.failures == [] and len(asked) == 3
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("error", [ActorLost("rank 1: its process is gone"), ActorUnavailable("rank 1: it may have missed the call")])
+def test_a_learner_that_is_lost_in_a_copy_takes_the_run_back_and_costs_no_engine(error: ActorLost) -> None:
+    """One who joins needs a version that was broadcast only; a rank that has missed a call is called no more before a restore."""
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", a=Engine(), b=Engine())
+        await scene.join()
+        await scene.publish(1)
+        asked: list[ExportPlan] = []
+
+        async def export(plan: ExportPlan, **_: Any) -> WeightSnapshot:
+            asked.append(plan)
+            raise error
+
+        scene.learner.export = export  # type: ignore[method-assign]
+        scene.sync.join(SyncTarget("late", FakeActor(Engine())))
+        await asyncio.sleep(60.0)
+        assert scene.losses == [str(error)] and len(asked) == 1
+        assert scene.failures == scene.dirty == []
 
     simulate(scenario)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks import chaos_books
+from benchmarks.chaos import PlayedRun, summary
 from benchmarks.chaos_books import HeldOut, RunBooks
 from benchmarks.chaos_strikes import KILLED, LATE, Blow, Strike, Strikes, table
 from benchmarks.late_calls import LateCalls
@@ -114,6 +115,17 @@ def test_a_fault_is_over_when_the_run_is_further_and_alone_if_nothing_else_came(
     strikes.watch(lambda: 46.0, lambda: 8)
     assert [one.recovered_s for one in strikes.told] == [15.0, 13.0, 6.0]
     assert table(strikes.told).splitlines()[-1] == "| queue killed | 3 | 1 | 6.0 | 15.0 | 0 |"
+
+
+def test_the_useful_share_is_told_with_the_faults_a_step(tmp_path: Path) -> None:
+    def played(name: str, training_s: float, faults: list[Strike]) -> PlayedRun:
+        return PlayedRun(name, tmp_path, 128, 0, training_s, [], faults, RunBooks(40, 40, (128,) * 40, 0, 0, 5120, ()))
+
+    faults = [Strike(float(at), "queue", "queue killed", "queue killed", 5) for at in (10, 20, 30, 40)]
+    lines = summary(played("undisturbed", 90.0, []), [played("seed-1", 100.0, faults)]).splitlines()
+    assert lines[0].startswith("| run | faults | s of training | useful share | faults a step | ")
+    assert lines[2].startswith("| undisturbed | 0 | 90 | 1.00 | 0.00 | ") and lines[3].startswith("| seed-1 | 4 | 100 | 0.90 | 0.10 | ")
+    assert lines[-1].startswith("A fault costs 2.5 s at a mean") and "one in 25 s 0.9 of the time is useful" in lines[-1]
 
 
 def test_a_blow_that_is_never_dealt_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

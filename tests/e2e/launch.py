@@ -29,8 +29,9 @@ RECIPE = Path(__file__).with_name("small.yaml")
 EVENKEEL = [sys.executable, "-m", "actors.commands.cli"]
 _MARK = "EVENKEEL_TEST_MARK"
 _GONE = "(gone)"
-PRIVATE = 2
-"""Column of the table in docs/security.md."""
+PRIVATE, JOINED = 2, 3
+"""Columns of the table in docs/security.md."""
+THIS_MACHINE, OWN_ADDRESS, ALL_INTERFACES = range(3)
 RAY_AGENTS = ("DashboardAgent", "RuntimeEnvAgent")
 """Two processes of Ray's that, when raylet is gone, first try to tell the control service for a minute, and then end."""
 
@@ -203,19 +204,38 @@ def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
     return found
 
 
-def is_open_to_others(address: str) -> bool:
-    """Of a socket that listens: who isn't on this machine reaches it."""
-    return not ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback
+def reach(address: str) -> int:
+    """Who reaches a socket that listens there: THIS_MACHINE, OWN_ADDRESS or ALL_INTERFACES. 127.0.0.2 stands for a node's address."""
+    ip = ipaddress.ip_address(address.removeprefix("::ffff:"))
+    return ALL_INTERFACES if ip.is_unspecified else THIS_MACHINE if str(ip) in ("127.0.0.1", "::1") else OWN_ADDRESS
 
 
-def listeners_of_the_page(*, open_to_all: int | None = None) -> set[str]:
-    """Names of processes in the first column of the table in docs/security.md.
+def reach_of_the_page(column: int) -> dict[str, int]:
+    """By the name of a process, as the table in docs/security.md has it: the widest of its rows.
 
-    Args: open_to_all: those alone that this column says to listen on all interfaces.
+    Args: column: PRIVATE or JOINED.
     """
-    rows = [line.split("|") for line in (ROOT / "docs/security.md").read_text().splitlines() if line.startswith("| ")]
-    kept = [row[1] for row in rows if open_to_all is None or "all interfaces" in row[open_to_all]]
-    return {name for cell in kept for name in re.findall(r"`([^`]+)`", cell)}
+    found: dict[str, int] = {}
+    for line in (ROOT / "docs/security.md").read_text().splitlines():
+        if line.startswith("| "):
+            row = line.split("|")
+            widest = ALL_INTERFACES if "all interfaces" in row[column] else OWN_ADDRESS if "own address" in row[column] else THIS_MACHINE
+            found |= {name: max(widest, found.get(name, 0)) for name in re.findall(r"`([^`]+)`", row[1])}
+    return found
+
+
+def reach_by_name(listeners: Iterable[tuple[str, str]], names: Iterable[str]) -> dict[str, int]:
+    """The widest reach by a process' name, the longest that its command has; by its command if it has none.
+
+    Args:
+        listeners: command and address of each, as `listening`.
+        names: of the page.
+    """
+    found: dict[str, int] = {}
+    for command, address in listeners:
+        name = max((name for name in names if name in command), key=len, default=command)
+        found[name] = max(reach(address), found.get(name, 0))
+    return found
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

@@ -96,6 +96,7 @@ class Scene:
             on_probe=lambda *_: None,
             on_dirty=lambda target, reason: self.dirty.append(f"{target.name}: {reason}"),
             on_failure=lambda target, reason: self.dirty.append(f"{target.name}: {reason}"),
+            on_loss=lambda error: self.dirty.append(str(error)),
         )
         assert self.sync._broadcast is not None
         self.broadcast = self.sync._broadcast

@@ -48,6 +48,7 @@ def test_an_engine_that_takes_version_after_version_by_deltas_holds_the_learners
             on_probe=lambda *_: None,
             on_dirty=lambda target, reason: troubles.append(reason),
             on_failure=lambda target, reason: troubles.append(reason),
+            on_loss=lambda error: troubles.append(str(error)),
         )
         target = SyncTarget("far", engine, node=far)
         await sync.publish()

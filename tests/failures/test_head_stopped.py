@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from actors.record.run_folder import RunFolder
 from actors.state.resume import TrainingState
 from tests.e2e.cluster import RunningCluster, ray_cluster
-from tests.e2e.launch import RECIPE, Run, listeners_of_the_page, listening
+from tests.e2e.launch import ALL_INTERFACES, JOINED, RECIPE, Run, listening, reach_by_name, reach_of_the_page
 from tests.failures.books import check_books
 from tests.failures.measured import REAL, Measured
 
@@ -35,6 +36,7 @@ def cluster() -> Iterator[RunningCluster]:
 def run(cluster: RunningCluster, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run_dir = tmp_path_factory.mktemp("head") / "run"
     words = [f"model={small_model}", f"steps={STEPS}", f"groups_per_step={GROUPS}", "checkpoint.every_steps=2", "evaluation.problems=4"]
+    words.append("weight_sync.transport=broadcast")
     run = Run(run_dir, str(RECIPE), f"run_dir={run_dir}", *words, address=cluster.address, **cluster.variables)
     try:
         run.wait_until(lambda: len(run.metrics()) >= 1, "a step")
@@ -44,10 +46,26 @@ def run(cluster: RunningCluster, small_model: Path, tmp_path_factory: pytest.Tem
 
 
 def test_the_page_names_whatever_listens_for_a_run_on_a_cluster(run: Run, cluster: RunningCluster) -> None:
-    """docs/security.md, of the run's processes and of the head's."""
-    found = run.listening() | listening(cluster.head.processes())
-    named = listeners_of_the_page()
-    assert not {command for command, _ in found if not any(name in command for name in named)}
+    """docs/security.md, of the run's processes and of the head's, with the interfaces on which they listen."""
+    page = reach_of_the_page(JOINED)
+    found = reach_by_name(run.listening() | listening(cluster.head.processes()), page)
+    assert not found.keys() - page.keys(), "docs/security.md doesn't name them"
+    assert {"gcs_server", "raylet", "actors.commands", "RolloutWorker", "LearnerRank", "sglang::scheduler"} <= found.keys()
+    assert not {name: widest for name, widest in found.items() if widest > page[name]}, "more is open than the page says"
+    assert not {name for name, widest in found.items() if page[name] == ALL_INTERFACES > widest}, "less is open than the page says"
+
+
+def test_groups_of_torch_listen_on_the_nodes_own_address_alone(run: Run, cluster: RunningCluster) -> None:
+    """That by which weights are broadcast. On all interfaces an actor has one port, which is Ray's."""
+
+    def of_learner() -> set[str]:
+        return {address for _, address in listening(cluster.head.processes("LearnerRank"))}
+
+    run.wait_until(lambda: "127.0.0.2" in of_learner(), "the group's store")
+    for name in ("LearnerRank", "RolloutWorker"):
+        (process,) = cluster.head.processes(f"ray::{name}")
+        ports = [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.ip == "::"]
+        assert len(ports) == 1, name
 
 
 def test_a_head_that_hangs_is_told_and_waited_for(run: Run, cluster: RunningCluster) -> None:

@@ -19,10 +19,11 @@ from actors.queue import payloads
 from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
 from actors.ranks.collective_calls import CollectiveCaller
-from actors.record import checkpoint_reader
+from actors.record import checkpoint_reader, checkpoint_writer
 from actors.record.patience import PatientWriter
 from actors.state.ledger import Ledger
 from actors.weights.weight_sync import WeightSync
+from correction.errors import LedgerError
 from rollout import continuation
 from rollout.trajectory import VersionSpan
 
@@ -255,6 +256,13 @@ def a_call_that_never_began_is_only_late() -> Iterator[None]:
 
 
 @contextmanager
+def a_lost_call_is_one_failed_checkpoint_more() -> Iterator[None]:
+    """As if the disk had failed: nobody goes back for it, and at the end it is tried again until that ends the run."""
+    with mock.patch.object(checkpoint_writer, "ActorLost", LedgerError):
+        yield
+
+
+@contextmanager
 def what_is_handed_to_the_disk_is_on_it() -> Iterator[None]:
     """A checkpoint doesn't wait for the ledger's lines that a slow disk has not taken yet."""
     with mock.patch.object(Ledger, "flush", lambda ledger, queue=None: ledger._mark):
@@ -313,6 +321,7 @@ BUGS: tuple[Bug, ...] = (
     what_is_handed_back_is_as_good_as_finished,
     the_last_checkpoint_is_taken_on_trust,
     a_call_that_never_began_is_only_late,
+    a_lost_call_is_one_failed_checkpoint_more,
     what_is_handed_to_the_disk_is_on_it,
     a_flush_leaves_refused_lines_for_later,
     lost_groups_are_still_as_good_as_finished,

@@ -174,7 +174,7 @@ _LOST = (
     *("load", "answer", "start", "abort", "heartbeat"),
 )
 _REPEATED = ("generate_group", "put", "admit", "draw", "advance", "next_batch", "forwarded")
-_STUCK = ("step", "step", "proximal")
+_STUCK = ("step", "step", "proximal", "begin_save", "export")
 _BROKEN = ("", "", "everybody")
 _WITH_A_NODE = ("", "", "queue", "service", "hangs", "late", "late")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")

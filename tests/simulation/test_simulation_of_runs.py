@@ -119,7 +119,7 @@ def test_a_learners_call_that_a_bad_network_swallows_costs_no_step(kind: str, me
     assert played > (3 if method != "checkpoint_bytes" else 0)
 
 
-@pytest.mark.parametrize("method", ["step", "proximal"])
+@pytest.mark.parametrize("method", ["step", "proximal", "begin_save", "export"])
 @pytest.mark.parametrize("at", [5.0, 14.0])
 def test_the_run_goes_back_for_a_call_that_never_begins(method: str, at: float) -> None:
     """What it is to work on is gone, and Ray looks for it without end; all parts answer."""
