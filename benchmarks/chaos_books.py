@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.driver.evaluation import wilson_interval
-from actors.driver.resume import TrainingState
+from actors.metrics.held_out import wilson_interval
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 
 _CONFIDENCE = 0.99
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from actors.driver.json_lines import last_step
 from actors.processes.descendants import command_of, descendants, end_new
+from actors.state.json_lines import last_step
 from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT
 
 ROLES = {

@@ -74,6 +74,16 @@ def test_each_package_has_a_room(package: str) -> None:
     assert places[f"{package}/"] and len(places[f"{package}/"]) + sum(folder.startswith(f"{package}/") for folder in places) > 10
 
 
+def test_a_folder_of_actors_imports_only_those_below_it_in_the_table() -> None:
+    order = [folder.split("/")[1] for folder in rooms(PAGE) if re.fullmatch(r"actors/\w+/", folder)]
+    files = {module_name(path): path for path in source_files("actors")}
+    room = {name: path.relative_to(ROOT / "actors").parts[0] for name, path in files.items() if path.parent != ROOT / "actors"}
+    assert set(room.values()) == set(order)
+    pairs = {(room[name], room[other]) for name in room for other in imported_modules(files[name], set(room)) if room[other] != room[name]}
+    assert ("driver", "pool") in pairs, "no import was seen"
+    assert {(one, other) for one, other in pairs if order.index(one) > order.index(other)} == set()
+
+
 def test_no_ray_actor_imports_what_writes_a_run_down() -> None:
     """Neither itself nor through others: actors/record/ is the driver's, and an actor's process need not load it."""
     files = {module_name(path): path for path in source_files("actors")}

@@ -22,9 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster.security import loopback_only, protect_token, require_authentication
 from actors.config import RayConfig, RunConfig
-from actors.driver.part_heartbeat import GROUPS
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
+from actors.processes.part_heartbeat import GROUPS
 from actors.processes.supervision import counted
 from actors.settings.devices import check_rollout_resource, visible_gpus
 from correction.errors import ConfigError, EngineError

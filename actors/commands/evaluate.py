@@ -13,7 +13,8 @@ from actors.cluster.hub import model_folder
 from actors.commands.task_config import task_config
 from actors.config import RunConfig
 from actors.doctor.start_checks import check_model_folder
-from actors.driver.evaluation import Evaluation, evaluate
+from actors.driver.evaluation import evaluate
+from actors.metrics.held_out import Evaluation
 from actors.settings.devices import check_engine_device
 from correction.errors import DataError
 from learner.hf_folder import read_config

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from actors.cluster.hub import model_folder
 from actors.commands.evaluate import Asker, task_for
 from actors.config import RunConfig
-from actors.driver.json_lines import JsonLines
+from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from rollout.config import AnswerSampling, FileTask, ReasoningGymReward, ReasoningGymTask
 from rollout.questions import text_key

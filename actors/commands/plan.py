@@ -29,12 +29,12 @@ def plan(
     from rich.markup import escape
     from rich.table import Table
 
+    from actors.commands.plan_view import in_numbers, make_plan, sections
     from actors.commands.recipe import load_config
     from actors.doctor.paper_rules import enough, on_paper, worst_first
     from actors.doctor.start_checks import judged
     from actors.doctor.views import show
     from actors.plan.gpus import Gpus
-    from actors.plan.view import in_numbers, make_plan, sections
     from actors.settings.derived import derived
 
     kind = Gpus.parse(gpus)

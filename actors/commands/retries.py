@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.driver.json_lines import last_step
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, end_new
 from actors.record.run_folder import RunFolder
+from actors.state.json_lines import last_step
 
 NOT_AGAIN = 78
 """Exit code of an attempt with wrong settings, which would be as wrong the next time; EX_CONFIG of sysexits.h."""

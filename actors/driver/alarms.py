@@ -6,20 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from actors.config import RunConfig
+from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from correction.replacement import breaks_at_an_alarm
 
 _MADE_WORSE_BY_BOUNDS = ("rejected_share", "broken_tokens", "rho_mean_deviation")
 """Symptoms that narrower bounds would only add to, or don't help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """The correction that an alarm has put in the place of the configured one; saved with a checkpoint."""
-
-    configured: CorrectionConfig
-    correction: CorrectionConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Any
 from actors.carriers import ForwardRequest, PreparedBatch, Ticket
 from actors.config import RunConfig
 from actors.driver.going_back import while_they_answer
-from actors.driver.outstanding import Outstanding
 from actors.driver.parts import StartingPoint, make_queue, start_service
-from actors.driver.resume import open_ledger
 from actors.pool.pool import RolloutPool
 from actors.processes.supervision import kill, persistently
+from actors.queue.outstanding import Outstanding
 from actors.record.observer import Observer
+from actors.state.resume import open_ledger
 from correction.config import CorrectionConfig
 
 QUEUE, SERVICE = "trajectory queue", "correction service"

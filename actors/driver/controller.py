@@ -22,11 +22,11 @@ from actors.cluster.placement import reserve
 from actors.config import RunConfig
 from actors.driver.alarms import AlarmResponse
 from actors.driver.batch_source import REPLACEABLE, BatchSource
-from actors.driver.evaluation import Evaluation, Evaluations
+from actors.driver.evaluation import Evaluations
 from actors.driver.going_back import Returns, end_parts, lost_among, raise_when_lost, what_goes_on, what_is_done_again
 from actors.driver.parts import StartingPoint, make_sync, start_learner
-from actors.driver.resume import TrainingState
 from actors.driver.run_summary import RunSummary
+from actors.metrics.held_out import Evaluation
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
 from actors.processes.ending import Ending
@@ -40,6 +40,7 @@ from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.record.step_teller import StepTeller
 from actors.settings.true_on_policy import check_batch
+from actors.state.resume import TrainingState
 from correction.errors import EvenkeelError
 from rollout.tasks import Task
 from rollout.trajectory import SyncReceipt

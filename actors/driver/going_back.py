@@ -32,8 +32,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from actors.driver.part_heartbeat import raise_when_silent
 from actors.driver.parts import StartingPoint
+from actors.processes.part_heartbeat import raise_when_silent
 from actors.processes.supervision import first_error, kill, persistently, unless_failed
 from actors.queue.payloads import no_room
 from actors.ranks.learner_group import LearnerGroup

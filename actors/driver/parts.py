@@ -14,8 +14,6 @@ from actors.carriers import ActorInfo
 from actors.cluster.cluster import beside_the_driver, lower_priority
 from actors.cluster.placement import RankPlaces, fetch_where_ranks_are
 from actors.config import RunConfig
-from actors.driver.alarms import Replacement
-from actors.driver.resume import TrainingState
 from actors.pool.pool import RolloutPool
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
@@ -24,6 +22,7 @@ from actors.record.run_folder import Checkpoint
 from actors.service.correction_service import CorrectionService
 from actors.settings.environment import OF_SERVICE
 from actors.settings.hub_name import absolute
+from actors.state.resume import Replacement, TrainingState
 from actors.weights.weight_sync import WeightSync
 from correction.config import CorrectionConfig
 from rollout.trajectory import SyncReceipt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from actors.driver.evaluation import Evaluation
+from actors.metrics.held_out import Evaluation
 from actors.processes import interrupts
 
 ENDED_BY_ALARM = 3

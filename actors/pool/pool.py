@@ -16,7 +16,6 @@ from typing import Any
 
 from actors.carriers import FAILED, LOST, GroupFailure, GroupSummary, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
-from actors.driver.outstanding import Outstanding
 from actors.pool import workers
 from actors.pool.admission import PatientQueue
 from actors.pool.delivery import Delivery
@@ -26,6 +25,7 @@ from actors.pool.membership import Membership
 from actors.pool.rollout_worker import GroupOutcome, WorkerSettings
 from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
 from actors.processes.supervision import AGAIN_S, counted, patiently, persistently, unless_failed, wait_for
+from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
 from actors.queue.trajectory_queue import ANSWER_S
 from actors.settings.deadlines import group_s

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from actors.carriers import QueueContents, QueueSnapshot, StoredGroup, Ticket
-from actors.driver.part_heartbeat import Beating
 from actors.processes.numbered import NumberedCalls
+from actors.processes.part_heartbeat import Beating
 from actors.queue.trajectory_queue import TrajectoryQueue
 from rollout.stacks import tell_stacks
 from rollout.trajectory import Prompt

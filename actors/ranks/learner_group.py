@@ -19,7 +19,7 @@ import ray
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.cluster.placement import RankPlaces
-from actors.driver.part_heartbeat import sequential_actor
+from actors.processes.part_heartbeat import sequential_actor
 from actors.processes.supervision import USUAL_START, kill, lost_if_late, persistently, wait_for
 from actors.queue.payloads import checksums_of
 from actors.ranks.collective_calls import CollectiveCaller, all_of

@@ -15,8 +15,8 @@ import ray
 
 from actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
 from actors.cluster.hub import model_folder
-from actors.driver.part_heartbeat import BESIDE, BeatingInTurn
 from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
+from actors.processes.part_heartbeat import BESIDE, BeatingInTurn
 from actors.queue.payloads import read_now
 from actors.ranks.collective_calls import NumberedRank, collective
 from actors.settings.devices import check_received

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.driver.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
+from actors.state.resume import OLD_STATE, OtherVersionError, TrainingState, other_version
 from correction.errors import DataError
 from learner.file_sums import MANIFEST, read_manifest_of_files, verify
 from rollout.chat import load_tokenizer

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from actors.config import CheckpointConfig, DeadlinesConfig
-from actors.driver.resume import TrainingState
 from actors.processes.supervision import abandon
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint, RunFolder
+from actors.state.resume import TrainingState
 from correction.errors import DataError, DeadlineExceeded, EvenkeelError, LedgerError
 
 T = TypeVar("T")

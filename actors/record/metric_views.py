@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.driver.json_lines import append_whole
 from actors.metrics.kinds import Kind
 from actors.metrics.step_metrics import StepMetrics, lookup
 from actors.processes.supervision import counted
 from actors.record.file_thread import FileThread
+from actors.state.json_lines import append_whole
 from correction.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 
 from actors.carriers import ActorInfo, GroupSummary, Observation, PreparedBatch, ScatterSample, Ticket, WorkerLoad
 from actors.config import RunConfig
-from actors.driver.evaluation import Evaluation
 from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
+from actors.metrics.held_out import Evaluation
 from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics
 from actors.pool.scaling import ScalingDecision
 from actors.processes.loop_clock import LoopClock

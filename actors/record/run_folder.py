@@ -4,7 +4,7 @@
     metrics.jsonl                   one line a step                      evaluations.jsonl    one line a held-out evaluation
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
     clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
-    ledger.jsonl                    one line a prompt that has left the queue (actors/driver/ledger.py)
+    ledger.jsonl                    one line a prompt that has left the queue (actors/state/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
     events.log                      what happened: time, level, text
     tensorboard/                    event files
@@ -40,10 +40,10 @@ import filelock
 import yaml
 from pydantic import BaseModel
 
-from actors.driver.json_lines import JsonLines
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, own
 from actors.record.skipped_batches import KEPT, SkippedBatch
+from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError
 from correction.monitor import Event, State
 from correction.quantities import current_name

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from actors.carriers import Example, ForwardRequest, Observation, PreparedBatch, ScatterSample
 from actors.config import RunConfig
-from actors.driver.part_heartbeat import Beating
 from actors.processes.loop_clock import LoopClock
 from actors.processes.numbered import NumberedCaller
+from actors.processes.part_heartbeat import Beating
 from actors.processes.supervision import lost_if_late, wait_for
 from actors.queue import payloads
 from actors.ranks.forwards import Forward, ForwardRequests, GroupsLost, with_forwards

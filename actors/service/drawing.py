@@ -10,9 +10,9 @@ from typing import Any
 import ray
 
 from actors.carriers import StoredGroup
-from actors.driver.outstanding import worthless
 from actors.processes.numbered import NumberedCaller
 from actors.queue import payloads
+from actors.queue.outstanding import worthless
 from actors.queue.trajectory_queue import ANSWER_S
 from correction.errors import ActorLost
 from rollout import wide_fields

@@ -10,8 +10,9 @@ import pytest
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.driver.alarms import AlarmResponse, Replacement
+from actors.driver.alarms import AlarmResponse
 from actors.driver.controller import Controller
+from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
 from correction.monitor import Event, State
 from tests.actors.cases import FakeActor

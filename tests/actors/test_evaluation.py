@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from actors.config import EvaluationConfig
-from actors.driver.evaluation import Evaluation, Proportion, evaluate, wilson_interval
+from actors.driver.evaluation import evaluate
+from actors.metrics.held_out import Evaluation, Proportion, wilson_interval
 from actors.metrics.step_metrics import StepMetrics
 from rollout.config import AnswerSampling
 from rollout.trajectory import Prompt, Trajectory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.json_lines import JsonLines
+from actors.state.json_lines import JsonLines
 
 
 def step_of(record: dict[str, int]) -> int:

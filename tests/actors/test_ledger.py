@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.carriers import QueueSnapshot
-from actors.driver import ledger as ledger_module
-from actors.driver.ledger import Ledger, LedgerMark, outstanding_ids
-from actors.driver.outstanding import Outstanding
+from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import TrajectoryQueue
+from actors.state import ledger as ledger_module
+from actors.state.ledger import Ledger, LedgerMark, outstanding_ids
 from correction.errors import LedgerError
 from tests.actors.cases import at_hand, group, prompts, with_tokens
 

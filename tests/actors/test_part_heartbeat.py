@@ -15,8 +15,8 @@ import ray
 import ray.exceptions
 
 from actors.cluster.cluster import beside_the_driver
-from actors.driver.part_heartbeat import Beating, raise_when_silent
 from actors.processes.numbered import NumberedCaller
+from actors.processes.part_heartbeat import Beating, raise_when_silent
 from actors.processes.supervision import HALF_OVER
 from correction.errors import ActorLost
 from tests.actors.cases import FakeActor

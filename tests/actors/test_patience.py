@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from actors.driver.evaluation import evaluate
-from actors.driver.json_lines import JsonLines
-from actors.driver.ledger import Ledger
 from actors.record import patience
 from actors.record.file_thread import FileThread
 from actors.record.patience import PatientWriter
 from actors.record.run_folder import RunFolder
+from actors.state.json_lines import JsonLines
+from actors.state.ledger import Ledger
 from correction.monitor import State
 from rollout.config import AnswerSampling
 from tests.actors.cases import prompts

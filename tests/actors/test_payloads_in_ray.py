@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup
 from actors.cluster.cluster import beside_the_driver
-from actors.driver.part_heartbeat import GROUPS
+from actors.processes.part_heartbeat import GROUPS
 from actors.queue.payloads import GONE, fetched
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.queue.trajectory_queue import TrajectoryQueue

@@ -15,9 +15,9 @@ import ray.exceptions
 import actors.pool.workers
 from actors.carriers import ActorInfo, StoredGroup, Ticket, WorkerLoad
 from actors.config import DeadlinesConfig
-from actors.driver.outstanding import Outstanding
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import WorkerSettings
+from actors.queue.outstanding import Outstanding
 from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError
 from rollout.config import AnswerSampling, RolloutConfig

@@ -16,12 +16,12 @@ import pytest
 from actors.commands.recipe import load_config
 from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
 from actors.config import RunConfig
-from actors.driver.ledger import Ledger, outstanding_ids
-from actors.driver.resume import OtherVersionError, TrainingState, open_ledger
 from actors.metrics.step_metrics import StepMetrics
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.record.checkpoint_reader import ResumePoint, take_back
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
+from actors.state.ledger import Ledger, outstanding_ids
+from actors.state.resume import OtherVersionError, TrainingState, open_ledger
 from correction.errors import ConfigError, DataError
 from learner.file_sums import seal
 from tests.actors.cases import group, prompt, prompts

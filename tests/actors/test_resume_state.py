@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import actors.driver.ledger
-import actors.driver.resume
-import actors.driver.state_format
+import actors.state.ledger
+import actors.state.resume
+import actors.state.state_format
 import learner.checkpoint
 import learner.checkpoint_files
 import learner.file_sums
-from actors.driver.alarms import Replacement
-from actors.driver.ledger import LedgerMark
-from actors.driver.resume import TrainingState
 from actors.queue.trajectory_queue import TrajectoryQueue
+from actors.state.ledger import LedgerMark
+from actors.state.resume import Replacement, TrainingState
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from correction.monitor import Monitor
@@ -170,6 +169,6 @@ def test_a_missing_file_is_refused(state: TrainingState, tmp_path: Path) -> None
 
 def test_reading_a_state_runs_nothing() -> None:
     """No module by which a checkpoint is read unpickles."""
-    ours = (actors.driver.resume, actors.driver.state_format, actors.driver.ledger)
+    ours = (actors.state.resume, actors.state.state_format, actors.state.ledger)
     for module in (*ours, learner.file_sums, learner.checkpoint, learner.checkpoint_files):
         assert "pickle." not in inspect.getsource(module).replace('"controller.pickle"', "")

@@ -14,9 +14,9 @@ import torch
 from actors.cluster.placement import reserve
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.driver.part_heartbeat import sequential_actor
 from actors.pool import workers
 from actors.pool.rollout_worker import WorkerSettings
+from actors.processes.part_heartbeat import sequential_actor
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.errors import ConfigError
 from tests.actors.cases import prompt

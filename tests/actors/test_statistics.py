@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 from scipy.stats import binomtest
 
-from actors.driver.evaluation import Proportion, pass_at, share_over_questions, wilson_interval
+from actors.metrics.held_out import Proportion, pass_at, share_over_questions, wilson_interval
 
 
 def wilson(right: int, n: int) -> Proportion:

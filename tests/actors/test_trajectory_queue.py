@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.carriers import QueueContents, StoredGroup, Ticket
-from actors.driver.outstanding import Outstanding, worthless
 from actors.pool.dispatch import WaitingWork
+from actors.queue.outstanding import Outstanding, worthless
 from actors.queue.payloads import fetched, whole_snapshot
 from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.queue.trajectory_queue import TrajectoryQueue

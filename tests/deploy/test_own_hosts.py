@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.driver.resume import TrainingState
 from actors.metrics.step_metrics import by_worker
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 from tests.deploy.loopback_hosts import SSHD
 from tests.deploy.own_hosts import ADDRESSES, OwnCluster, free_ports, own_cluster, until
 from tests.e2e.conftest import small_model as small_model

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from actors.driver.resume import TrainingState
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 from tests.e2e.launch import PRIVATE, RAY_AGENTS, RECIPE, Run, command_of, is_open_to_others, listeners_of_the_page, living
 from tests.failures.measured import Recovery
 from tests.rollout.hf_reference import hf_model, response_logprobs

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.resume import TrainingState
 from actors.driver.run_summary import ENDED_BY_ALARM
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 from correction.monitor import Event, Monitor, State
 from tests.e2e.cluster import is_up, ray_cluster, scraped_roles
 from tests.e2e.launch import RECIPE, Run

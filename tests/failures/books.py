@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from actors.driver.resume import TrainingState
+from actors.state.resume import TrainingState
 
 
 class Written(Protocol):

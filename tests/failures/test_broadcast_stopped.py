@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.driver.resume import TrainingState
 from actors.metrics.step_metrics import by_worker
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 from tests.e2e.launch import RECIPE, Run, command_of
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery

@@ -17,9 +17,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.driver.going_back import lost_among, lost_answer
-from actors.driver.resume import TrainingState
 from actors.processes.supervision import wait_for
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, Run, environment
 from tests.failures.books import check_books

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.resume import TrainingState
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, Run, listeners_of_the_page, listening
 from tests.failures.books import check_books

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.driver.resume import TrainingState
 from actors.record.run_folder import RunFolder
+from actors.state.resume import TrainingState
 from tests.e2e.cluster import Node, ray_cluster
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, command_of, living
 from tests.failures.books import check_books

@@ -13,15 +13,15 @@ from unittest import mock
 
 from actors.carriers import Ticket
 from actors.driver.batch_source import BatchSource
-from actors.driver.ledger import Ledger
-from actors.driver.outstanding import Outstanding
 from actors.pool.dispatch import WaitingWork
 from actors.pool.pool import RolloutPool
 from actors.queue import payloads
+from actors.queue.outstanding import Outstanding
 from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
 from actors.ranks.collective_calls import CollectiveCaller
 from actors.record import checkpoint_reader
 from actors.record.patience import PatientWriter
+from actors.state.ledger import Ledger
 from actors.weights.weight_sync import WeightSync
 from rollout import continuation
 from rollout.trajectory import VersionSpan
@@ -144,7 +144,7 @@ def a_new_queue_has_the_batch_in_training_once_more() -> Iterator[None]:
 @contextmanager
 def a_new_queue_has_the_discarded_groups_back() -> Iterator[None]:
     """Others were admitted in their places."""
-    with mock.patch("actors.driver.outstanding.worthless", lambda *_, **__: ""):
+    with mock.patch("actors.queue.outstanding.worthless", lambda *_, **__: ""):
         yield
 
 

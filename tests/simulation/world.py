@@ -21,9 +21,9 @@ import ray.exceptions
 import torch
 
 from actors.driver.controller import Controller
-from actors.driver.resume import TrainingState
 from actors.record import checkpoint_reader
 from actors.record.checkpoint_writer import ATTEMPTS
+from actors.state.resume import TrainingState
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError

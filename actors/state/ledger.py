@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.carriers import QueueSnapshot
-from actors.driver.json_lines import append_whole
+from actors.state.json_lines import append_whole
 from correction.errors import LedgerError
 
 _CHUNK_BYTES = 4 << 20

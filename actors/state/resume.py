@@ -20,9 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from actors.carriers import QueueSnapshot, Ticket
-from actors.driver.alarms import Replacement
-from actors.driver.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance_of
-from actors.driver.state_format import Columns, as_plain, of_plain
+from actors.state.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance_of
+from actors.state.state_format import Columns, as_plain, of_plain
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from rollout.trajectory import Group, Prompt
@@ -35,6 +34,14 @@ _NAMES = {"Prompt": Prompt, "Group": Group}
 
 class OtherVersionError(DataError):
     """A checkpoint that is whole, and that another version of evenkeel has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """The correction that an alarm has put in the place of the configured one; saved with a checkpoint."""
+
+    configured: CorrectionConfig
+    correction: CorrectionConfig
 
 
 @dataclass(frozen=True, slots=True)
