@@ -16,7 +16,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import actors  # noqa: F401  # before Ray: a test that forgets to start one gets an error, not a Ray of somebody else's
 from correction.engines.quick_imports import uncollected
-from correction.engines.weight_bucket import WeightBucket
 from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -114,6 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (_rank(name := group_of(item.nodeid)), places[name]))  # stable: tests of a group keep their order
 
 
+# torch is imported in here, not by this file: the process that only hands out tests needs none, and all others wait for it.
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """torch, Ray and 4,000 tests stay to the end: no collection of garbage need look through them, now or later."""
@@ -167,6 +167,8 @@ def engine(shared_engine: Any, engine_loop: BackgroundLoop, tiny_model: Path) ->
     yield shared_engine
     if shared_engine.version != version or not shared_engine.is_healthy:
         from safetensors.torch import load_file
+
+        from correction.engines.weight_bucket import WeightBucket
 
         weights = WeightBucket.of(load_file(tiny_model / "model.safetensors"))
         engine_loop.run(shared_engine.update_weights(shared_engine.version + 1, [weights]))

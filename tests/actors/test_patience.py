@@ -21,8 +21,8 @@ from actors.state.ledger import Ledger
 from correction.monitor import State
 from rollout.config import AnswerSampling
 from tests.actors.cases import prompts
+from tests.actors.observer_cases import diagnosed, observe, write
 from tests.actors.test_evaluation import Answers
-from tests.actors.test_observer import diagnosed, observe, write
 
 
 class Gate:

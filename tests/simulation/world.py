@@ -11,35 +11,25 @@ import tempfile
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import ray.exceptions
 import torch
 
-import actors.pool.rollout_worker
-import actors.processes.loop_clock
-import actors.queue.payloads
-import actors.service.correction_service
-import learner.checkpoint_files
-import learner.file_sums
-import learner.model_check
 from actors.driver.controller import Controller
-from actors.processes import interrupts
-from actors.record import checkpoint_reader, patience
+from actors.record import checkpoint_reader
 from actors.record.checkpoint_writer import ATTEMPTS
 from actors.state.resume import TrainingState
 from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError
 from tests.simulation.clock import Clock, NothingLeftError, VirtualLoop, installed
-from tests.simulation.disk import Disk, SimulatedFileThread, beside
-from tests.simulation.engine import SimulatedEngine, SimulatedSampler
+from tests.simulation.disk import Disk, beside
+from tests.simulation.edges import doubles
 from tests.simulation.faults import QUEUE, RANK, WORKER, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
 from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
@@ -213,8 +203,8 @@ class World:
         logger.setLevel(logging.CRITICAL + 1)
         torch.set_num_threads(1)  # its batches are of a few tokens
         try:
-            to_thread = beside(self.disk, lambda: HERE.get() is None)
-            with installed(self._clock, self.schedule.seed, to_thread), self.disk.in_place(self._root), self._doubles():
+            to_thread, edges = beside(self.disk, lambda: HERE.get() is None), doubles(self.schedule, self.disk, self.faults)
+            with installed(self._clock, self.schedule.seed, to_thread), self.disk.in_place(self._root), edges:
                 self._play()
         except (ViolationError, NothingLeftError) as error:
             violation = self.books.violation or str(error)
@@ -382,50 +372,6 @@ class World:
             raise DriverEnded
         if self._clock.now > self._ends:
             self.books.refuse(f"not through {FINISH_S:g} s after the last fault; step {self.steps} of {self.schedule.steps} is done")
-
-    # -- the product's edges -----------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _doubles(self) -> Iterator[None]:
-        service, worker = actors.service.correction_service, actors.pool.rollout_worker
-        nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
-        endpoint = lambda *_, **__: parts.SimpleNamespace(set=nothing, add=nothing, close=nothing, target="127.0.0.1:1")  # noqa: E731
-        with contextlib.ExitStack() as stack:
-            for place, name, double in (
-                (worker.Sampler, "start", self._start_sampler),
-                (worker, "MetricsEndpoint", endpoint),
-                (service, "correct", parts.corrected),
-                (service, "defer", parts.corrected),
-                (service, "diagnose", parts.diagnosed),
-                (service, "clipped_tokens", parts.not_clipped),
-                (interrupts, "handled_in", self._handled_in),
-                (patience, "FileThread", partial(SimulatedFileThread, self.disk)),
-                (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
-                (learner.file_sums, "ThreadPoolExecutor", parts.NoThreads),
-                (learner.checkpoint_files, "check_readable", nothing),
-                (learner.model_check, "check_trainable", nothing),
-                (checkpoint_reader, "load_tokenizer", nothing),
-                (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
-                (worker, "remove", nothing),
-                (actors.queue.payloads, "_INLINE_BYTES", 0 if self.schedule.references else actors.queue.payloads._INLINE_BYTES),
-            ):
-                stack.enter_context(mock.patch.object(place, name, double))
-            yield
-
-    @contextlib.contextmanager
-    def _handled_in(self, loop: Any, handle: Callable[[int], None]) -> Iterator[None]:
-        self.faults.interrupt = handle
-        try:
-            yield
-        finally:
-            self.faults.interrupt = None
-
-    async def _start_sampler(self, model: Path, config: Any, *, version: int = 0, **_: Any) -> SimulatedSampler:
-        process = HERE.get()
-        assert process is not None
-        engine = SimulatedEngine(process, config, version)
-        await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
-        return SimulatedSampler(engine, config.sampling.samples_per_group, self.schedule.unscored)
 
 
 @cache

@@ -1,0 +1,73 @@
+"""Where a simulated run meets the product: what is played stands in for the product's own as long as the run lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import actors.pool.rollout_worker
+import actors.processes.loop_clock
+import actors.queue.payloads
+import actors.service.correction_service
+import learner.checkpoint_files
+import learner.file_sums
+import learner.model_check
+from actors.processes import interrupts
+from actors.record import checkpoint_reader, patience
+from tests.simulation import parts
+from tests.simulation.disk import Disk, SimulatedFileThread
+from tests.simulation.engine import SimulatedEngine, SimulatedSampler
+from tests.simulation.faults import Faults
+from tests.simulation.processes import HERE
+from tests.simulation.schedule import Schedule
+
+
+@contextlib.contextmanager
+def doubles(schedule: Schedule, disk: Disk, faults: Faults) -> Iterator[None]:
+    service, worker, payloads = actors.service.correction_service, actors.pool.rollout_worker, actors.queue.payloads
+    nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
+    endpoint = lambda *_, **__: SimpleNamespace(set=nothing, add=nothing, close=nothing, target="127.0.0.1:1")  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        for place, name, double in (
+            (worker.Sampler, "start", partial(_start_sampler, schedule)),
+            (worker, "MetricsEndpoint", endpoint),
+            (service, "correct", parts.corrected),
+            (service, "defer", parts.corrected),
+            (service, "diagnose", parts.diagnosed),
+            (service, "clipped_tokens", parts.not_clipped),
+            (interrupts, "handled_in", partial(_handled_in, faults)),
+            (patience, "FileThread", partial(SimulatedFileThread, disk)),
+            (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
+            (learner.file_sums, "ThreadPoolExecutor", parts.NoThreads),
+            (learner.checkpoint_files, "check_readable", nothing),
+            (learner.model_check, "check_trainable", nothing),
+            (checkpoint_reader, "load_tokenizer", nothing),
+            (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
+            (worker, "remove", nothing),
+            (payloads, "_INLINE_BYTES", 0 if schedule.references else payloads._INLINE_BYTES),
+        ):
+            stack.enter_context(mock.patch.object(place, name, double))
+        yield
+
+
+@contextlib.contextmanager
+def _handled_in(faults: Faults, loop: Any, handle: Callable[[int], None]) -> Iterator[None]:
+    faults.interrupt = handle
+    try:
+        yield
+    finally:
+        faults.interrupt = None
+
+
+async def _start_sampler(schedule: Schedule, model: Path, config: Any, *, version: int = 0, **_: Any) -> SimulatedSampler:
+    process = HERE.get()
+    assert process is not None
+    engine = SimulatedEngine(process, config, version)
+    await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
+    return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored)
