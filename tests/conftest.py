@@ -44,6 +44,9 @@ _RANKS = (
 )
 """Files whose tests share processes for the learner's ranks."""
 
+_NODES = "tests/actors/on_two_nodes"
+"""Folder whose tests share a Ray cluster."""
+
 _TREES = ("tests/test_imports.py", "tests/test_layers.py")
 """Files that read the same syntax trees."""
 
@@ -52,7 +55,7 @@ _RUNS = (
     "tests/e2e/test_asynchronous_run.py",
     "tests/e2e/test_early_warning.py",
     "tests/e2e",
-    "tests/actors/test_learner_ranks_in_ray.py",
+    "nodes",
     "tests/failures",
 )
 """Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them."""
@@ -70,6 +73,8 @@ _COMPUTING = (
 def group_of(node_id: str) -> str:
     """A file stays in one process, and so does all that owns engines: engines, ranks and whole runs are then made once."""
     file = node_id.split("::")[0]
+    if file.startswith(_NODES):
+        return "nodes"
     shared = {"engines": _ENGINES, "ranks": _RANKS, "trees": _TREES}
     return next((name for name, files in shared.items() if file in files), file)
 

@@ -4,7 +4,7 @@ Synchronous ones are truly on-policy.
 
 Behaviours locked here: all workers have a fair part of the groups, tokens and groups by worker sum to the totals, each worker's version is
 the one that its step was sampled with, and metrics, terminal, report and Prometheus agree; nothing is stale in a synchronous run, and each
-trained logprob has the bits that were sampled; one worker with five requests at a time comes to the same answers and weights; Ctrl-C ends
+trained logprob has the bits that were sampled; one worker with thirteen requests at a time comes to the same answers and weights; Ctrl-C ends
 with exit code 0, a checkpoint, a report and no process left.
 """
 
@@ -213,12 +213,12 @@ def test_weights_went_by_broadcast(story: Story) -> None:
 
 
 def test_bits_are_equal_however_requests_are_spread(story: Story, small_model: Path, tmp_path: Path) -> None:
-    """At every step; and one worker, with five requests at a time and weights through the object store, trains the same run."""
+    """At every step; and one worker, with thirteen requests at a time and weights through the object store, trains the same run."""
     if story.max_staleness > 0:
         pytest.skip("an asynchronous run is another one each time")
     steps = len(story.lines)
     assert_all_equal(story.run, steps)
-    one = ["rollout.workers=1", "rollout.engine.max_running_requests=5", f"steps={steps}"]
+    one = ["rollout.workers=1", "rollout.engine.max_running_requests=13", f"steps={steps}"]
     words = [str(RECIPE), f"model={small_model}", f"run_dir={tmp_path / 'one'}", *SETTINGS, *SYNCHRONOUS, *one]
     run = run_to_its_end(tmp_path / "one", *words)
     assert any(entry["outcome"] != "trained" for entry in run.ledger()), "groups were to be replaced"

@@ -19,8 +19,7 @@ from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
 from actors.ranks.learner_group import LearnerGroup
-from tests.actors.test_learner_ranks_in_ray import cluster as cluster
-from tests.actors.test_learner_ranks_in_ray import learner, two_steps
+from tests.actors.on_two_nodes.test_learner_ranks_in_ray import learner, two_steps
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +55,7 @@ def test_lost_calls_and_lost_answers_change_no_bit(cluster: Cluster, tmp_path: P
             undisturbed = await two_steps(group)
             await group.restore(tmp_path / "learner", 2, deadline_s=60.0)
             (tmp_path / "learner" / RANKS).write_bytes(cloudpickle.dumps(list(group.ranks.values())))
-            code = "from tests.actors.test_lost_calls_in_ray import main; main()"
+            code = "from tests.actors.on_two_nodes.test_lost_calls_in_ray import main; main()"
             words = [sys.executable, "-c", code, cluster.address, str(tmp_path / "learner"), str(group._collective.calls)]
             environment = {**os.environ, "RAY_testing_rpc_failure": json.dumps(LOSSES), "PYTHONPATH": os.getcwd()}
             ended = await asyncio.to_thread(subprocess.run, words, env=environment, capture_output=True, text=True, timeout=300)

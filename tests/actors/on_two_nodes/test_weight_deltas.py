@@ -1,21 +1,18 @@
 """Deltas on two real nodes: what a far node fetches, what it makes of it, and when it takes the whole. The engines are actors that read.
 
-Behaviours locked here: no whole version but the first crosses the network; a node makes a version once, however many of its engines read
-it; every tensor that an engine reads has the learner's checksum, whichever way it came; another base, differences that don't pay, and
-differences that can't be made lead to the whole, and to differences again from there.
+Behaviours locked here: a node fetches a version once, however many of its engines read it; with deltas no whole version but the first
+crosses the network, and a node makes a version once; every tensor that an engine reads has the learner's checksum, whichever way it came;
+another base, differences that don't pay, and differences that can't be made lead to the whole, and to differences again from there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import ray
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import ExportPlan, WeightSnapshot
 from actors.config import WeightSyncConfig
@@ -23,40 +20,12 @@ from actors.queue.payloads import checksums_of
 from actors.weights.weight_sync import SyncTarget, WeightSync
 from correction.engines.weight_bucket import WeightBucket
 from rollout.trajectory import SyncReceipt
-from tests.actors.two_nodes import stored_bytes, two_nodes
+from tests.actors.on_two_nodes.reader import FAR_READERS, Nodes
+from tests.actors.two_nodes import stored_bytes
 
 SIZE, BUCKETS = 2**20, 2
 """Elements of a tensor, each a bucket of its own; bfloat16."""
 WHOLE = 2 * SIZE * BUCKETS
-
-
-@dataclass
-class Nodes:
-    """The learner's, to which this process belongs, and another one; the actors on each are started once for all tests."""
-
-    far: Any
-    home: str
-    readers: dict[str, list[Any]]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with two_nodes() as own:
-        (far,), home = own.worker_nodes, ray.get_runtime_context().get_node_id()
-        yield Nodes(far, home, {node: [reader_on(node) for _ in range(count)] for node, count in ((far.node_id, 2), (home, 1))})
-
-
-@ray.remote(num_cpus=0)
-class Reader:
-    """What a rollout worker does up to its engine."""
-
-    async def update_weights(self, version: int, buckets: Sequence[Any], checksums: dict[str, str], _: int = 0) -> SyncReceipt:
-        fetched = await asyncio.gather(*buckets)
-        return SyncReceipt(version, "retract", len(fetched), 1, WHOLE, 0.0, "w", 0.0, checksums_of(*fetched) if checksums else {})
-
-
-def reader_on(node: str) -> Any:
-    return Reader.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()  # type: ignore[attr-defined]
 
 
 class Learner:
@@ -101,7 +70,8 @@ class Scene:
         self.nodes, self.far = nodes, nodes.far
         self.receipts: list[SyncReceipt] = []
         self.dirty: list[str] = []
-        handles = [(node, reader) for node, readers in nodes.readers.items() for reader in readers]
+        (far, far_readers), (home, (reader_at_home,)) = nodes.readers.items()
+        handles = [(far, far_readers[0]), (far, far_readers[1]), (home, reader_at_home)]
         named = zip(("a", "b", "home"), handles, strict=True)
         self.targets = {name: SyncTarget(name, reader, node=node) for name, (node, reader) in named}
         self.sync = WeightSync(
@@ -151,6 +121,22 @@ def play(nodes: Nodes, scenario: Any) -> None:
 
 def by_deltas(found: Sequence[int | None]) -> list[int]:
     return [size for size in found if size is not None]
+
+
+def test_a_node_fetches_a_version_once_for_all_of_its_engines(nodes: Nodes) -> None:
+    """Four readers on the other node: its store takes one copy, and each reader sees all bytes."""
+    readers, size = nodes.readers[nodes.far.node_id], 8 << 20
+    buckets = [ray.put(WeightBucket.of({f"w{i}": random_bytes(size, i)})) for i in range(2)]
+    ray.get([reader.read.remote([]) for reader in readers])  # their processes are up
+    before = stored_bytes(nodes.far)
+    read = ray.get([reader.read.remote(buckets) for reader in readers])
+    assert [count for count, _ in read] == [2 * size] * FAR_READERS and len({process for _, process in read}) == FAR_READERS
+    fetched = stored_bytes(nodes.far) - before
+    assert 2 * size <= fetched < 2.1 * size
+
+
+def random_bytes(size: int, seed: int) -> torch.Tensor:
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def test_only_the_differences_cross_the_network_and_a_node_makes_a_version_once(nodes: Nodes) -> None:

@@ -23,8 +23,7 @@ from actors.driver.going_back import lost_among, raise_when_lost
 from actors.ranks.learner_group import LearnerGroup
 from correction.correct import defer
 from correction.errors import ActorLost
-from tests.actors.test_learner_ranks_in_ray import cluster as cluster
-from tests.actors.test_learner_ranks_in_ray import learner
+from tests.actors.on_two_nodes.test_learner_ranks_in_ray import learner
 from tests.learner.learner_cases import TIS, random_batch
 
 pytestmark = pytest.mark.slow

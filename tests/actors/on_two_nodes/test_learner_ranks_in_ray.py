@@ -1,8 +1,8 @@
-"""Two real ranks on gloo, as Ray actors, on one of two real nodes: what many readers of the weights cost the learner, and the network.
+"""Two real ranks on gloo, as Ray actors: what many readers of the weights cost the learner.
 
 Behaviours locked here: whoever joins or exports at whatever moment, beside forwards and steps, nothing hangs and the weights are, to the
-last bit, those of a run that nobody joined; a node fetches a version once, however many of its engines read it. Ranks that live when the
-run goes back to a checkpoint read it in the processes that they have, whatever is under way, and train on as if it had been the first time.
+last bit, those of a run that nobody joined. Ranks that live when the run goes back to a checkpoint read it in the processes that they
+have, whatever is under way, and train on as if it had been the first time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,21 +31,13 @@ from actors.queue.payloads import checksums_of
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.weight_sync import SyncTarget, WeightSync
 from correction.correct import correct, defer
-from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
-from tests.actors.two_nodes import stored_bytes, two_nodes
 from tests.learner.learner_cases import TIS, random_batch, save_model, with_noisy_behavior
 
 STEPS, JOINS = 10, 50
 PLAN = ExportPlan(8_000, checksums=True)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with two_nodes() as own:
-        yield own
 
 
 @asynccontextmanager
@@ -213,36 +205,3 @@ def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: 
             assert pids == [await rank.__ray_call__.remote(lambda _: os.getpid()) for rank in group.ranks.values()]
 
     asyncio.run(asyncio.wait_for(scenario(), 400.0))
-
-
-@ray.remote(num_cpus=0, resources={"rollout": 1})
-class Reader:
-    """Stands where an engine's worker stands."""
-
-    async def read(self, buckets: list[Any]) -> tuple[int, int]:
-        """(bytes, process): fetched as a rollout worker fetches."""
-        fetched: list[WeightBucket] = list(await asyncio.gather(*buckets))
-        return sum(part.nbytes for bucket in fetched for part in bucket.parts), os.getpid()
-
-
-def test_a_node_fetches_a_version_once_for_all_of_its_engines(cluster: Cluster) -> None:
-    """Four readers on the other node: its store takes one copy, and each reader sees all bytes."""
-    (node,) = cluster.worker_nodes
-    size = 8 << 20
-    buckets = [ray.put(WeightBucket.of({f"w{i}": random_bytes(size, i)})) for i in range(2)]
-    readers = [Reader.remote() for _ in range(4)]
-    ray.get([reader.read.remote([]) for reader in readers])  # their processes are up
-    before = stored_bytes(node)
-    read = ray.get([reader.read.remote(buckets) for reader in readers])
-    assert [count for count, _ in read] == [2 * size] * 4 and len({process for _, process in read}) == 4
-    fetched = stored_bytes(node) - before
-    assert 2 * size <= fetched < 2.1 * size
-    for reader in readers:
-        with suppress(Exception):
-            ray.kill(reader)
-
-
-def random_bytes(size: int, seed: int) -> Any:
-    import torch
-
-    return torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
