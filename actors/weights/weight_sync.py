@@ -36,6 +36,7 @@ from actors.processes.supervision import abandon, counted, persistently, wait_fo
 from actors.ranks.learner_group import LearnerGroup
 from actors.weights.broadcast_group import BroadcastGroup
 from actors.weights.weight_deltas import WeightDeltas
+from correction.engines.checksum import compare_checksums
 from correction.errors import ActorLost, DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout.trajectory import SyncReceipt
 
@@ -43,6 +44,7 @@ log = logging.getLogger("evenkeel.sync")
 _SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _ATTEMPTS = 3
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
+_LONGEST_PAUSE_S = 30.0
 _UNPROBED = 10
 """A warning comes after so many versions in a row whose probe was not answered before the next version."""
 
@@ -226,12 +228,9 @@ class WeightSync:
         while self._published is not None and target.version < self.version:
             version, is_asked = self.version, False
             try:
-                try:
-                    published = await self._stored(self._published)
-                except ActorLost as error:  # no engine's fault, and no further attempt would help
-                    self._on_loss(error)
+                if (at_hand := await self._at_hand(target)) is None:
                     return
-                checksums = await self._checksums(published) if not target.is_verified else {}
+                published, checksums = at_hand
                 buckets, delta_bytes = published.snapshot.buckets, None
                 if self._deltas is not None and not failures:  # else the whole, whatever was wrong with what it was handed
                     buckets, delta_bytes = await self._deltas.of_node(target.node, published.snapshot)
@@ -257,6 +256,26 @@ class WeightSync:
                     self._on_failure(target, f"took no weights in {counted(failures, 'attempt')}: {error}")
                     return
                 await asyncio.sleep(failures)
+
+    async def _at_hand(self, target: SyncTarget) -> tuple[_Publication, dict[str, str]] | None:
+        """The newest version in the object store, with the checksums that this engine has to show; None once the learner is lost.
+
+        What fails here is the learner's or the object store's: no engine's fault, and tried again until it is there.
+        """
+        failures = 0
+        while self._published is not None:
+            version = self.version
+            try:
+                published = await self._stored(self._published)
+                return published, await self._checksums(published) if not target.is_verified else {}
+            except ActorLost as error:
+                self._on_loss(error)
+                return None
+            except _SYNC_FAILURES as error:
+                failures += 1
+                self._mark_dirty(target, f"weights v{version} could not be put into the object store for it, tried {failures}x: {error}")
+                await asyncio.sleep(min(failures, _LONGEST_PAUSE_S))
+        return None
 
     async def _stored(self, published: _Publication) -> _Publication:
         """This version, or a newer one, as it lies in the object store."""
@@ -378,17 +397,3 @@ class WeightSync:
                 self._mark_dirty(target, f"broadcast of v{version} failed, it goes through the object store: {error}")
             await self._broadcast.dissolve()
             return await self._learner.export(replace(plan, broadcasts=False, stores=True, checksums=True)), []
-
-
-def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:
-    """Raises: SyncError naming the first tensors that differ, or that one side lacks."""
-    if learner == engine:
-        return
-    missing = sorted(learner.keys() ^ engine.keys())
-    different = sorted(name for name in learner.keys() & engine.keys() if learner[name] != engine[name])
-    raise SyncError(
-        f"weight sync v{version} -> rollout worker {worker}: "
-        + (f"{len(different)} tensors differ, first {different[0]}; " if different else "")
-        + (f"{len(missing)} tensors stand on one side only, first {missing[0]}; " if missing else "")
-        + "the engine gets no work until a full sync succeeds"
-    )

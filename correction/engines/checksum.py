@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from correction.errors import SyncError
+
 ROW_WORDS = 2**16
 """Words of 8 bytes that make one sum."""
 ROWS_AT_ONCE = {"cpu": 1}
@@ -34,6 +36,20 @@ def tensor_checksum(tensor: Tensor) -> str:
     for total in _sums(_words(tensor.detach())):
         digest.update(total.to_bytes(8, "little", signed=True))
     return digest.hexdigest()
+
+
+def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:
+    """Of the weights of a learner and of an engine, by name. Raises: SyncError naming the first that differ, or that one side lacks."""
+    if learner == engine:
+        return
+    missing = sorted(learner.keys() ^ engine.keys())
+    different = sorted(name for name in learner.keys() & engine.keys() if learner[name] != engine[name])
+    raise SyncError(
+        f"weight sync v{version} -> rollout worker {worker}: "
+        + (f"{len(different)} tensors differ, first {different[0]}; " if different else "")
+        + (f"{len(missing)} tensors stand on one side only, first {missing[0]}; " if missing else "")
+        + "the engine gets no work until a full sync succeeds"
+    )
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import asyncio
 import pickle
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from actors.config import WeightSyncConfig
 from actors.processes.supervision import counted
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.weights.weight_sync import SyncTarget, WeightSync, compare_checksums
-from correction.engines.checksum import tensor_checksum
+from actors.weights.weight_sync import SyncTarget, WeightSync
+from correction.engines.checksum import compare_checksums, tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, SyncError
 from learner.config import LearnerConfig
@@ -318,6 +319,35 @@ def test_a_learner_that_is_lost_in_a_copy_takes_the_run_back_and_costs_no_engine
         await asyncio.sleep(60.0)
         assert scene.losses == [str(error)] and len(asked) == 1
         assert scene.failures == scene.dirty == []
+
+    simulate(scenario)
+
+
+def test_a_copy_that_fails_costs_no_engine_however_often() -> None:
+    """The learner is slow, or the object store full: the engine that waits is not the one to replace."""
+
+    async def scenario() -> None:
+        scene = Scene(transport="broadcast", a=Engine(), b=Engine())
+        await scene.join()
+        await scene.publish(1)
+        whole, asked = scene.learner.export, list[float]()
+
+        async def export(plan: ExportPlan, **_: Any) -> WeightSnapshot:
+            asked.append(asyncio.get_running_loop().time())
+            if len(asked) <= 5:
+                raise DeadlineExceeded("weights v1 <- learner: nothing in 60 s")
+            return await whole(plan)
+
+        scene.learner.export = export  # type: ignore[method-assign]
+        late = SyncTarget("late", FakeActor(Engine()))
+        scene.sync.join(late)
+        await asyncio.sleep(60.0)
+        assert late.version == 1 and scene.failures == scene.losses == []
+        assert [reason for name, reason in scene.dirty if name == "late"] == [
+            f"weights v1 could not be put into the object store for it, tried {n}x: weights v1 <- learner: nothing in 60 s"
+            for n in range(1, 6)
+        ]
+        assert [round(b - a) for a, b in pairwise(asked)] == [1, 2, 3, 4, 5], "seconds between them"
 
     simulate(scenario)
 

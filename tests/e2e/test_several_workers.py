@@ -4,8 +4,8 @@ Synchronous ones are truly on-policy.
 
 Behaviours locked here: all workers have a fair part of the groups, tokens and groups by worker sum to the totals, each worker's version is
 the one that its step was sampled with, and metrics, terminal, report and Prometheus agree; nothing is stale in a synchronous run, and each
-trained logprob has the bits that were sampled; one worker with thirteen requests at a time comes to the same answers and weights; Ctrl-C ends
-with exit code 0, a checkpoint, a report and no process left.
+trained logprob has the bits that were sampled; one worker with thirteen requests at a time comes to the same answers and weights; Ctrl-C
+ends with exit code 0, a checkpoint, a report and no process left.
 """
 
 from __future__ import annotations

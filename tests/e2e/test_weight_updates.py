@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actors.record.probe_watch import ProbeLimits
-from actors.weights.weight_sync import compare_checksums
+from correction.engines.checksum import compare_checksums
 from correction.engines.weight_bucket import WeightBucket
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
