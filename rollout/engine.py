@@ -6,9 +6,10 @@ What it is not: it knows no prompts, rewards or groups (rollout.sampler does), a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class RolloutEngine(UpdatableEngine):
         """Longest prompt and response together, tokens: SGLang keeps two of the model's context, or of the KV cache, for itself."""
         self._experts = experts
         self._requests = 0
+        self._in_groups = [0] * config.attention_data_parallel
+        """Answers under way in each group of ranks."""
         self.is_leaving = False
         """What is in flight has been handed back, and nothing is sampled any more."""
 
@@ -135,10 +138,6 @@ class RolloutEngine(UpdatableEngine):
         self._check_request(prompt_ids, max_tokens, temperature)
         found = list(begun) or [unsampled(prompt_ids, prompt_id)] * samples
         todo = [i for i, answer in enumerate(found) if is_begun(answer)]
-        if len(todo) > 1 and self.config.prefix_cache and not self.is_leaving:
-            await self._request([prompt_ids], [{"max_new_tokens": 0, "temperature": 1.0}], deadline_s, "prefill a shared prompt")
-        if not todo or self.is_leaving:
-            return found
         sampling = {"temperature": temperature, "top_p": top_p, "ignore_eos": ignore_stop}
         options: dict[str, Any] = {"top_logprobs_num": topk} if topk else {}
         if self._experts is not None:
@@ -148,12 +147,31 @@ class RolloutEngine(UpdatableEngine):
             sampling | {"max_new_tokens": max_tokens - len(found[i].response_ids)} | ({"sampling_seed": seeds[i]} if seeds else {})
             for i in todo
         ]
-        answers = await self._request(inputs, samplings, deadline_s, "generate", **options)
+        with self._in_a_group(len(todo)) as routed:
+            if len(todo) > 1 and self.config.prefix_cache and not self.is_leaving:
+                alone = {"max_new_tokens": 0, "temperature": 1.0}
+                await self._request([prompt_ids], [alone], deadline_s, "prefill a shared prompt", **routed)
+            if not todo or self.is_leaving:
+                return found
+            answers = await self._request(inputs, samplings, deadline_s, "generate", **options, **routed)
         for i, read, answer in zip(todo, inputs, answers, strict=True):
             rest = trajectory_of(answer, read, self.name, prompt_id=prompt_id, topk=topk, experts=self._experts)
             whole = continued(found[i], rest) if found[i].response_ids else rest
             found[i] = kept(whole, self.longest_prompt) if self.is_leaving and is_begun(whole) else whole
         return found
+
+    @contextlib.contextmanager
+    def _in_a_group(self, answers: int) -> Iterator[dict[str, int]]:
+        """What SGLang is told of the group of ranks with the fewest answers under way: it reads the prompt, and samples all of these."""
+        if len(self._in_groups) == 1:
+            yield {}
+            return
+        group = self._in_groups.index(min(self._in_groups))
+        self._in_groups[group] += answers
+        try:
+            yield {"routed_dp_rank": group}
+        finally:
+            self._in_groups[group] -= answers
 
     async def hand_back(self) -> None:
         """Sample nothing more: `generate` returns what there is of each sample, now and from now on. Returns when nothing is in flight."""
@@ -268,5 +286,6 @@ def _require_divisible(folder: Path, config: Any, engine: EngineConfig) -> None:
         widths=sorted(widths),
         experts=getattr(config, "num_experts", None) or 0,
         on_cpu=engine.resolved_device == "cpu",
+        attention_groups=engine.attention_data_parallel,
     ):
         raise ConfigError(f"{folder}: {obstacle}. {remedy}")

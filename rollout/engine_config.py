@@ -18,6 +18,8 @@ RESERVED_ARGUMENTS = {
     "dtype": "rollout.engine.dtype",
     "tp_size": "rollout.engine.tensor_parallel",
     "ep_size": "rollout.engine.expert_parallel",
+    "dp_size": "rollout.engine.attention_data_parallel",
+    "enable_dp_attention": "rollout.engine.attention_data_parallel",
     "max_total_tokens": "rollout.engine.max_total_tokens",
     "mem_fraction_static": "rollout.engine.memory_fraction",
     "max_running_requests": "rollout.engine.max_running_requests",
@@ -72,6 +74,9 @@ class EngineConfig(Settings):
     expert_parallel: int = Field(default=1, ge=1, le=64)
     """Of a mixture of experts on several GPUs: groups of ranks among which the experts are divided. A group's ranks, tensor_parallel over
     this many, have a part of each of its experts; with as many groups as ranks each has whole ones. 1: every rank has a part of all."""
+    attention_data_parallel: int = Field(default=1, ge=1, le=64)
+    """On several GPUs: groups of ranks, each with requests and a KV cache of its own (SGLang's dp_size with enable_dp_attention). A group's
+    ranks, tensor_parallel over this many, share the heads; the rest of the model is cut over all ranks. 1: one group."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Threads of the engine's tensor operations on a CPU, in each of its ranks."""
     max_running_requests: int = Field(default=64, ge=1, le=10**5)
@@ -129,6 +134,17 @@ class EngineConfig(Settings):
                 f"rollout.engine.expert_parallel = {self.expert_parallel} doesn't divide tensor_parallel = {self.tensor_parallel}: the "
                 "engine's ranks share its experts. Set expert_parallel to a divisor of it, or tensor_parallel to a multiple"
             )
+        if (groups := self.attention_data_parallel) > 1:
+            setting = f"rollout.engine.attention_data_parallel = {groups}"
+            if self.tensor_parallel % groups:
+                raise ValueError(
+                    f"{setting} doesn't divide tensor_parallel = {self.tensor_parallel}: groups of its ranks share the requests. Set "
+                    "attention_data_parallel to a divisor of it, or to 1"
+                )
+            if self.has_float8 or self.return_routed_experts or self.max_running_requests < groups:
+                what = "quantization" if self.has_float8 else "learner.routing_replay: rollout"
+                what = f"max_running_requests = {self.max_running_requests}" if self.max_running_requests < groups else what
+                raise ValueError(f"{setting} with {what}: no engine so was tried. Set attention_data_parallel to 1, or the other otherwise")
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ValueError(
                 f"rollout.engine.tensor_parallel = {self.tensor_parallel} with batch_invariant: the sums over ranks are SGLang's, not the "
@@ -189,8 +205,9 @@ class EngineConfig(Settings):
 
     @property
     def has_compiled_attention(self) -> bool:
-        """Whether the engine attends by rollout/sglang_plugin/attention.c."""
-        return self.resolved_device == "cpu" and self.attention_backend is None and not self.batch_invariant
+        """Whether the engine attends by rollout/sglang_plugin/attention.c. It knows no steps that are filled up, as those of groups are."""
+        has_own = self.attention_backend is None and not self.batch_invariant and self.attention_data_parallel == 1
+        return self.resolved_device == "cpu" and has_own
 
     def sglang_arguments(self, model_folder: str, model_context: int, version: int, *, has_weights: bool = True) -> dict[str, Any]:
         """Keyword arguments for sglang.Engine.
@@ -237,6 +254,8 @@ class EngineConfig(Settings):
             arguments["tp_size"] = self.tensor_parallel
         if self.expert_parallel > 1:
             arguments["ep_size"] = self.expert_parallel
+        if self.attention_data_parallel > 1:  # groups compute in step: one that sleeps would hold up the others
+            arguments |= {"dp_size": self.attention_data_parallel, "enable_dp_attention": True, "sleep_on_idle": False}
         if self.return_routed_experts:
             arguments["enable_return_routed_experts"] = True
         if not has_weights:

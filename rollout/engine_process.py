@@ -37,12 +37,14 @@ from correction.engines.quick_imports import uncollected
 from correction.errors import ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from rollout import sglang_plugin
 from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import environment_of_ranks
+from rollout.engine_ranks import environment_of_ranks, free_port
 from rollout.sglang_plugin import served_models
 from rollout.sglang_plugin.attention_kernel import check_compiler
 from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
 
 T = TypeVar("T")
+CONTROLLER = "controller"
+"""Role of the process that deals requests out to groups of ranks, and computes nothing."""
 
 TESTED_SGLANG = "0.5.21"
 """The version whose protocol, answers and functions this package was written against."""
@@ -202,7 +204,8 @@ class EngineProcess:
                 check_compiler()
             with _environment(self._environment()):
                 self._strangers = set(psutil.Process().children(recursive=True))
-                built = _build_engine(arguments)
+                ports = {"port": free_port()} if self._config.attention_data_parallel > 1 else {}
+                built = _build_engine(ports | arguments)
             atexit.register(self._end_processes)
         except BaseException as error:                              # SystemExit too: SGLang raises it for bad arguments
             failure: BaseException = error
@@ -218,7 +221,7 @@ class EngineProcess:
         on_cpu = self._config.resolved_device == "cpu"
         settings = PluginSettings(
             engine_id=self._engine_id,
-            attention="stock" if self._config.attention_backend == "stock" else "batched",
+            attention="stock" if self._config.attention_backend == "stock" or self._config.attention_data_parallel > 1 else "batched",
             batch_invariant=self._config.batch_invariant,
             projection_parts=self._config.projection_parts,
             float8=self._config.has_float8,
@@ -244,8 +247,8 @@ class EngineProcess:
 
     def _watch(self, engine: Any) -> None:
         """Have the loop told at once when a child ends: a process descriptor becomes readable then."""
-        role = "scheduler"
-        for pid in engine.get_all_child_pids():
+        for number, pid in enumerate(engine.get_all_child_pids()):
+            role = CONTROLLER if number == 0 and self._config.attention_data_parallel > 1 else "scheduler"
             self.pids[role if role not in self.pids else f"{role} {pid}"] = pid
             descriptor = os.pidfd_open(pid)
             self._pidfds.append(descriptor)

@@ -4,7 +4,12 @@ environment.
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+
+from correction.errors import EngineError
 
 CPU_WIDTH = 32
 """On a CPU SGLang fills up the feed-forward part of each rank to a multiple of this; the weights would have other shapes than the files."""
@@ -13,21 +18,20 @@ NORMS_OF_OWN_HEADS = ("olmoe",)
 """By model_type: queries and keys are normalised over the channels of all heads, and SGLang's ranks know those of their own heads alone."""
 NORMS_OVER_RANKS = ("olmo2",)
 """The same, and SGLang's ranks gather all heads for it: a key head that two of them have would come twice."""
+GROUPS_OF_RANKS = ("qwen3", "qwen3_moe")
+"""By model_type: attention is cut over a group's ranks; SGLang's layers of others are cut over all of them whatever is set."""
+_PORTS = (13, *range(233, 240))
+"""Of an engine with such groups, counted from SGLang's `port` (its server_args.py); others talk by sockets in files."""
 _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"
 _WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
 _EXPERTS = "rollout.engine.expert_parallel"
 _ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"
-_ATTENTION = (
-    "groups of ranks would have requests, a cache and ports each, and there is no rule yet which of them reads a prompt and all of its "
-    "answers, what room it has, and when it may sleep"
-)
-_REPLICAS = "the parts of an engine with data parallelism would take weights and requests by themselves, as workers do"
 REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("pp_size", "pp_max_micro_batch_size", "pp_async_batch_depth"), (_WHOLE, "rollout.engine.tensor_parallel")),
-    **dict.fromkeys(("dp_size", "load_balance_method"), (_REPLICAS, "rollout.workers")),
+    "load_balance_method": ("a prompt and all of its answers go to one group of ranks", "rollout.engine.attention_data_parallel"),
     **dict.fromkeys(
-        ("enable_dp_attention", "enable_dp_lm_head", "enable_dp_attention_local_control_broadcast"),
-        (_ATTENTION, "rollout.engine.tensor_parallel"),
+        ("enable_dp_lm_head", "enable_dp_attention_local_control_broadcast"),
+        ("what an engine computes so has not been compared with the learner", "rollout.engine.attention_data_parallel"),
     ),
     **dict.fromkeys(
         ("moe_dp_size", "moe_dense_tp_size", "dwdp_size", "shared_experts_tp_size", "enable_shared_experts_attn_tp"),
@@ -56,7 +60,16 @@ REFUSED_ARGUMENTS: Mapping[str, tuple[str, str]] = {
 
 
 def obstacles(
-    ranks: int, expert_groups: int, *, model_type: str, heads: int, key_heads: int, widths: Sequence[int], experts: int, on_cpu: bool
+    ranks: int,
+    expert_groups: int,
+    *,
+    model_type: str,
+    heads: int,
+    key_heads: int,
+    widths: Sequence[int],
+    experts: int,
+    on_cpu: bool,
+    attention_groups: int = 1,
 ) -> Iterator[tuple[str, str]]:
     """Why a model can't be divided over so many ranks, and what to do.
 
@@ -66,6 +79,7 @@ def obstacles(
         heads, key_heads: of the attention.
         widths: of feed-forward parts, or of experts.
         experts: 0 of a dense model.
+        attention_groups: rollout.engine.attention_data_parallel.
     """
     setting = f"rollout.engine.tensor_parallel = {ranks}"
     if ranks == 1:
@@ -79,9 +93,13 @@ def obstacles(
         return
     if model_type in NORMS_OVER_RANKS and ranks > key_heads:
         yield f"{setting}: {model_type} normalises keys over all {key_heads} key-value heads, and SGLang's ranks need one each", _DIVISOR
-    if heads % ranks:
+    if attention_groups > 1 and model_type not in GROUPS_OF_RANKS:
+        groups = f"rollout.engine.attention_data_parallel = {attention_groups}"
+        yield f"{groups}: SGLang cuts the attention of {model_type} over all ranks whatever is set", _ONE
+    of_group = ranks if on_cpu else ranks // attention_groups  # on a CPU SGLang counts heads for all ranks first
+    if heads % of_group:
         yield f"{setting} doesn't divide the model's {heads} heads", _DIVISOR
-    if key_heads % ranks and (on_cpu or ranks % key_heads):
+    if key_heads % of_group and (on_cpu or of_group % key_heads):
         why = "on a CPU SGLang would add empty ones" if on_cpu else "neither divides the other"
         yield f"{setting} and the model's {key_heads} key-value heads: {why}", _DIVISOR
     shares = ranks if on_cpu else ranks // expert_groups
@@ -91,6 +109,25 @@ def obstacles(
             on = f" in multiples of {CPU_WIDTH}, as SGLang wants it on a CPU" if on_cpu else ""
             over = f"{setting} over expert_parallel = {expert_groups}" if shares < ranks else setting
             yield f"{over} doesn't divide the feed-forward width of {width}{on}", _DIVISOR
+
+
+def free_port(first: int = 20_000, end: int = 60_000) -> int:
+    """For SGLang's `port`: one after which all that it counts from there are free on 127.0.0.1; drawn, as others may look for theirs now.
+
+    Raises: EngineError if there is none.
+    """
+    for _ in range(100):
+        port = random.SystemRandom().randrange(first, end)
+        if all(_is_free(port + step) for step in _PORTS):
+            return port
+    raise EngineError(f"no port between {first} and {end} after which those are free that SGLang wants for groups of ranks")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def environment_of_ranks(ranks: int, processors: Sequence[int]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, EngineError, EvenkeelError, SyncError
 from rollout import weight_transfer
 from rollout.engine_config import EngineConfig
-from rollout.engine_process import EngineProcess
+from rollout.engine_process import CONTROLLER, EngineProcess
 from rollout.heartbeat import SchedulerProbe, processor_seconds, until_lost
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
 from rollout.trajectory import SyncReceipt
@@ -57,7 +57,7 @@ class UpdatableEngine:
         process.watch_heartbeat(
             until_lost(
                 SchedulerProbe(self._manager, is_paused=self._updating.locked),
-                lambda: processor_seconds(process.pids.values()),
+                lambda: processor_seconds(pid for role, pid in process.pids.items() if role != CONTROLLER),
                 limit_s=limit_s,
                 is_excused=lambda: self._interruptions > 0,
             )
@@ -284,7 +284,7 @@ class UpdatableEngine:
             success, message, ranks, _ = await self._process.wait(call, deadline_s or self.config.deadlines.control_s, action, keep=True)
         if not success:
             raise EngineError(f"{self.name}: {action}: {message}. Is evenkeel installed where SGLang runs, with its entry points?")
-        answers = [dict(rank["checksums"]) for rank in ranks]
+        answers = [dict(rank["checksums"]) for rank in ranks[: self.config.tensor_parallel]]  # each group answers for all ranks
         for rank, answer in enumerate(answers):
             if FAILURE in answer:
                 raise EngineError(f"{self.name}: {action} failed in rank {rank} of {len(ranks)}: {answer[FAILURE]}. Its log says where")

@@ -76,6 +76,7 @@ def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Itera
         widths=[shape.feed_forward],
         experts=shape.experts,
         on_cpu=on_cpu,
+        attention_groups=engine.attention_data_parallel,
     ):
         yield Complaint("fail", obstacle, remedy)
 

@@ -18,6 +18,8 @@ _MIB = 1 << 20
 _GRAPHS = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (10**6, 16384, 512, 512))
 """GPUs below so many GiB: tokens of a chunk of prefill, requests of the largest graph, and those with MANY_RANKS."""
 _MANY_RANKS = 4
+_LARGE_GRAPH = 300
+"""Requests; above it SGLang leaves half as much again for groups of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +36,28 @@ class EngineMemory:
     """Of the longest request: the context, prompt and answer together."""
     beside: int
     """Bytes that are for neither: context, activations, graphs, sampler."""
+    groups: int = 1
+    """Of the engine's ranks, each with requests of its own."""
 
     @property
     def tokens(self) -> int:
-        return max(0, self.cache // self.token_bytes)
+        """Of all groups together."""
+        return self.groups * max(0, self.cache // self.token_bytes)
 
     @property
     def longest_requests(self) -> int:
         """Requests of the greatest length that fit at the same time; of others more."""
-        return self.tokens // self.request_tokens
+        return self.groups * (self.tokens // self.groups // self.request_tokens)
 
 
 def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> EngineMemory:
     """Args: gpu_bytes: of the whole GPU, of which the worker may have a share."""
     engine = rollout.engine
     dtype, context, ranks = engine.resolved_dtype, engine.context_length or shape.context, engine.tensor_parallel
-    weights, token_bytes = shape.weight_bytes(dtype, ranks, float8=engine.has_float8), shape.key_value_bytes(dtype, ranks)
-    static = int(gpu_bytes * (engine.memory_fraction or default_fraction(gpu_bytes, ranks)))
+    groups = engine.attention_data_parallel
+    weights = shape.weight_bytes(dtype, ranks, float8=engine.has_float8, attention_groups=groups)
+    token_bytes = shape.key_value_bytes(dtype, ranks // groups)
+    static = int(gpu_bytes * (engine.memory_fraction or default_fraction(gpu_bytes, ranks, groups)))
     beside = gpu_bytes - static
     if (share := rollout.gpus_per_worker) < 1:
         static = engine_budget(gpu_bytes, share, engine.memory_fraction, engine.max_running_requests, shape.vocabulary)
@@ -58,15 +65,17 @@ def engine_memory(shape: ModelShape, rollout: RolloutConfig, gpu_bytes: int) -> 
     cache = static - weights
     if engine.max_total_tokens is not None:
         cache = min(cache, engine.max_total_tokens * token_bytes)
-    return EngineMemory(weights, cache, token_bytes, context, beside)
+    return EngineMemory(weights, cache, token_bytes, context, beside, groups)
 
 
-def default_fraction(gpu_bytes: int, ranks: int = 1) -> float:
+def default_fraction(gpu_bytes: int, ranks: int = 1, groups: int = 1) -> float:
     """SGLang's share for weights and cache."""
     mib = gpu_bytes / _MIB
     chunk, few, many = next(sizes for below, *sizes in _GRAPHS if mib < below * 1024)
     graph = few if ranks < _MANY_RANKS else many
     reserved = 512 + 1.5 * max(chunk, 2048) + ranks * 1024 / 8 + 2 * graph
+    if groups > 1:
+        reserved += (3 if graph <= _LARGE_GRAPH else 4.5) * groups * graph
     if mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((mib - reserved) / mib, 3)

@@ -125,14 +125,15 @@ class ModelShape:
 
     def _layer(self, ranks: int) -> int:
         """Of one layer on one of the ranks that share its matrices, without its experts."""
+        feed_forward = self.experts * self.hidden if self.experts else 3 * self.hidden * self.feed_forward // ranks
+        return self._attention(ranks) + self.norms * self.hidden + feed_forward
+
+    def _attention(self, ranks: int) -> int:
         key_heads = max(self.key_heads // ranks, 1)
         queries, keys = self.heads // ranks * self.head_width, key_heads * self.head_width
-        attention = self.hidden * (2 * queries + 2 * keys)
         biases = queries + 2 * keys if self.family.has(QKV_BIAS) else 0
         of_heads = {"none": 0, "head": 2 * self.head_width, "all_heads": queries + keys}[self.family.qk_norm]
-        norms = self.norms * self.hidden + of_heads
-        feed_forward = self.experts * self.hidden if self.experts else 3 * self.hidden * self.feed_forward // ranks
-        return attention + biases + norms + feed_forward
+        return self.hidden * (2 * queries + 2 * keys) + biases + of_heads
 
     def _experts(self, ranks: int) -> int:
         return self.experts // ranks * 3 * self.hidden * self.feed_forward
@@ -141,12 +142,17 @@ class ModelShape:
         """Of one token in the cache of an engine, or of each of its ranks: at least one key head."""
         return 2 * self.layers * max(self.key_heads // ranks, 1) * self.head_width * BYTES_OF[dtype]
 
-    def weight_bytes(self, dtype: str, ranks: int = 1, *, float8: bool = False) -> int:
+    def weight_bytes(self, dtype: str, ranks: int = 1, *, float8: bool = False, attention_groups: int = 1) -> int:
         """Of the whole model, or of each rank of an engine, which has a part of every matrix; of experts as many bytes, whole or not.
 
-        Args: float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py).
+        Args:
+            float8: the projections have a byte an entry, and 4 for each block of 128 x 128 (correction/engines/float8.py).
+            attention_groups: each of which has all heads, and each rank the whole embedding.
         """
         shared, experts = self.split(ranks, 1, 1)[0]
+        if attention_groups > 1:
+            rows = self.vocabulary - -(-self.vocabulary // ranks)
+            shared += rows * self.hidden + self.layers * (self._attention(ranks // attention_groups) - self._attention(ranks))
         whole = (shared + experts // ranks) * BYTES_OF[dtype]
         if not float8:
             return whole

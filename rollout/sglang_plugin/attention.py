@@ -23,13 +23,17 @@ STOCK_NAME = "torch_native"
 
 
 def register(kind: str) -> None:
-    """kind: "batched" serves torch_native by BatchedAttentionBackend, "stock" leaves SGLang's."""
-    if kind == "batched":
-        register_attention_backend(STOCK_NAME)(lambda runner: BatchedAttentionBackend(runner))
+    """kind: "batched" serves torch_native by BatchedAttentionBackend, "stock" by SGLang's own."""
+    backend = BatchedAttentionBackend if kind == "batched" else PlainAttentionBackend
+    register_attention_backend(STOCK_NAME)(lambda runner: backend(runner))
 
 
 class PlainAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang has no types
-    """What both of our backends need."""
+    """SGLang's, and what all of our backends need."""
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Tokens of the empty sequences by which SGLang fills up a step, where groups of ranks compute together; its own says none."""
+        return 1
 
     def _save(self, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> None:
         """Write the new tokens' keys and values to the paged cache."""

@@ -211,6 +211,12 @@ def test_an_engine_on_several_gpus_has_its_weights_cut_and_room_for_more_tokens(
     assert 2 * two.weights - one.weights == whole_on_both, "in bfloat16"
     assert (two.token_bytes, eight.token_bytes) == (one.token_bytes // 2, one.token_bytes // 4)
     assert two.tokens > 7 * one.tokens, "90 thousand beside 61 GB, 750 thousand beside 31 GB"
+    both = rollout.engine.model_copy(update={"tensor_parallel": 8, "attention_data_parallel": 2})
+    grouped = engine_memory(shape, rollout.model_copy(update={"engine": both}), gpu.memory)
+    queries = 2 * shape.layers * shape.hidden * 2 * shape.heads // 8 * shape.head_width  # of a key head each rank has one either way
+    assert grouped.weights - eight.weights == queries + 2 * shape.vocabulary * shape.hidden * 7 // 8
+    assert grouped.token_bytes == eight.token_bytes and grouped.tokens > 1.8 * eight.tokens, "which no other rank has"
+    assert default_fraction(gpu.memory, 8, 2) == round((81_559 - 512 - 1.5 * 8_192 - 1_024 - 2 * 512 - 4.5 * 2 * 512) / 81_559, 3)
     assert default_fraction(gpu.memory, 2) == round((81_559 - 13_440 - 128) / 81_559, 3)
     assert default_fraction(gpu.memory, 4) == round((81_559 - 13_440 - 3 * 128 - 2 * 256) / 81_559, 3)
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.plan.shape import ModelShape
 from correction.correct import correct
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import EngineError, SyncError
@@ -43,6 +44,8 @@ EXPERTS = {"tie": False, "moe_intermediate_size": 64}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied head": ("qwen3", {"vocab_size": 515}, {}),  # whose rows two ranks can't share evenly
     "fused files": ("glm4", {"tie": False}, {}),  # gate and up projection are one tensor, of which a rank has two pieces
+    "groups of ranks": ("qwen3", {"tie": False}, {"attention_data_parallel": RANKS}),
+    "experts and groups": ("qwen3_moe", EXPERTS, {"attention_data_parallel": RANKS, "expert_parallel": RANKS}),
     "parts of experts": ("qwen3_moe", EXPERTS, {"return_routed_experts": True}),
     "whole experts": ("qwen3_moe", EXPERTS, {"return_routed_experts": True, "expert_parallel": RANKS}),
 }
@@ -112,6 +115,20 @@ def test_what_two_ranks_sample_is_the_learner_s(scene: Scene) -> None:
         scene.loop.run(engine.weight_checksums(stepped))
     scene.check_across(scene.across(lambda: engine.update_weights(first + 1, stepped)), first + 1)
     assert scene.loop.run(engine.weight_checksums(stepped)) == learner.weight_checksums()
+
+
+def test_what_a_rank_holds_of_a_group_s_attention_is_what_plan_says(scene: Scene) -> None:
+    """Each group has all heads, each rank the whole embedding; the rest is cut over all ranks."""
+    groups = scene.engine.config.attention_data_parallel
+    if groups == 1:
+        pytest.skip("one group")
+    parts = scene.engine._parts
+    assert parts is not None
+    for of_rank in parts.by_rank:
+        assert not [name for name in of_rank if "self_attn" in name or "embed" in name]
+        shares = {name: sum(end - first for first, end in part.ranges) / part.size for name, part in of_rank.items()}
+        held = sum(spec.nbytes * shares.get(name, 1) for name, spec in parts.specs.items())
+        assert held == ModelShape.read(scene.folder).weight_bytes("float32", RANKS, attention_groups=groups)
 
 
 def test_experts_are_told_by_their_numbers_in_the_files(scene: Scene, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ What SGLang makes of it is asked in tests/e2e/test_tensor_parallel_engine.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,9 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError, SyncError
 from rollout import weight_parts, weight_transfer
+from rollout.engine import RolloutEngine
 from rollout.engine_config import EngineConfig
-from rollout.engine_ranks import REFUSED_ARGUMENTS, environment_of_ranks, obstacles
+from rollout.engine_ranks import REFUSED_ARGUMENTS, environment_of_ranks, free_port, obstacles
 from rollout.weight_parts import RankParts, WeightPart, text_of
 from rollout.weight_update import UpdatableEngine, UpdateCheck
 
@@ -35,8 +38,9 @@ def test_sglang_is_told_of_ranks_only_if_there_are_several() -> None:
     ("name", "remedy"),
     [
         ("pp_size", "rollout.engine.tensor_parallel"),
-        ("dp_size", "rollout.workers"),
-        ("enable_dp_attention", "rollout.engine.tensor_parallel"),
+        ("dp_size", "rollout.engine.attention_data_parallel"),
+        ("enable_dp_attention", "rollout.engine.attention_data_parallel"),
+        ("load_balance_method", "rollout.engine.attention_data_parallel"),
         ("ep_size", "rollout.engine.expert_parallel"),
         ("moe_a2a_backend", "rollout.engine.expert_parallel"),
         ("enable_eplb", "rollout.engine.expert_parallel"),
@@ -75,6 +79,66 @@ def test_what_divides_experts(groups: int, experts: int, width: int, on_cpu: boo
     found = obstacles(4, groups, model_type="qwen3_moe", heads=8, key_heads=4, widths=[width], experts=experts, on_cpu=on_cpu)
     texts = [text for text, _ in found]
     assert len(texts) == len(said) and all(part in text for part, text in zip(said, texts, strict=True)), texts
+
+
+def test_groups_of_ranks_share_the_requests() -> None:
+    plain, groups = (
+        EngineConfig(device="cpu", tensor_parallel=4, attention_data_parallel=count).sglang_arguments("folder", 64, 0) for count in (1, 2)
+    )
+    differing = {name: value for name, value in groups.items() if plain.get(name) != value}
+    assert differing == {"dp_size": 2, "enable_dp_attention": True, "sleep_on_idle": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel": 4, "attention_data_parallel": 3}, "= 3 doesn't divide tensor_parallel = 4"),
+        ({"tensor_parallel": 1}, "= 2 doesn't divide tensor_parallel = 1"),
+        ({"quantization": "float8_block", "dtype": "bfloat16"}, "= 2 with quantization: no engine so was tried"),
+        ({"return_routed_experts": True}, "= 2 with learner.routing_replay: rollout: no engine so was tried"),
+        ({"max_running_requests": 1}, "= 2 with max_running_requests = 1: "),
+        ({"batch_invariant": True}, "tensor_parallel = 2 with batch_invariant"),
+    ],
+)
+def test_groups_that_were_not_tried_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        EngineConfig(**({"tensor_parallel": 2, "attention_data_parallel": 2} | settings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "on_cpu", "said"),
+    [
+        ("qwen3", 2, False, []),  # four ranks a group for four key heads
+        ("qwen3", 1, False, []),
+        ("qwen3", 2, True, ["8 and the model's 4 key-value heads: on a CPU"]),
+        ("llama", 2, False, ["attention_data_parallel = 2: SGLang cuts the attention of llama over all ranks whatever is set"]),
+    ],
+)
+def test_heads_are_divided_among_a_group_s_ranks(kind: str, groups: int, on_cpu: bool, said: list[str]) -> None:
+    shape: dict[str, Any] = {"model_type": kind, "heads": 8, "key_heads": 4, "widths": [768], "experts": 0}
+    found = [text for text, _ in obstacles(8, 1, **shape, on_cpu=on_cpu, attention_groups=groups)]
+    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
+    odd = [text for text, _ in obstacles(12, 1, **(shape | {"heads": 6, "key_heads": 6}), on_cpu=False, attention_groups=2)]
+    assert [text for text in odd if "heads" in text] == [], "six of a group's six ranks each"
+
+
+def test_a_prompt_and_all_its_answers_go_to_the_group_with_the_fewest() -> None:
+    engine = RolloutEngine.__new__(RolloutEngine)
+    engine._in_groups = [0, 0]
+    with contextlib.ExitStack() as under_way:
+        taken = [under_way.enter_context(engine._in_a_group(answers))["routed_dp_rank"] for answers in (8, 3, 4, 1)]
+    assert taken == [0, 1, 1, 1] and engine._in_groups == [0, 0]
+    engine._in_groups = [0]
+    with engine._in_a_group(8) as only:
+        assert only == {}, "SGLang is told nothing where there is one group"
+
+
+def test_all_ports_that_sglang_counts_from_the_one_it_is_given_are_free() -> None:
+    first = free_port(30_000, 30_300)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 234))
+        with pytest.raises(EngineError, match="no port between"):
+            free_port(first, first + 1)
 
 
 def test_how_ranks_talk_is_handed_on() -> None:
