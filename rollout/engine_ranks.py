@@ -96,6 +96,9 @@ def obstacles(
     if attention_groups > 1 and model_type not in GROUPS_OF_RANKS:
         groups = f"rollout.engine.attention_data_parallel = {attention_groups}"
         yield f"{groups}: SGLang cuts the attention of {model_type} over all ranks whatever is set", _ONE
+    if attention_groups > 1 and expert_groups > 1 and on_cpu:
+        both = f"rollout.engine.attention_data_parallel = {attention_groups} and expert_parallel = {expert_groups}"
+        yield f"{both}: SGLang hands the experts' results back to the groups by NCCL alone, which a CPU lacks", _ONE
     of_group = ranks if on_cpu else ranks // attention_groups  # on a CPU SGLang counts heads for all ranks first
     if heads % of_group:
         yield f"{setting} doesn't divide the model's {heads} heads", _DIVISOR

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied head": ("qwen3", {"vocab_size": 515}, {}),  # whose rows two ranks can't share evenly
     "fused files": ("glm4", {"tie": False}, {}),  # gate and up projection are one tensor, of which a rank has two pieces
     "groups of ranks": ("qwen3", {"tie": False}, {"attention_data_parallel": RANKS}),
-    "experts and groups": ("qwen3_moe", EXPERTS, {"attention_data_parallel": RANKS, "expert_parallel": RANKS}),
+    "experts and groups": ("qwen3_moe", EXPERTS, {"attention_data_parallel": RANKS}),
     "parts of experts": ("qwen3_moe", EXPERTS, {"return_routed_experts": True}),
     "whole experts": ("qwen3_moe", EXPERTS, {"return_routed_experts": True, "expert_parallel": RANKS}),
 }

@@ -122,6 +122,14 @@ def test_heads_are_divided_among_a_group_s_ranks(kind: str, groups: int, on_cpu:
     assert [text for text in odd if "heads" in text] == [], "six of a group's six ranks each"
 
 
+@pytest.mark.parametrize(("on_cpu", "groups", "experts"), [(True, 2, 2), (False, 2, 2), (True, 2, 1), (True, 1, 2)])
+def test_on_a_cpu_groups_don_t_go_with_divided_experts(on_cpu: bool, groups: int, experts: int) -> None:
+    shape: dict[str, Any] = {"model_type": "qwen3_moe", "heads": 8, "key_heads": 4, "widths": [768], "experts": 8}
+    found = [text for text, _ in obstacles(4, experts, **shape, on_cpu=on_cpu, attention_groups=groups)]
+    refused = ["attention_data_parallel = 2 and expert_parallel = 2: SGLang hands"] if on_cpu and groups == experts == 2 else []
+    assert len(found) == len(refused) and all(part in text for part, text in zip(refused, found, strict=True)), found
+
+
 def test_a_prompt_and_all_its_answers_go_to_the_group_with_the_fewest() -> None:
     engine = RolloutEngine.__new__(RolloutEngine)
     engine._in_groups = [0, 0]
