@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
 from correction.engines.rendezvous import gloo_interface_towards, rendezvous_store
-from correction.engines.weight_spec import WeightSpec, widest_first
+from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 
 _POLL_S = 0.0005
@@ -91,7 +91,8 @@ class WeightBroadcaster:
         backend = Backend("nccl" if self._device.type == "cuda" else "gloo")
         timeout = timedelta(seconds=self._timeout_s)
         store = rendezvous_store(host, port, rank=0, world_size=world_size, timeout=timeout)
-        with gloo_interface_towards(host, psutil.net_if_addrs()):
+        towards = gloo_interface_towards(host, psutil.net_if_addrs()) if backend == "gloo" else contextlib.nullcontext()
+        with towards:
             self._group, _ = _new_process_group_helper(
                 world_size, 0, [], backend, PrefixStore(self._name, store), group_name=GroupName(self._name), timeout=timeout
             )
@@ -116,10 +117,14 @@ class WeightBroadcaster:
 
 
 def end_to_end(bucket: Mapping[str, Tensor]) -> Tensor:
-    """[bytes] uint8: the tensors' bytes without gaps, as SGLang's FlattenedTensorBucket reads them, in the order of `widest_first`."""
+    """[bytes] uint8: the tensors' bytes without gaps, as SGLang's FlattenedTensorBucket reads them, in the order of `widest_first`.
+
+    A tensor that goes by itself (`goes_whole`) is sent as it is, from where it lies.
+    """
     specs = widest_first(WeightSpec.of(name, tensor) for name, tensor in bucket.items())
-    parts = [bucket[spec.name].detach().reshape(-1).view(torch.uint8) for spec in specs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)  # a large tensor is a bucket of its own: sent from where it lies
+    if goes_whole(specs):
+        return bucket[specs[0].name].detach().contiguous()
+    return torch.cat([bucket[spec.name].detach().reshape(-1).view(torch.uint8) for spec in specs])
 
 
 def until_done(work: dist.Work, timeout_s: float) -> None:

@@ -114,8 +114,9 @@ def obstacles(
             yield f"{over} doesn't divide the feed-forward width of {width}{on}", _DIVISOR
 
 
-def free_port(first: int = 20_000, end: int = 60_000) -> int:
+def free_port(first: int = 20_000, end: int = 32_000) -> int:
     """For SGLang's `port`: one after which all that it counts from there are free on 127.0.0.1; drawn, as others may look for theirs now.
+    Below those that Linux gives to outgoing connections: SGLang takes them some seconds later.
 
     Raises: EngineError if there is none.
     """

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
-from correction.engines.weight_spec import WeightSpec, widest_first
+from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ async def receive(manager: Any, bucket: Sequence[WeightSpec], group: str, *, ver
         dtypes=[spec.dtype for spec in specs],
         shapes=[list(spec.shape) for spec in specs],
         group_name=group,
-        load_format="flattened_bucket",
+        load_format=None if goes_whole(specs) else "flattened_bucket",
         flush_cache=flush,
         weight_version=_text(version),
     )

@@ -287,7 +287,7 @@ class UpdatableEngine:
         answers = [dict(rank["checksums"]) for rank in ranks[: self.config.tensor_parallel]]  # each group answers for all ranks
         for rank, answer in enumerate(answers):
             if FAILURE in answer:
-                raise EngineError(f"{self.name}: {action} failed in rank {rank} of {len(ranks)}: {answer[FAILURE]}. Its log says where")
+                raise EngineError(f"{self.name}: {action} failed in rank {rank} of {len(answers)}: {answer[FAILURE]}. Its log says where")
         return answers
 
     async def _control(self, call: Coroutine[Any, Any, tuple[bool, str]], phase: str, deadline_s: float | None) -> None:

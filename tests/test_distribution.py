@@ -38,8 +38,6 @@ def project(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text())["project"]
 
 
-
-
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built by setuptools from a copy, so that nothing is left in the repository."""

@@ -71,9 +71,10 @@ class CheckpointWriter:
             learner: idle.
             state: of everything else; asked when the learner has its copy.
         Raises: LedgerError; ActorLost: another attempt would meet the same loss; what else went wrong, if this is the last of ATTEMPTS.
-            Before that it is told, and `is_due` at the next step.
+            Before that it is told, and `is_due` at the next step. What can't be reached just now is lost only to the ranks' own copy:
+            all of them run that once, and who has missed it is called no more.
         """
-        began = time.monotonic()
+        began, is_copying = time.monotonic(), False
         self._begun = step
         try:
             await self._check_space(learner)
@@ -81,20 +82,23 @@ class CheckpointWriter:
                 checkpoint = await stack.enter_async_context(_in_threads(self._folder.checkpoint(step)))
                 # Absolute: on a cluster an actor's working directory is its node's own. The folder has to be where both see it.
                 folders = (checkpoint.state / "learner").resolve(), checkpoint.hf.resolve()
+                is_copying = True
                 await learner.begin_save(*folders, deadline_s=self._deadline_s)
+                is_copying = False
                 await asyncio.to_thread((await state()).save, checkpoint.state)
                 self._writing = asyncio.create_task(self._write(checkpoint, learner, stack.pop_all(), began))
             self._is_owed = False
-        except (LedgerError, ActorLost):  # the next one would have lost the same prompts, or meets the same loss
-            raise
         except (EvenkeelError, OSError) as error:
+            may_pass = isinstance(error, ActorUnavailable) and not is_copying
+            if isinstance(error, LedgerError | ActorLost) and not may_pass:  # the next one would have lost the same
+                raise
             self._note_failure(error)
 
     async def finished(self, *, at_once: bool = False) -> None:
-        """Wait until the checkpoint under way is on disk, if there is one. Raises: as `begin`, but a
-        rank that can't be reached just now is one more failure: no other rank waits for it.
+        """Wait until the checkpoint under way is on disk, if there is one.
 
         Args: at_once: don't wait; only see how it has ended, if it has.
+        Raises: as `begin`. A rank that can't be reached just now is one more failure: no other rank waits for it.
         """
         if self._writing is None or (at_once and not self._writing.done()):
             return

@@ -266,14 +266,15 @@ class WeightSync:
         while self._published is not None:
             version = self.version
             try:
-                published = await self._stored(self._published)
+                try:
+                    published = await self._stored(self._published)
+                except ActorLost as error:
+                    self._on_loss(error)
+                    return None
                 return published, await self._checksums(published) if not target.is_verified else {}
-            except ActorLost as error:
-                self._on_loss(error)
-                return None
             except _SYNC_FAILURES as error:
                 failures += 1
-                self._mark_dirty(target, f"weights v{version} could not be put into the object store for it, tried {failures}x: {error}")
+                log.warning("weights v%d are not at hand for rollout worker %s, tried %dx: %s", version, target.name, failures, error)
                 await asyncio.sleep(min(failures, _LONGEST_PAUSE_S))
         return None
 

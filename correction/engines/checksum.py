@@ -39,7 +39,10 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 
 def compare_checksums(worker: str, learner: dict[str, str], engine: dict[str, str], *, version: int) -> None:
-    """Of the weights of a learner and of an engine, by name. Raises: SyncError naming the first that differ, or that one side lacks."""
+    """Of weights by name, the learner's and those of a rollout worker's engine.
+
+    Raises: SyncError naming the first that differ, or that one side lacks.
+    """
     if learner == engine:
         return
     missing = sorted(learner.keys() ^ engine.keys())

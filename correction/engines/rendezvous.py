@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
+
+_ENVIRONMENT = threading.Lock()
 
 
 def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
@@ -42,20 +45,21 @@ def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeou
 def gloo_interface_towards(master: str | None, interfaces: Mapping[str, Sequence[Any]]) -> Iterator[None]:
     """Let gloo's groups made in this block listen only on the interface that leads to the master, unless the user has named one.
 
-    Left alone, gloo takes the address of the machine's own name, which may be another network's, or none.
+    Left alone, gloo takes the address of the machine's own name, which may be another network's, or none. One thread at a time.
     Args: interfaces: of this machine, by name, with their addresses, as psutil.net_if_addrs() has them.
     """
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
-    interface = named or (_interface_towards(master, interfaces) if master else None)
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # an empty value is an error for gloo
-    if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-    try:
-        yield
-    finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        if named:
-            os.environ["GLOO_SOCKET_IFNAME"] = named
+    with _ENVIRONMENT:
+        named = os.environ.get("GLOO_SOCKET_IFNAME")
+        interface = named or (_interface_towards(master, interfaces) if master else None)
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # an empty value is an error for gloo
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        try:
+            yield
+        finally:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            if named:
+                os.environ["GLOO_SOCKET_IFNAME"] = named
 
 
 def _interface_towards(address: str, interfaces: Mapping[str, Sequence[Any]]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,3 +47,9 @@ def widest_first(specs: Iterable[WeightSpec]) -> list[WeightSpec]:
     """The order in which the tensors of a bucket lie end to end when it is broadcast. Without gaps, and whatever types there are, each then
     begins at a multiple of its element's bytes, without which torch can't view it."""
     return sorted(specs, key=lambda spec: -spec.itemsize)
+
+
+def goes_whole(specs: Sequence[WeightSpec]) -> bool:
+    """Whether a bucket is broadcast as the one tensor that it is. SGLang takes bytes apart into a second copy, and a tensor too large for a
+    bucket with others would then be there twice. One in float8 goes as bytes: gloo doesn't know its type."""
+    return len(specs) == 1 and specs[0].dtype in ("float32", "bfloat16", "float16")

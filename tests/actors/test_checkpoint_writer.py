@@ -213,6 +213,30 @@ def test_a_rank_that_can_not_be_reached_is_asked_again_for_what_it_has_written(f
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("where", ["checkpoint_bytes", "state", "begin_save"])
+def test_what_can_not_be_reached_just_now_is_lost_to_the_copy_alone(folder: RunFolder, where: str) -> None:
+    """All ranks copy once, in one order. The queue's contents, the monitor and the size of a checkpoint are asked for again."""
+
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise ActorUnavailable("trajectory queue: it can't be reached")
+
+    async def scenario() -> None:
+        told: list[str] = []
+        one, learner = writer(folder, [], told), Learner()
+        learner.may_write.set()
+        if where != "state":
+            setattr(learner, where, fails)
+        beginning = one.begin(3, learner, fails if where == "state" else state)  # type: ignore[arg-type]
+        if where == "begin_save":
+            with pytest.raises(ActorUnavailable):
+                await beginning
+        else:
+            await beginning
+            assert one.is_due(4) and len(told) == 1 and "can't be reached" in told[0]
+
+    asyncio.run(scenario())
+
+
 def test_a_slow_disk_is_waited_for_beside_training(folder: RunFolder) -> None:
     """Two deadlines pass, and the third wait finds it written; meanwhile a checkpoint that is due is owed, not begun."""
 

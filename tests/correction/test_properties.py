@@ -36,8 +36,6 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
 
 
-
-
 @quick
 @given(seed=seeds, preset=st.sampled_from(NAMES))
 def test_order_of_sequences_changes_nothing(seed, preset):

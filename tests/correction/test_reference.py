@@ -21,7 +21,6 @@ SPREADS = (0.001, 0.1, 0.6, 2.0)
 minimal-mask blocks something."""
 
 
-
 @dataclass(frozen=True)
 class Example:
     """A batch, and what the reference needs beside it."""

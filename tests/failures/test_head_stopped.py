@@ -64,7 +64,8 @@ def test_groups_of_torch_listen_on_the_nodes_own_address_alone(run: Run, cluster
     run.wait_until(lambda: "127.0.0.2" in of_learner(), "the group's store")
     for name in ("LearnerRank", "RolloutWorker"):
         (process,) = cluster.head.processes(f"ray::{name}")
-        ports = [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.ip == "::"]
+        listeners = [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        ports = [one.port for one in listeners if one.ip in ("::", "0.0.0.0")]
         assert len(ports) == 1, name
 
 

@@ -505,14 +505,16 @@ def test_update_that_fails_before_its_first_bucket_changes_nothing(
 def test_weights_by_broadcast_while_requests_run(
     engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bucket is one collective."""
+    """A bucket is one collective: of bytes, and of the tensor itself where it is the only one, so that it isn't held twice."""
     version, weights = engine.version, perturbed(tiny_weights(tiny_model), seed=6)
-    buckets = buckets_of(weights, 3)
+    largest = max(weights, key=lambda name: weights[name].nbytes)
+    others = {name: tensor for name, tensor in weights.items() if name != largest}
+    buckets = [WeightBucket.of({largest: weights[largest]}), *buckets_of(others, 2)]
     specs = [bucket.specs for bucket in buckets]
     calls, broadcast = [], dist.broadcast
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tensor.nbytes)
+        calls.append((tensor.dtype, tensor.nbytes))
         return broadcast(tensor, *args, **kwargs)
 
     monkeypatch.setattr(dist, "broadcast", counted)
@@ -536,7 +538,8 @@ def test_weights_by_broadcast_while_requests_run(
     completion = engine_loop.run(run())
     assert [span.version for span in completion.version_spans] == [version, version + 1]
     assert engine_loop.run(engine.weight_checksums()) == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
-    assert calls == [bucket.nbytes for bucket in buckets] and len(weights) > 2 * len(calls)
+    assert [size for _, size in calls] == [bucket.nbytes for bucket in buckets] and len(weights) > 2 * len(calls)
+    assert [dtype for dtype, _ in calls] == [torch.float32, torch.uint8, torch.uint8]
 
 
 def test_broadcast_that_never_comes_ends_and_the_engine_recovers(
