@@ -35,8 +35,8 @@ _ENGINES = (
 """Files whose tests own engines: of several processes only one imports SGLang, and starts the shared engine."""
 
 _RANKS = (
-    "tests/actors/test_plan_ranks.py",
-    "tests/actors/test_wide_fields.py",
+    "tests/actors/plan/test_plan_ranks.py",
+    "tests/actors/queue/test_wide_fields.py",
     "tests/learner/test_learner_batch_invariant.py",
     "tests/learner/test_learner_kept_weights.py",
     "tests/learner/test_learner_layers.py",

@@ -4,7 +4,7 @@ The start has weights truncated at 1.02, which the growing gap reaches in every 
 which has a criterion of its own, or the same with narrower bounds: 1.02 ** 0.5.
 
 The fast suite has the alarm of a whole run (test_early_warning.py), and from the alarm to the first batch of another correction each part
-on its own: what to do and the controller (tests/actors/test_alarms.py), the service, and the learner's Adam.
+on its own: what to do and the controller (tests/actors/driver/test_alarms.py), the service, and the learner's Adam.
 """
 
 from __future__ import annotations

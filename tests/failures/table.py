@@ -33,10 +33,10 @@ TESTS = (
     "tests/failures/test_full_object_store.py",
     "tests/rollout/test_engine_failures.py",
     "tests/e2e/test_asynchronous_run.py",
-    "tests/actors/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
-    "tests/actors/test_checkpoint_writer.py::test_a_real_full_disk",
-    "tests/actors/test_resume_point.py::test_a_damaged_checkpoint_is_named_and_the_older_one_taken",
-    "tests/actors/test_faults.py",
+    "tests/actors/queue/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
+    "tests/actors/record/test_checkpoint_writer.py::test_a_real_full_disk",
+    "tests/actors/commands/test_resume_point.py::test_a_damaged_checkpoint_is_named_and_the_older_one_taken",
+    "tests/actors/pool/test_faults.py",
 )
 """Those that measure."""
 

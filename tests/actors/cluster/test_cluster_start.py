@@ -1,0 +1,169 @@
+"""Ray's start, with a stand-in for ray.init: what fails once is cleaned away and tried again, what fails for good is one sentence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from actors.cluster import cluster
+from actors.cluster.cluster import Cluster
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.processes import interrupts
+from correction.errors import ConfigError, EngineError
+
+RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No pauses, no turns with other runs of this machine, and the environment as it was."""
+    monkeypatch.setattr(cluster, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, RECIPE, overrides)
+
+
+def starts(monkeypatch: pytest.MonkeyPatch, *outcomes: Callable[[], None]) -> list[dict[str, Any]]:
+    """In the place of ray.init: one outcome after the other, the last again and again. Returns: the arguments of each call."""
+    calls: list[dict[str, Any]] = []
+
+    def init(**arguments: Any) -> None:
+        calls.append(arguments)
+        outcomes[min(len(calls), len(outcomes)) - 1]()
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    return calls
+
+
+def times_out() -> None:
+    raise Exception("The current node timed out during startup. This could happen because ...\nmore")
+
+
+def succeeds() -> None:
+    pass
+
+
+def test_a_start_that_timed_out_is_tried_again_without_its_remains(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The half-started Ray is killed before the second try; other processes of ours are not."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    remains: list[subprocess.Popen[bytes]] = []
+
+    def half_starts() -> None:
+        remains.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "/tmp/x/session_2026-01-01_1/sockets"]))
+        times_out()
+
+    def second() -> None:
+        assert not psutil.pid_exists(remains[0].pid), "the remains must be gone before the next try"
+
+    calls = starts(monkeypatch, half_starts, second)
+    try:
+        with caplog.at_level(logging.WARNING, "evenkeel"), Cluster(config()):
+            assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+    assert len(calls) == 2 and calls[0] == calls[1]
+    assert calls[0]["address"] == "local", "a private Ray is never somebody else's"
+    assert "trying again, 2 of 3" in caplog.text and "timed out during startup" in caplog.text
+
+
+def test_a_start_that_fails_for_good_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_starts() -> None:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "--dir=/tmp/x/session_2026-01-01_1/sockets"])
+        times_out()
+
+    calls = starts(monkeypatch, half_starts)
+    with pytest.raises(EngineError) as caught, Cluster(config()):
+        pass
+    said = str(caught.value)
+    assert len(calls) == 3
+    assert said.startswith("starting a private Ray failed after 0 s: Exception: The current node timed out during startup.")
+    assert f" on {os.cpu_count()} cores); tried 3 times. Start the run again when the machine has less to do" in said
+    assert said.count("/tmp/x/session_2026-01-01_1/logs") == 1 and "\n" not in said and "more" not in said
+
+
+def test_no_try_begins_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = starts(monkeypatch, times_out)
+    with pytest.raises(EngineError, match=r"tried 1 time\."), Cluster(config("deadlines.start_s=1e-9")):
+        pass
+    assert len(calls) == 1
+
+
+def test_joining_has_short_attempts_and_its_own_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own twenty attempts of 40 s at a cluster that accepts connections and says nothing are left at one a try."""
+    seen: list[str | None] = []
+    name = "RAY_gcs_server_port_wait_time_s"
+
+    def silent() -> None:
+        seen.append(os.environ.get(name))
+        raise RuntimeError("Failed to connect to GCS.")
+
+    starts(monkeypatch, silent)
+    with pytest.raises(EngineError, match=r"joining ray\.address = auto failed .*leave ray\.address empty"):
+        Cluster(config("ray.address=auto")).__enter__()
+    assert seen == ["1", "1", "1"] and name not in os.environ
+
+
+def test_a_setting_that_ray_refuses_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses() -> None:
+        raise ValueError("no such thing")
+
+    calls = starts(monkeypatch, refuses)
+    with pytest.raises(ConfigError, match="starting a private Ray: ValueError: no such thing"), Cluster(config()):
+        pass
+    assert len(calls) == 1
+
+
+def test_a_signal_during_the_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own handler isn't put in the place of ours, and a swallowed signal is found when ray.init comes back."""
+    remains: list[subprocess.Popen[bytes]] = []
+
+    class Swallows:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def is_hit() -> None:
+        ray._private.utils.set_sigterm_handler(lambda number, frame: sys.exit(15))  # as ray.init does
+        remains.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        Swallows()
+
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)
+    calls = starts(monkeypatch, is_hit)
+    with pytest.raises(interrupts.Interrupted) as caught, interrupts.guarded(), Cluster(config()):
+        pass
+    assert caught.value.code == 143 and len(calls) == 1
+    assert not psutil.pid_exists(remains[0].pid)
+
+
+def test_what_daemons_report_is_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """ "(raylet) A worker died or was killed ..." comes past log_to_driver=False; here it is handed to what prints it."""
+    from ray._private import worker
+
+    monkeypatch.setattr(worker, "_worker_logs_enabled", True)
+    message = {"lines": ["A worker died or was killed"], "pid": "raylet", "is_err": False}
+    worker.print_to_stdstream(message, ignore_prefix=False)
+    assert "(raylet)" in capsys.readouterr().out, "the count must have seen what it counts"
+    starts(monkeypatch, succeeds)
+    with Cluster(config()):
+        worker.print_to_stdstream({**message, "lines": ["Another worker died or was killed"]}, ignore_prefix=False)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,51 @@
+"""One GPU, which Ray counts and nobody has, for a rank of the learner and a rollout worker: each gets the share that the run sets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from actors.cluster.placement import reserve
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.pool import workers
+from actors.pool.rollout_worker import WorkerSettings
+from actors.processes.part_heartbeat import sequential_actor
+from actors.ranks.learner_rank_actor import LearnerRankActor
+from correction.errors import ConfigError
+from tests.actors.cases import prompt
+from tests.ray_sessions import leave_ray
+
+RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
+SHARES = ("learner.device=cuda", "rollout.engine.device=cuda", "learner.gpus_per_rank=0.65", "rollout.gpus_per_worker=0.35")
+PLACED_S, STARTED_S = 120.0, 120.0
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    environment = {"env_vars": {"PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}}
+    offered = {"num_cpus": 4, "num_gpus": 1, "resources": {"rollout": 1}}
+    ray.init("local", logging_level="ERROR", log_to_driver=False, include_dashboard=False, runtime_env=environment, **offered)
+    yield
+    leave_ray()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here, so that nothing is to be refused")
+def test_a_rank_and_a_worker_share_one_gpu_and_each_looks_whether_it_has_it(one_gpu: None) -> None:
+    """Both are placed, with 0.65 and 0.35 and no more, on GPU 0; there torch sees none, and each says so before it starts anything."""
+    config = load_config(RunConfig, RECIPE, SHARES)
+    places = asyncio.run(reserve(config))
+    rank = sequential_actor(LearnerRankActor).options(**places.options(0)).remote(config.learner, 0, bind="127.0.0.1")
+    worker = workers.create("7", WorkerSettings.of(config, Path("none"), prompt(0))).actor
+    ray.get([rank.__ray_ready__.remote(), worker.__ray_ready__.remote()], timeout=PLACED_S)
+    starts = {"learner rank 0": rank.start.remote(1, ("127.0.0.1", 1), Path("none"), 0), "rollout worker 7": worker.start.remote(0)}
+    for role, start in starts.items():
+        with pytest.raises(ConfigError, match=f"{role}: Ray gave it GPU 0, but torch sees 0 there"):
+            ray.get(start, timeout=STARTED_S)

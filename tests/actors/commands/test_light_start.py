@@ -1,0 +1,139 @@
+"""What answers at once: help and the check of settings load nothing that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from correction.batch import FinalDecision
+from correction.config import CorrectionConfig
+from correction.decision import no_counts
+from learner.results import Proximal, StepResult, StepValues
+from tests.actors.known_models import QWEN3_8B, save_config
+
+ROOT = Path(__file__).parents[3]
+HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "scipy", "pandas", "datasets", "reasoning_gym", "matplotlib")
+"""Each of these takes between half a second and five to import."""
+
+PROGRAM = """
+import json, os, sys
+from actors.commands.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    if os.fork():
+        os.wait()
+        continue
+    sys.argv[1:] = words
+    try:
+        main()
+        code = None
+    except SystemExit as end:
+        code = end.code
+    loaded = sorted({name.split(".")[0] for name in sys.modules})
+    sys.stdout.flush()
+    print(json.dumps({"code": code, "loaded": loaded}), file=sys.stderr, flush=True)
+    os._exit(0)
+"""
+
+
+@cache
+def answers() -> list[dict[str, Any]]:
+    """Of the command line to each of the calls: exit code or message, and the top-level packages that were loaded.
+
+    Each call has a process of its own, a fork of one that has imported the command line and nothing else.
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    asked = json.dumps([words for words, _ in CALLS])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, asked], capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    return [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"code"')]
+
+
+RECIPE = "recipes/nano_spell_backward.yaml"
+
+
+CALLS: list[tuple[list[str], int | str]] = [
+    (["--help"], 0),
+    (["train", "--help"], 0),
+    (["train", RECIPE, "stepps=5"], "stepps = 5: no such key; the nearest is steps"),
+    (["train", RECIPE, "correction.preset=grop"], "Did you mean grpo?"),
+    (["init-model", RECIPE, "rollout.workers=two"], "rollout.workers"),
+    (["eval", "models/none", "--task", RECIPE, "learner.learning_rte=1"], "the nearest is learner.learning_rate"),
+    (["train", "--resume", "runs/none", "stepps=5"], "runs/none"),
+    (["config", RECIPE], 0),
+    (["presets"], 0),
+    (["simulate", "--help"], 0),
+    (["simulate", RECIPE, "--decode", "fast"], "--decode fast: give REQUESTS:TOKENS_PER_S"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=lambda number: " ".join(CALLS[number][0]))
+def test_help_and_refusals_load_nothing_heavy(number: int) -> None:
+    end, found = CALLS[number][1], answers()
+    assert len(found) == len(CALLS)
+    code, loaded = found[number]["code"], set(found[number]["loaded"])
+    assert code == end if isinstance(end, int) else end in str(code)
+    assert loaded & set(HEAVY) == set()
+    assert "actors" in loaded  # it was our command that ran
+
+
+def test_every_public_name_of_correction_is_found_and_is_no_module() -> None:
+    """Names are imported when asked for. `correct` is a function and a module: `from correction import correct` means the function."""
+    import correction.correct  # would bind the module to the package's name
+
+    found = {name: getattr(correction, name) for name in correction.__all__}
+    assert [name for name, value in found.items() if type(value).__name__ == "module"] == []
+    assert found["correct"].__module__ == "correction.correct"
+    with pytest.raises(AttributeError, match="no attribute 'corect'"):
+        _ = correction.corect  # type: ignore[attr-defined]
+
+
+JUDGES = """
+import sys
+from actors.commands.cli import app
+try:
+    app(sys.argv[1:])
+finally:
+    print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+
+
+@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"]])
+def test_a_recipe_is_judged_for_gpus_that_aren_t_here_without_anything_heavy(tmp_path: Path, words: list[str]) -> None:
+    asked = [*words, "recipes/qwen3_8b_8gpu.yaml", f"model={save_config(tmp_path, QWEN3_8B)}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", JUDGES, *asked], capture_output=True, text=True, cwd=ROOT, env=environment)
+    *said, loaded = done.stdout.splitlines()
+    assert done.returncode == 0 and said[-1] == "ready", done.stdout + done.stderr
+    assert set(loaded.split()) & set(HEAVY) == set()
+
+
+READS = """
+import json, pickle, sys
+for answer in pickle.load(sys.stdin.buffer):
+    pickle.loads(answer)
+    print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+"""
+
+
+def test_who_reads_what_the_learner_answers_needs_no_megatron() -> None:
+    """The driver reads a StepResult, for which it needs no torch either; the correction service the others. Megatron takes seconds to
+    import, in the midst of the first step, and 100 MB."""
+    numbers: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 0)
+    none, nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    decided = FinalDecision(nothing, none, no_counts(CorrectionConfig(preset="tis-token")))
+    answers = [StepResult(**numbers), StepValues(none, decided, none), Proximal(none, None, None)]
+    written = pickle.dumps([pickle.dumps(answer) for answer in answers])
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", READS], input=written, capture_output=True, cwd=ROOT, env=environment, check=True)
+    of_driver, *of_service = (set(json.loads(line)) for line in done.stdout.splitlines())
+    assert not of_driver & set(HEAVY)
+    assert len(of_service) == 2 and not any({"megatron", "transformers"} & loaded for loaded in of_service)

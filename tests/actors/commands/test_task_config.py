@@ -1,0 +1,47 @@
+"""`evenkeel eval`'s configuration: a recipe's, or one made up around a data set's name, with sizes that the model has room for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from actors.commands.task_config import LONGEST_ANSWER, model_context, task_config
+
+
+def folder(tmp_path: Path, shape: object) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("context", "answer"),
+    [(128, 32), (1024, 256), (32_768, 256), (2, 1)],
+)
+def test_an_answer_takes_a_quarter_of_a_small_context(tmp_path: Path, context: int, answer: int) -> None:
+    """256 tokens do not fit into the 128 of a nano model; the rest is room for the question, and the check of sizes agrees."""
+    model = folder(tmp_path, {"max_position_embeddings": context})
+    config = task_config(model, "chain_sum", [], problems=7)
+    assert config.rollout.sampling.max_tokens == answer
+    assert config.rollout.max_prompt_tokens(model_context(model)) == context - answer
+    assert (config.rollout.task.held_out_size, config.rollout.reward.kind) == (7, "reasoning_gym")
+
+
+def test_overrides_come_last(tmp_path: Path) -> None:
+    config = task_config(folder(tmp_path, {"max_position_embeddings": 128}), "chain_sum", ["rollout.sampling.max_tokens=100"], problems=7)
+    assert config.rollout.sampling.max_tokens == 100
+
+
+def test_the_context_of_a_model_with_a_text_part_is_that_part_s(tmp_path: Path) -> None:
+    assert model_context(folder(tmp_path, {"text_config": {"max_position_embeddings": 64}, "vision_config": {}})) == 64
+
+
+def test_a_folder_without_a_usable_config_is_left_to_who_reads_it(tmp_path: Path) -> None:
+    assert model_context(tmp_path) == 4 * LONGEST_ANSWER
+
+
+def test_a_recipe_keeps_its_own_sizes() -> None:
+    recipe = Path(__file__).parents[3] / "recipes" / "nano_chain_sum.yaml"
+    config = task_config(Path("models/none"), str(recipe), [], problems=9)
+    assert (config.rollout.sampling.max_tokens, config.rollout.task.held_out_size, str(config.model)) == (8, 9, "models/none")

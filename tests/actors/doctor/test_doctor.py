@@ -1,0 +1,404 @@
+"""Each rule of the doctor, with facts that are made up; and that a run stops at what can't work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.commands.cli import app
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.doctor import gather
+from actors.doctor.driver_gpus import gpus_of_driver
+from actors.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
+from actors.doctor.gather import this_node
+from actors.doctor.node_rules import on_nodes, requests
+from actors.doctor.paper_rules import enough, on_paper, stop_at_failures
+from actors.plan.gpus import Gpus
+from actors.plan.shape import ModelShape
+from actors.settings.derived import derived
+from correction.errors import ConfigError
+from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
+H100 = Gpus.parse("H100x8")
+RANKS = "rollout.engine.tensor_parallel"
+IN_FLOAT32 = "learner.device=cpu rollout.engine.device=cpu learner.dtype=float32 rollout.engine.dtype=float32"
+FAR_DELTAS = "weight_sync.deltas=true ray.address=auto"
+FLOAT8 = "rollout.engine.quantization=float8_block"
+
+
+def recipe(name: str, *overrides: str, has_gpu: bool = True) -> RunConfig:
+    return derived(load_config(RunConfig, RECIPES / f"{name}.yaml", overrides), has_gpu=has_gpu)
+
+
+def eight(*overrides: str) -> RunConfig:
+    return recipe("qwen3_8b_8gpu", *overrides)
+
+
+def paper(**facts: Any) -> PaperFacts:
+    return replace(PaperFacts(DENSE, (H100.memory,)), **facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "gpus"),
+    [
+        ("qwen3_0.6b_1gpu", QWEN3_06B, "24GBx1"),
+        ("qwen3_8b_8gpu", QWEN3_8B, "H100x8"),
+        ("qwen3_30b_a3b_4nodes", QWEN3_30B_A3B, "H200x8x4"),
+    ],
+)
+def test_the_recipes_for_gpus_fit_the_gpus_that_they_name(name: str, model: dict[str, Any], gpus: str) -> None:
+    kind = Gpus.parse(gpus)
+    config = recipe(name)
+    found = on_paper(PaperFacts(ModelShape.of(model), (kind.memory,)), config) + enough(kind, config)
+    assert [one for one in found if one.severity != "note"] == []
+
+
+def test_engines_of_two_gpus_make_room_where_one_has_none() -> None:
+    """And those of sixteen find no node of eight."""
+    gpus, shape = Gpus.parse("H100x8x4"), ModelShape.of(QWEN3_30B_A3B)
+    facts = PaperFacts(shape, (gpus.memory,))
+    assert on_paper(facts, recipe("qwen3_30b_a3b_4nodes"))[0].severity == "warn"
+    two = recipe("qwen3_30b_a3b_4nodes", "rollout.engine.tensor_parallel=2", "rollout.workers=8")
+    assert [c for c in on_paper(facts, two) + enough(gpus, two) if c.severity != "note"] == []
+    sixteen = recipe("qwen3_30b_a3b_4nodes", "rollout.engine.tensor_parallel=16", "rollout.workers=1")
+    assert [c.sentence for c in enough(gpus, sixteen)] == [
+        "rollout.engine.tensor_parallel = 16, but a node has 8 GPUs: an engine is on one node"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "said"),
+    [
+        (1, "H100x8", ["the run asks for 10 GPUs"]),
+        (2, "H100x8x2", ["2 engines of 6 GPUs, each on one node, and beside the learner 2 nodes of 8 x H100 (80 GiB) have room for 1"]),
+        (2, "H100x8x3", []),
+    ],
+)
+def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: list[str]) -> None:
+    """Of six GPUs each; the learner has four of a node, which leave room for none beside it, though 16 GPUs are there, and asked for."""
+    found = enough(Gpus.parse(gpus), eight("rollout.engine.tensor_parallel=6", f"rollout.workers={workers}"))
+    assert len(found) == len(said) and all(text in one.sentence for text, one in zip(said, found, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "severity", "said", "setting"),
+    [
+        ("learner.tensor_parallel=3", {}, "fail", "learner.tensor_parallel = 3: num_attention_heads = 32, num_key", "divisor"),
+        ("learner.pipeline_parallel=5", {}, "fail", "= 5 doesn't divide the model's 36 layers", "divisor"),
+        ("rollout.engine.tensor_parallel=3", {}, "fail", "engine.tensor_parallel = 3 doesn't divide the model's 32 heads", "divisor"),
+        ("rollout.engine.tensor_parallel=5", {}, "fail", "= 5 and the model's 8 key-value heads: neither divides the other", "divisor"),
+        (f"{RANKS}=2", {"shape": replace(DENSE, model_type="olmoe")}, "fail", "olmoe normalises queries and keys over all heads", "to 1"),
+        ("learner.gpus_per_rank=0.5", {}, "fail", "two of them would fit on one GPU", ""),
+        ("rollout.engine.dtype=float16", {}, "fail", "rollout.engine.dtype = float16 with learner.dtype = bfloat16", ""),
+        ("rollout.engine.context_length=65536", {}, "fail", "is more than the model's context of 40960", ""),
+        ("learner.recompute_activations=false", {}, "fail", "a learner rank needs 108 GiB of its 79.6 GiB", "tensor_parallel=4"),
+        ("learner.distributed_optimizer=false", {}, "warn", "keeps the whole optimizer, 45.8 GiB instead of 22.9 GiB", "true"),
+        ("", {"gpus": (18 << 30,)}, "fail", "an engine has 0 MiB for its KV cache beside weights of 15.3 GiB", "context_length"),
+        ("", {"gpus": (24 << 30,)}, "warn", "fewer than a group's 8 answers", "context_length"),
+        ("rollout.gpus_per_worker=0.5 rollout.engine.memory_fraction=0.8", {}, "note", "engine's share of the GPU, 39.8 GiB", "out"),
+        (FLOAT8, {"shape": EXPERTS}, "fail", "float8_block: the model is a mixture of experts", "none"),
+        (FLOAT8, {"shape": replace(DENSE, key_heads=1, head_width=64)}, "fail", "its keys have 64 channels, no multiple", "none"),
+        (f"{FLOAT8} {RANKS}=4", {"shape": replace(DENSE, head_width=32)}, "fail", "its keys have 64 channels on each of 4 ranks", "lower"),
+        ("", {"gpus": (24 << 30, H100.memory)}, "warn", "smallest GPUs there are, of 24 GiB: a learner rank", "larger GPUs"),
+        ("", {"disk_free": 100 << 30}, "fail", "a checkpoint has 122 GiB, but the run folder's disk has 100 GiB free", "run_dir"),
+        ("", {"disk_free": 200 << 30}, "warn", "2 checkpoints and the one being written have 366 GiB", "checkpoint.keep"),
+        ("", {"host_bytes": 64 << 30}, "warn", "Ray's object store has about 19.2 GiB", "object-store-memory"),
+        ("weight_sync.deltas=true", {}, "warn", "deltas = True in a cluster of this machine alone", "Leave it out"),
+        (f"{FAR_DELTAS} {IN_FLOAT32}", {}, "note", "changes has a third of the bytes, not a fiftieth", "Leave it out"),
+        ("", {"host_bytes": 128 << 30}, "warn", "GiB of this machine's 128 GiB beside its GPUs: copy for a checkpoint 122", "more memory"),
+    ],
+)
+def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, said: str, setting: str) -> None:
+    complaints = on_paper(paper(**facts), eight(*overrides.split()))
+    assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "severity", "said", "setting"),
+    [
+        ("", 16, "fail", "a learner rank of 15.2 GiB and an engine of 3.2 GiB (with a KV cache for one", "larger GPU"),
+        ("learner.gpus_per_rank=0.4", 24, "note", "shares: a rank needs 0.63 of it, an engine 0.13", "0.64, rollout.gpus_per_worker: 0.36"),
+        ("learner.gpus_per_rank=0.4 rollout.gpus_per_worker=0.3 rollout.workers=2", 24, "note", "other shares", "gpus_per_worker: 0.18"),
+        ("rollout.gpus_per_worker=0.12", 24, "fail", "for its KV cache beside weights of 1.11 GiB and 1.87 GiB for context", "raise"),
+    ],
+)
+def test_a_gpu_that_learner_and_engine_share(overrides: str, gpu: int, severity: str, said: str, setting: str) -> None:
+    """Both sides are added: each may fit its own share of a larger GPU."""
+    complaints = on_paper(PaperFacts(ModelShape.of(QWEN3_06B), (gpu << 30,)), recipe("qwen3_0.6b_1gpu", *overrides.split()))
+    assert any(c.severity == severity and said in c.sentence and setting in c.setting for c in complaints), complaints
+
+
+def test_a_fraction_above_the_share_stops_no_run() -> None:
+    """Earlier versions wrote 0.9 of the share, 0.315, into a run's config.yaml. The engine takes the smaller of the two anyway."""
+    facts = PaperFacts(ModelShape.of(QWEN3_06B), (24 << 30,))
+    (found,) = on_paper(facts, recipe("qwen3_0.6b_1gpu", "rollout.engine.memory_fraction=0.315"))
+    assert found.severity == "note" and "the engine keeps to its share" in found.sentence
+
+
+def test_shares_that_no_gpu_holds_together_are_not_added() -> None:
+    """0.96 + 0.5: a rank of 15.2 GiB and an engine of 3.4 are on two GPUs of 16, each of which has room for its own."""
+    config = recipe("qwen3_0.6b_1gpu", "learner.gpus_per_rank=0.96", "rollout.gpus_per_worker=0.5")
+    assert on_paper(PaperFacts(ModelShape.of(QWEN3_06B), (16 << 30,)), config) == []
+
+
+def test_nothing_is_said_about_gpus_that_nobody_uses() -> None:
+    on_cpu = recipe("nano_spell_backward", has_gpu=False)
+    assert on_paper(PaperFacts(replace(DENSE, context=128)), on_cpu) == []
+    assert on_paper(paper(disk_free=1 << 50, host_bytes=1 << 40), eight()) == []
+    assert on_paper(paper(), eight(FLOAT8)) == []
+
+
+def test_a_rank_that_doesn_t_fit_is_told_a_layout_that_does() -> None:
+    facts = paper()
+    remedy = next(c.setting for c in on_paper(facts, eight("learner.recompute_activations=false")) if "rank needs" in c.sentence)
+    words = [f"learner.{word}" for word in remedy.removeprefix("Set, under learner: ").split()]
+    mended = eight("learner.recompute_activations=false", *words)
+    assert [c for c in on_paper(facts, mended) if c.severity == "fail"] == []
+
+
+def node(**facts: Any) -> NodeFacts:
+    gpu = GpuFact("H100", H100.memory, H100.memory, "sm_90")
+    whole: dict[str, Any] = {
+        "name": "10.0.0.1", "offered_gpus": 8.0, "free_gpus": 8.0, "gpus": (gpu,) * 8, "driver_gpus": 8,
+        "architectures": ("sm_80", "sm_90"), "rollout_units": 8.0, "cpus": 64.0, "free_cpus": 64.0,
+        "versions": {"torch": "2.13.0", "ray": "2.60.0", "sglang-kernel": "0.4.7"},
+    }  # fmt: skip
+    whole |= facts
+    return NodeFacts(**({"gpu_bytes": tuple(one.bytes for one in whole["gpus"])} | whole))
+
+
+def test_a_healthy_node_has_nothing_said() -> None:
+    assert on_nodes([node()], eight(), DENSE) == []
+
+
+HEAD = node(name="head", offered_gpus=0.0, free_gpus=0.0, gpus=(), driver_gpus=0, architectures=(), rollout_units=0.0)
+SMALL = GpuFact("RTX 4090", 24 << 30, 24 << 30, "sm_89")
+NO_FOLDER = "the folder isn't there"
+BLACKWELL = GpuFact("B200", 180 << 30, 180 << 30, "sm_100")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "severity", "said"),
+    [
+        ([node(offered_gpus=4.0, free_gpus=4.0)], "", "fail", "the run asks for 8 GPUs, and Ray has 4: 4 ranks x 1, 4 workers x 1"),
+        ([node(offered_gpus=4.0)], "ray.address=auto", "warn", "the run asks for 8 GPUs, and Ray has 4"),
+        ([node(free_gpus=5.0)], "", "warn", "of 8 only 5 are free"),
+        (
+            [node(offered_gpus=3.0), node(name="b", offered_gpus=3.0), node(name="c", offered_gpus=2.0)],
+            "learner.tensor_parallel=4 learner.data_parallel=1",
+            "fail",
+            "1 tensor-parallel groups of 4 ranks, each on one node, and there is room for 0",
+        ),
+        (
+            [node(offered_gpus=3.0), node(name="b", offered_gpus=7.0)],
+            "rollout.engine.tensor_parallel=4 rollout.workers=2",
+            "fail",
+            "2 engines of 4 GPUs each (rollout.engine.tensor_parallel), each on one node, and there is room for 1: GPUs by node are [3, 7]",
+        ),
+        ([node()], "rollout.engine.tensor_parallel=2", "fail", "the run asks for 12 GPUs, and Ray has 8: 4 ranks x 1, 4 workers x 2"),
+        ([node(rollout_units=2.0)], "ray.address=auto", "warn", "4 rollout workers each ask for one unit of the Ray resource 'rollout'"),
+        ([node(gpus=(), architectures=(), has_cuda=False)], "", "fail", "has 8 GPUs, but its torch is a build without CUDA"),
+        ([node(offered_gpus=8.0, gpus=node().gpus[:1])], "", "fail", "offers Ray 8 GPUs, but torch sees 1 there"),
+        ([node(versions={"torch": "2.13.0"})], "", "fail", "SGLang's GPU kernels (sglang-kernel) aren't installed on 10.0.0.1: that is an"),
+        ([node(gpus=(), architectures=())], "", "fail", "has 8 GPUs, but torch, a build with CUDA, sees none: most often the driver"),
+        ([node(gpus=(), architectures=(), visible_devices="", offered_gpus=0.0)], "", "fail", "CUDA_VISIBLE_DEVICES = '' hides them"),
+        ([node(), node(name="b", object_store=20 << 30)], "ray.address=auto", "warn", "b: two versions of the weights and two batches"),
+        (
+            [node(), node(name="b", object_store=20 << 30)],
+            "ray.address=auto weight_sync.deltas=true",
+            "warn",
+            "b: three versions of the weights and two batches",
+        ),
+        (
+            [node(), node(name="b", object_store=20 << 30)],
+            "ray.address=auto correction.preset=dppo-topk-kl",
+            "warn",
+            "b: two versions of the weights and two batches, and wide fields,",
+        ),
+        (
+            [node(), node(name="b", offered_gpus=0.0, object_store=20 << 30)],
+            "ray.address=auto weight_sync.deltas=true",
+            "warn",
+            "b: two versions of the weights take 30.5 GiB",
+        ),
+        ([HEAD, node(gpus=(SMALL,) * 8)], "ray.address=auto", "fail", "a learner rank needs 54.6 GiB of its 24 GiB"),
+        ([HEAD, node(gpus=(), gpu_bytes=(18 << 30,) * 8)], "ray.address=auto", "fail", "an engine has 0 MiB for its KV cache"),
+        ([node(), node(name="b", gpus=(SMALL,) * 8)], "ray.address=auto", "warn", "smallest GPUs there are, of 24 GiB: a learner rank"),
+        ([node(architectures=("sm_80",))], "", "fail", "torch has no kernels for sm_90, only for sm_80"),
+        ([node(gpus=(replace(BLACKWELL, free=90 << 30),) * 8, architectures=("sm_100",))], "", "warn", "(B200) has 90 GiB of 180 GiB free"),
+        ([node(), node(name="b", versions={"torch": "2.12", "ray": "2.60.0"})], "", "fail", "versions of torch: 2.12 on b; 2.13.0 on 10."),
+        ([node(), node(name="b", reads_run_folder=False)], "", "fail", "the run folder isn't the same on b"),
+        ([node(), node(name="b", model_obstacle=NO_FOLDER)], "model=m/Qwen3-8B", "warn", "Qwen3-8B: the folder isn't there on b"),
+        ([node(), node(name="b", model_obstacle="not in the cache")], "", "warn", "hf:Qwen/Qwen3-8B: not in the cache on b, where"),
+        ([node(model_obstacle="no"), node(name="b", model_obstacle="no")], "model=m/8B", "fail", "m/8B: no on 10.0.0.1, b, where"),
+        ([node(shared_memory=64 << 20)], "", "fail", "/dev/shm has 64 MiB free, less than one bucket of weights, 0.25 GiB"),
+        ([node(shared_memory=1 << 30)], "", "warn", "/dev/shm has 1 GiB free, and 4 engines may want 2 GiB"),
+        (
+            [node(shared_memory=800 << 20)],
+            "rollout.engine.tensor_parallel=4",
+            "warn",
+            "/dev/shm has 0.781 GiB free, and 2 engines may want 1 GiB",
+        ),
+        ([node(memory=64 << 30)], "ray.address=auto", "warn", "10.0.0.1: 4 ranks would take up to 163 GiB of its 64 GiB of memory: copy"),
+        ([node(open_files=1024)], "ray.address=auto", "warn", "a process may open 1024 files"),
+        ([node(clock_ahead_s=-60.0)], "", "warn", "its clock is -60 s from this one's"),
+        ([node(compilers=("gcc",))], "", "warn", "nvcc, ninja not found"),
+    ],
+)  # fmt: skip
+def test_a_rule_about_nodes(nodes: list[NodeFacts], overrides: str, severity: str, said: str) -> None:
+    complaints = on_nodes(nodes, eight(*overrides.split()), DENSE)
+    assert any(c.severity == severity and said in c.sentence for c in complaints), complaints
+
+
+def test_experts_on_blackwell_want_another_runner() -> None:
+    nodes = [node(gpus=(BLACKWELL,) * 8, architectures=("sm_100",))]
+    (found,) = on_nodes(nodes, eight(), EXPERTS)
+    assert (found.severity, found.setting) == ("fail", "Set rollout.engine.engine_args.moe_runner_backend: triton")
+    assert on_nodes(nodes, eight("rollout.engine.engine_args.moe_runner_backend=triton"), EXPERTS) == []
+    assert on_nodes(nodes, eight(), DENSE) == []
+
+
+def test_kernels_of_a_minor_architecture_run_on_later_ones() -> None:
+    assert on_nodes([node(gpus=(GpuFact("L40S", 1 << 36, 1 << 36, "sm_89"),) * 8)], eight(), DENSE) == []
+
+
+def test_a_machine_with_gpus_that_its_torch_can_t_use_may_compute_on_the_cpu() -> None:
+    """The worst that is said then: how to use them."""
+    here = node(gpus=(), architectures=(), has_cuda=False, offered_gpus=0.0, free_gpus=0.0)
+    (found,) = on_nodes([here], recipe("nano_spell_backward", has_gpu=False), DENSE)  # nor are SGLang's kernels missed
+    assert found.severity == "warn" and "constraints-gpu.txt" in found.setting
+
+
+def test_a_cluster_with_a_head_without_gpus_is_judged_by_its_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The driver's own GPU, if it has one, says nothing about those of the nodes."""
+    monkeypatch.setattr(gather, "gpus_of_driver", lambda: [SMALL])
+    model = f"model={save_config(tmp_path, QWEN3_8B)}"
+    assert gather.paper_facts(eight(model, "ray.address=auto")).gpus == ()
+    assert gather.paper_facts(eight(model)).gpus == (SMALL.bytes,)
+    joined = eight("ray.address=auto")
+    assert on_nodes([HEAD, node()], joined, DENSE) == []
+    small_ones_sample_nothing = [node(), node(name="b", gpus=(SMALL,) * 8, rollout_units=0.0)]
+    assert all("learner rank" in found.sentence for found in on_nodes(small_ones_sample_nothing, joined, DENSE))
+
+
+def test_a_node_s_gpus_of_several_sizes_are_judged_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What fits one of them warns. A display's card that Ray doesn't offer counts for nothing, on a cluster and on this machine."""
+    joined, display = eight("ray.address=auto"), GpuFact("T400", 2 << 30, 2 << 30, "sm_75")
+    mixed = node(gpus=(), gpu_bytes=(H100.memory,) * 7 + (SMALL.bytes,), visible_devices="")
+    assert {found.severity for found in on_nodes([mixed], joined, DENSE)} == {"warn"}
+    assert on_nodes([node(gpus=(), gpu_bytes=(display.bytes, *(H100.memory,) * 8), visible_devices="")], joined, DENSE) == []
+    large = GpuFact("H100", H100.memory, H100.memory, "sm_90")
+    monkeypatch.setattr(gather, "gpus_of_driver", lambda: [display, large, replace(large, bytes=0)])
+    monkeypatch.setattr(gather, "visible_gpus", lambda: 1)
+    model = f"model={save_config(tmp_path, QWEN3_8B)}"
+    assert gather.paper_facts(eight(model)).gpus == (H100.memory,)
+    assert this_node(str(tmp_path)).gpu_bytes == (display.bytes, H100.memory), "one doesn't tell its size"
+
+
+def test_gpus_that_are_hidden_from_torch_are_told_where_nobody_asked_for_them() -> None:
+    """`device: auto` would be the CPU without a word. Ray hides its nodes' from tasks that ask for none: nothing is said of them."""
+    on_cpu = recipe("nano_spell_backward", has_gpu=False)
+    alone = {"gpus": (), "architectures": (), "offered_gpus": 0.0, "free_gpus": 0.0}
+    severities = [[c.severity for c in on_nodes([node(**alone, visible_devices=seen)], on_cpu, DENSE)] for seen in (None, "", "-1")]
+    assert severities == [["warn"], ["note"], ["note"]]
+    assert on_nodes([node(gpus=(), gpu_bytes=(H100.memory,) * 8, visible_devices="")], eight("ray.address=auto"), DENSE) == []
+
+
+def test_shares_of_one_gpu_are_one_gpu() -> None:
+    rows = {row.kind: row for row in requests([node()], recipe("qwen3_0.6b_1gpu"))}
+    assert (rows["GPU"].asked, rows["GPU"].parts) == (1, "1 rank x 0.65, 1 worker x 0.35")
+    assert (rows["CPU"].asked, rows["CPU"].there) == (2, 64)
+
+
+def test_a_run_stops_at_what_can_t_work_and_at_nothing_less() -> None:
+    stop_at_failures([Complaint("warn", "slow"), Complaint("note", "so many")])
+    with pytest.raises(ConfigError, match=r"^one\. Change it\ntwo$"):
+        stop_at_failures([Complaint("fail", "one", "Change it"), Complaint("warn", "slow"), Complaint("fail", "two")])
+
+
+def test_what_nvidia_smi_says_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in on the path: columns have commas between them, a name could have one, too."""
+    smi = tmp_path / "nvidia-smi"
+    lines = ("0, GPU-aa11, NVIDIA H100 80GB HBM3, 81559, 81000, 9.0", "1, GPU-ab22, Strange, Inc. GPU, 1024, [N/A], 12.0")
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpus_of_driver() == [
+        GpuFact("NVIDIA H100 80GB HBM3", 81_559 << 20, 81_000 << 20, "sm_90", 0, "GPU-aa11"),
+        GpuFact("Strange, Inc. GPU", 1024 << 20, 0, "sm_120", 1, "GPU-ab22"),
+    ]
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus_of_driver() == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "numbers"),
+    [
+        (None, 4, [0, 1, 2, 3]),
+        ("2,3", 2, [2, 3]),
+        ("3, 1", 2, [3, 1]),
+        ("GPU-c", 1, [2]),
+        ("MIG-5", 1, [0]),
+        ("", 0, []),
+    ],
+)
+def test_a_card_that_is_hidden_is_not_taken_for_one_that_torch_sees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, count: int, numbers: list[int]
+) -> None:
+    """The first is a display's: with "2,3" neither its memory nor who holds it says anything about the run. A MIG part is on some card."""
+    import torch
+
+    card = GpuFact("H100", H100.memory, H100.memory, "sm_90")
+    cards = [replace(card, number=i, uuid=f"GPU-{name}7", bytes=(i + 1) << 30) for i, name in enumerate("abcd")]
+    monkeypatch.setattr(gather, "gpus_of_driver", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(gather, "visible_gpus", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    here = this_node(str(tmp_path))
+    assert [gpu.number for gpu in here.gpus] == numbers
+    assert here.gpu_bytes == tuple(gpu.bytes for gpu in (here.gpus if visible else cards))
+    model = f"model={save_config(tmp_path, QWEN3_8B)}"
+    assert gather.paper_facts(eight(model)).gpus == tuple(sorted(here.gpu_bytes, reverse=True))
+    held = replace(here, gpus=tuple(replace(gpu, free=0) for gpu in here.gpus), offered_gpus=8.0, free_gpus=8.0)
+    told = [found.sentence for found in on_nodes([held], eight(), DENSE) if "another process holds the rest" in found.sentence]
+    assert [f"GPU {number} (" in text for number, text in zip(numbers, told, strict=True)] == [True] * len(numbers)
+
+
+def test_facts_of_this_machine(tmp_path: Path) -> None:
+    sign = tmp_path / "sign"
+    sign.write_text("token")
+    answer = tmp_path / "answer"
+    here = this_node(str(save_config(tmp_path / "m", QWEN3_8B)), sign=str(sign), token="token", answer=str(answer))
+    assert not here.model_obstacle and here.reads_run_folder and here.versions["torch"] and here.shared_memory > 0
+    assert gather._sees_both_ways(here, str(answer), "token") and not gather._sees_both_ways(here, str(tmp_path / "elsewhere"), "token")
+    other = this_node(str(tmp_path), sign=str(sign), token="another's", answer=str(tmp_path / "not-written"))
+    assert other.model_obstacle == NO_FOLDER and not other.reads_run_folder and not (tmp_path / "not-written").exists()
+    read_only = this_node(str(tmp_path), sign=str(sign), token="token", answer=str(tmp_path / "no-folder" / "answer"))
+    assert not read_only.reads_run_folder, "it reads there, and can't write"
+
+
+def test_the_command_says_what_stands_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(save_tiny_tokenizer(tmp_path / "model"), max_position_embeddings=128)
+    nano = [str(RECIPES / "nano_spell_backward.yaml"), f"model={model}"]
+    good = CliRunner().invoke(app, ["doctor", *nano, "--json"])
+    found = json.loads(good.stdout)
+    assert good.exit_code == 0 and found["verdict"].startswith("ready")
+    assert [(row["kind"], row["parts"]) for row in found["resources"]] == [("CPU", "1 rank, 1 worker")]
+    monkeypatch.setattr(gather, "gpus_of_driver", list)
+    bad = CliRunner().invoke(app, ["doctor", *nano, "learner.tensor_parallel=3"])
+    assert bad.exit_code == 1 and "num_attention_heads = 4, num_key_value_heads = 2," in bad.stdout
+    assert "the run can't work like this" in bad.stdout
+    paper_only = CliRunner().invoke(app, ["doctor", *nano, "--gpus", "H100x1"])
+    assert paper_only.exit_code == 1 and "the run asks for 2 GPUs, and 1 x H100 (80 GiB) are 1" in paper_only.stdout

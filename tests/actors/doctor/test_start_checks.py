@@ -1,0 +1,158 @@
+"""`doctor` and `plan` tell what `train` would stop at, by the same checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.commands.cli import app
+from actors.commands.recipe import load_config
+from actors.commands.train import prepare
+from actors.config import RunConfig
+from actors.doctor.facts import PaperFacts
+from actors.doctor.paper_rules import on_paper
+from actors.doctor.start_checks import judged
+from actors.plan.gpus import Gpus
+from actors.plan.layouts import layouts
+from actors.plan.shape import ModelShape
+from actors.settings.derived import derived
+from correction.errors import DataError, EvenkeelError
+from learner.config import LearnerConfig
+from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
+from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+SMALL = Path(__file__).parents[2] / "e2e" / "small.yaml"
+H100 = Gpus.parse("H100x8")
+OLMO2 = {**QWEN3_8B, "model_type": "olmo2"}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
+SCORED = "rollout.reward={kind: exact_match}"
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "said", "setting"),
+    [
+        (QWEN3_8B, "true_on_policy=true", "rollout.engine.device = cuda: the batch-invariant operators", "true_on_policy: false"),
+        (QWEN3_30B_A3B, "true_on_policy=true", "model: qwen3_moe has 128 experts: rows grouped by expert", "true_on_policy: false"),
+        (QWEN3_8B, "true_on_policy=true learner.float32_head=true", "learner.float32_head: true: the engines don't", "Set it to false"),
+        (OLMO2, "", "learner.tensor_parallel = 2: olmo2 normalises queries and keys over the channels of all heads", "Set it to 1, and"),
+        (QWEN3_8B | WINDOW, "", "use_sliding_window = True of qwen3 has no counterpart in the learner", "Set model to another"),
+        (QWEN3_8B | {"rope_parameters": YARN}, "", "rope_type = yarn of qwen3 has no counterpart", "Set model to another"),
+    ],
+)
+def test_of_gpus_that_aren_t_here(tmp_path: Path, model: dict[str, Any], overrides: str, said: str, setting: str) -> None:
+    """From config.json alone."""
+    words = [f"model={save_config(tmp_path, model)}", *overrides.split()]
+    config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", words), has_gpu=True)
+    config, facts = judged(config, gpu_bytes=H100.memory)
+    found = [one for one in on_paper(facts, config) if one.severity == "fail" and said in one.sentence]
+    assert [setting in one.setting for one in found] == [True], facts.refused
+
+
+@pytest.mark.parametrize("words", [["doctor", "--gpus", "H100x8"], ["plan"]])
+def test_both_commands_ask(tmp_path: Path, words: list[str]) -> None:
+    model = save_config(tmp_path, QWEN3_8B | WINDOW)
+    done = CliRunner().invoke(app, [*words, str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={model}"])
+    assert "use_sliding_window = True of qwen3" in done.stdout and "1 failure: the run can't work like this" in done.stdout, done.output
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(save_tiny_tokenizer(tmp_path_factory.mktemp("models") / "whole"))
+
+
+def without(folder: Path, whole: Path, pattern: str = "", **options: Any) -> Path:
+    """A copy without some files, and with other options in its config.json."""
+    left_out = set(whole.glob(pattern)) if pattern else set()
+    folder.mkdir()
+    for path in set(whole.iterdir()) - left_out:
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "config.json").write_text(json.dumps(json.loads((whole / "config.json").read_text()) | options))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "overrides", "said"),
+    [
+        ("*.safetensors", {}, [], r"no \*\.safetensors in it"),
+        ("tokenizer*", {}, [], "the folder has no tokenizer"),
+        ("chat_template.jinja", {}, [], "tokenizer has no chat template"),
+        ("", {"intermediate_size": 96}, [], "its config.json and its safetensors describe different models"),
+        ("", WINDOW, [], "use_sliding_window = True of qwen3"),
+        ("", {}, ["true_on_policy=true", "learner.threads=4"], "learner.threads = 4: with more than 2"),
+        ("", {}, ["rollout.task.dataset=spell_backwards"], r"dataset = spell_backwards: .*; did you mean spell_backward\?"),
+        ("", {}, ["rollout.task.options={min_len: 3}"], r"rollout\.task\.options\.min_len: spell_backward has no such option"),
+        ("", {}, ["rollout.task={kind: file, path: none.jsonl}"], "rollout.task.path = .*none.jsonl: no such file"),
+        ("", {}, ["rollout.task={kind: file, path: ROWS, held_out_path: none.jsonl}"], "task.held_out_path = .*none.jsonl: no such"),
+    ],
+)
+def test_of_a_run_on_this_machine(
+    tmp_path: Path, whole: Path, pattern: str, options: dict[str, Any], overrides: list[str], said: str
+) -> None:
+    """In the words in which `train` would refuse it."""
+    model = without(tmp_path / "model", whole, pattern, **options)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(20)))
+    words = [word.replace("ROWS", str(rows)) for word in overrides]
+    config = load_config(RunConfig, SMALL, [f"model={model}", f"run_dir={tmp_path}", SCORED, *words])
+    _, facts = judged(derived(config, has_gpu=False))
+    with pytest.raises(EvenkeelError, match=said) as stopped:
+        prepare(config)
+    assert (*facts.refused, *facts.lacking) == (str(stopped.value),)
+
+
+@pytest.mark.parametrize(("options", "in_the_way"), [({}, []), (WINDOW, ["use_sliding_window = True of qwen3"])])
+def test_deep_needs_a_config_alone_but_one_that_is_trained(
+    tmp_path: Path, whole: Path, options: dict[str, Any], in_the_way: list[str]
+) -> None:
+    """Weights, tokenizer and task are made for it; without them the run can't work all the same."""
+    model = without(tmp_path / "model", whole, "[!c]*", **options)
+    assert [path.name for path in model.glob("*") if path.suffix != ".jinja"] == ["config.json"]
+    config = load_config(RunConfig, SMALL, [f"model={model}", SCORED, "rollout.task={kind: file, path: none.jsonl}"])
+    config, facts = judged(derived(config, has_gpu=False))
+    failed = [one for one in on_paper(facts, config) if one.severity == "fail"]
+    without_it = [one.sentence for one in failed if not one.stops_deep]
+    assert any("none.jsonl: no such file" in one for one in without_it) and any("no tokenizer" in one for one in without_it)
+    assert any("no *.safetensors in it" in one for one in without_it) is (not in_the_way), "of a model that is trained"
+    stops = [one.sentence for one in failed if one.stops_deep]
+    assert len(stops) == len(in_the_way) and all(text in one for text, one in zip(in_the_way, stops, strict=True))
+
+
+def test_deep_says_in_a_line_why_it_measures_nothing(tmp_path: Path, whole: Path) -> None:
+    model = without(tmp_path / "model", whole, **WINDOW)
+    done = CliRunner().invoke(app, ["doctor", str(SMALL), "--deep", f"model={model}", SCORED])
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("not measured: ")]
+    assert "use_sliding_window = True of qwen3" in line and "starting the learner's ranks" not in done.stderr and done.exit_code == 1
+
+
+def test_nothing_is_said_of_a_whole_folder_and_the_run_gets_what_train_resolves(whole: Path, tmp_path: Path) -> None:
+    config = load_config(RunConfig, SMALL, [f"model={whole}", f"run_dir={tmp_path}", SCORED, "true_on_policy=true"])
+    config, facts = judged(derived(config, has_gpu=False))
+    assert facts.refused == facts.lacking == () and [one for one in on_paper(facts, config) if one.severity == "fail"] == []
+    assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
+
+
+def test_what_is_no_folder_is_told_how_the_hub_s_are_named(tmp_path: Path) -> None:
+    for folder, reason in ((Path("Qwen/Qwen3-0.6B"), "is not there"), (tmp_path, "has no config.json")):
+        with pytest.raises(DataError, match=f"model = {folder}: {reason}; .* of the Hugging Face hub write hf:ORGANISATION/NAME"):
+            ModelShape.read(folder)
+
+
+def test_no_layout_is_offered_that_the_learner_refuses() -> None:
+    """OLMo 2 normalises over all heads: no tensor parallelism."""
+    found = layouts(ModelShape.of(OLMO2), LearnerConfig(dtype="bfloat16"), 4, H100.memory, longest=1, has_reference=False)
+    assert found and {one.config.tensor_parallel for one in found} == {1}
+
+
+def test_a_reason_without_a_remedy_is_a_sentence_alone() -> None:
+    config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", []), has_gpu=True)
+    refused = ("it can't be", "it is so; do this", "a; b. Set c: d", "unusable (no library. Install it. Restart.); copy it")
+    facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=refused)
+    found = [(one.sentence, one.setting) for one in on_paper(facts, config)]
+    parts = [("it can't be", ""), ("it is so", "Do this"), ("a; b", "Set c: d"), ("unusable (no library. Install it. Restart.)", "Copy it")]
+    assert found == parts

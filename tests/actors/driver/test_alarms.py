@@ -1,0 +1,164 @@
+"""What alarms set off: at most one replacement, remembered over a resume; a stop each time; and the controller that does it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.driver.alarms import AlarmResponse
+from actors.driver.controller import Controller
+from actors.state.resume import Replacement
+from correction.config import CorrectionConfig
+from correction.monitor import Event, State
+from tests.actors.cases import FakeActor
+from tests.actors.driver.test_controller import source
+
+RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
+SWITCH = ("monitor.on_alarm=switch_preset", "monitor.preset=mis-geometric")
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, RECIPE, overrides)
+
+
+def event(name: str = "k3_kl", state: State = State.ALARM, step: int = 41) -> Event:
+    return Event(step, name, state, 0.008, 8.0, f"{name} = 0.008")
+
+
+def test_nothing_is_done_unless_it_is_asked_for() -> None:
+    response = AlarmResponse(config())
+    response.take([event()])
+    assert response.decide() is None and response.notes() == []
+
+
+def test_a_replacement_that_would_leave_out_most_at_an_alarm_is_told_at_the_start() -> None:
+    """mis-geometric has a band of 0.001 nats: at an alarm the KL is beyond it. Presets on tokens hold."""
+    notes = AlarmResponse(config(*SWITCH)).notes()
+    assert [note for note in notes if note.startswith("warning: what monitor.on_alarm = switch_preset puts in place would not hold")]
+    assert "once the KL exceeds 0.001 nats" in notes[-1] and "dppo-binary-tv" in notes[-1]
+    assert len(AlarmResponse(config("monitor.on_alarm=switch_preset", "monitor.preset=mis-full")).notes()) == 1
+
+
+def test_only_alarms_count() -> None:
+    response = AlarmResponse(config("monitor.on_alarm=stop"))
+    response.take([event(state=State.WATCH), event(state=State.OK)])
+    assert response.decide() is None
+
+
+def test_each_alarm_stops_once() -> None:
+    response = AlarmResponse(config("monitor.on_alarm=stop"))
+    response.take([event(), event("ess_token")])
+    action = response.decide()
+    assert action is not None and action.replacement is None
+    assert action.text == "alarm of k3_kl at step 41: the run ends with a checkpoint, as monitor.on_alarm = stop asks for"
+    assert response.decide() is None
+    response.take([event("ess_token")])
+    assert response.decide() is not None
+
+
+def test_the_correction_is_replaced_once() -> None:
+    settings = config(*SWITCH)
+    response = AlarmResponse(settings)
+    assert response.correction == settings.correction
+    response.take([event()])
+    action = response.decide()
+    assert action is not None and action.replacement is not None
+    assert action.text == "alarm of k3_kl at step 41: the correction becomes preset mis-geometric, from the next batch that is begun"
+    assert response.correction == action.replacement.correction == settings.correction_after_alarm()
+    response.take([event("ess_token")])
+    assert response.decide() is None
+
+
+def test_a_resume_goes_on_with_the_replacement_unless_another_correction_is_configured() -> None:
+    before = AlarmResponse(config(*SWITCH))
+    before.take([event()])
+    before.decide()
+    resumed = AlarmResponse(config(*SWITCH), before.replacement)
+    assert resumed.correction.preset == "mis-geometric" and resumed.replacement == before.replacement
+    assert "an earlier alarm has put in place" in resumed.notes()[0]
+    resumed.take([event()])
+    assert resumed.decide() is None
+    without_action = AlarmResponse(config(), before.replacement)
+    assert without_action.correction.preset == "mis-geometric"
+    changed = AlarmResponse(config("correction.preset=icepop"), before.replacement)
+    assert changed.correction.preset == "icepop" and "has changed since" in changed.notes()[0]
+
+
+def test_narrower_bounds_are_no_answer_to_rejection() -> None:
+    """They would reject still more."""
+    response = AlarmResponse(config("monitor.on_alarm=tighten"))
+    response.take([event("rejected_share"), event("broken_tokens")])
+    assert response.decide() is None
+    response.take([event("rejected_share"), event("drift_k3_kl")])
+    action = response.decide()
+    assert action is not None and "alarm of drift_k3_kl" in action.text and "tightened by 0.5" in action.text
+    assert response.correction.importance.upper == pytest.approx(2**0.5)    # tis-token: at most 2
+
+
+MONITOR: dict[str, Any] = {"series": {}, "stands": {}}
+
+
+class Service:
+    def __init__(self) -> None:
+        self.switched: list[CorrectionConfig] = []
+
+    async def switch(self, correction: CorrectionConfig) -> dict[str, Any]:
+        self.switched.append(correction)
+        return MONITOR
+
+
+class Observer:
+    disk = None
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def flush(self) -> None:
+        self.told.append("(the step's own events)")
+
+    def event(self, level: str, text: str) -> None:
+        self.told.append(f"{level}: {text}")
+
+    def hurry(self) -> None: ...
+
+
+def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, Observer]:
+    """One that stands between two steps, without its actors."""
+    service, observer = Service(), Observer()
+    one: Any = Controller(config(*overrides), None, None, observer)    # type: ignore[arg-type]
+    one._source, one._step = source(one, FakeActor(service)), step
+    return one, service, observer
+
+
+def test_the_controller_switches_and_says_so_after_the_alarm() -> None:
+    one, service, observer = controller(*SWITCH)
+    one._alarms.take([event()])
+    asyncio.run(one._answer_alarms())
+    assert [correction.preset for correction in service.switched] == ["mis-geometric"] and not one._ends_early
+    assert one._source.monitor == MONITOR, "with which a service begins that has to replace this one"
+    assert observer.told[0] == "(the step's own events)" and "the correction becomes preset mis-geometric" in observer.told[1]
+
+
+def test_the_controller_ends_the_run_unless_it_is_over_anyway() -> None:
+    one, service, _ = controller("monitor.on_alarm=stop")
+    one._alarms.take([event()])
+    asyncio.run(one._answer_alarms())
+    assert one._ends_early and "alarm of k3_kl" in one._alarm and service.switched == []
+    last, _, observer = controller("monitor.on_alarm=stop", "steps=41")
+    last._alarms.take([event()])
+    asyncio.run(last._answer_alarms())
+    assert not last._ends_early and not any("ends with a checkpoint" in line for line in observer.told)
+
+
+def test_a_resumed_controller_starts_its_service_with_the_replacement() -> None:
+    settings = config(*SWITCH)
+    replaced = settings.correction_after_alarm()
+    assert replaced is not None
+    one, _, _ = controller(*SWITCH)
+    one._alarms = AlarmResponse(settings, Replacement(settings.correction, replaced))
+    assert one._alarms.correction == replaced, "with which its parts start"

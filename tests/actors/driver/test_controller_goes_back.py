@@ -1,0 +1,262 @@
+"""What the controller counts, knows and listens to while it goes back to a checkpoint; all parts are played. Whole runs: tests/failures."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.carriers import QueueSnapshot
+from actors.driver.controller import Controller
+from actors.driver.parts import StartingPoint
+from actors.pool.pool import RolloutPool
+from actors.pool.rollout_worker import WorkerSettings
+from correction.errors import ActorLost, DataError, DeadlineExceeded
+from tests.actors.driver.test_controller import Observer, controller, nothing, source
+
+STEPS = 10
+"""Of the run that `controller` makes."""
+
+
+class GoneBack(Observer):
+    def go_back(self, totals: Any) -> None: ...
+
+    def keep_scatter(self, scatter: Any) -> None: ...
+
+
+def going_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
+    """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
+    run = controller(GoneBack())
+    monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
+    monkeypatch.setattr("actors.driver.batch_source.open_ledger", lambda *_: None)
+    queue = QueueSnapshot(step, 2 * step, 2 * step, 2 * step, 0, (), ())
+    state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0, queue=queue, monitor={})
+    point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
+
+    async def finds(*_: Any) -> Any:
+        return point, []
+
+    run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
+    run._returns = SimpleNamespace(found=finds, allow=lambda *_, **__: None)  # type: ignore[assignment]
+    run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
+    run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
+    monkeypatch.setattr(run, "_withdraw", nothing)
+
+    async def start() -> None:
+        run._source.service = SimpleNamespace(scatter=SimpleNamespace(_method_name="scatter", remote=nothing))
+
+    monkeypatch.setattr(run, "_start_parts", start)
+    run._source = source(run, None)
+    return run
+
+
+def nothing_now(*_: Any) -> None: ...
+
+
+def playing(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
+def empty_step(run: Controller, step: int) -> None:
+    """One of whose batch nothing was left."""
+    run._fruitless.note(step, SimpleNamespace(groups=()), SimpleNamespace(trained_tokens=0))  # type: ignore[arg-type]
+
+
+def test_fruitless_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """max_staleness + 3 in a row end a run. What is sampled again after a return are other answers: those before don't count."""
+
+    async def scenario() -> None:
+        run = going_back_to(2, monkeypatch)
+        run._make_queue()
+        for step in (3, 4, 5):
+            empty_step(run, step)
+        await run._go_back(["trajectory queue"], ActorLost("gone"))
+        for step in (3, 4, 5):
+            empty_step(run, step)
+        with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, to step 6"):
+            empty_step(run, 6)
+
+    playing(scenario)
+
+
+def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts until all is withdrawn. If it still counted then, the way back would end by it before its first step, each time."""
+
+    async def scenario() -> None:
+        run = going_back_to(2, monkeypatch)
+        monkeypatch.delattr(run, "_withdraw")
+        settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
+        pool = RolloutPool(settings, run._config.deadlines, object(), run._observer)
+        monkeypatch.setattr(pool, "_replenish", lambda: None)
+        run._pool, run._sync, started = pool, SimpleNamespace(close=nothing), 0  # type: ignore[assignment]
+        start_parts = run._start_parts
+
+        async def start() -> None:
+            nonlocal started
+            started += 1
+            await start_parts()
+
+        async def trains(**_: Any) -> None:
+            if started == 1:
+                pool.fail(ActorLost("give_up <- trajectory queue: the actor's process is gone"))
+                await asyncio.sleep(60.0)
+            run._step, run._is_trained = STEPS, True
+
+        async def who(*_: Any) -> list[str]:
+            return ["trajectory queue"]
+
+        monkeypatch.setattr(run, "_start_parts", start)
+        monkeypatch.setattr(run, "_until_trained", trains)
+        monkeypatch.setattr(run, "_evaluate_last", nothing)
+        monkeypatch.setattr("actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        summary = await run._whatever_dies()
+        assert (summary.steps, started, run._generation, pool._generation) == (STEPS, 2, 1, 1)
+
+    playing(scenario)
+
+
+@pytest.mark.parametrize(("saved", "is_over"), [(STEPS, True), (STEPS - 2, False)], ids=["all steps", "an older one: the last is damaged"])
+def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.MonkeyPatch, saved: int, is_over: bool) -> None:
+    """A part dies in the evaluation after training, and again after the return, once too often. With all steps saved the run ends in
+    order, without that evaluation; with steps to do again it has failed, and must not say that it is done."""
+
+    async def scenario() -> None:
+        run = going_back_to(saved, monkeypatch)
+        deaths = 0
+
+        async def trained(**_: Any) -> None:
+            if deaths:
+                raise ActorLost("once more")
+            run._step, run._is_trained = STEPS, True
+
+        async def dies() -> None:
+            nonlocal deaths
+            deaths += 1
+            raise ActorLost("in the evaluation")
+
+        async def who(*_: Any) -> list[str]:
+            return ["correction service"]
+
+        def allow(lost: list[str], error: BaseException, **_: Any) -> None:
+            if str(error) == "once more":
+                raise ActorLost("the 4th death") from error
+
+        monkeypatch.setattr(run, "_until_trained", trained)
+        monkeypatch.setattr(run, "_evaluate_last", dies)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        run._returns.allow = allow  # type: ignore[method-assign]
+        if is_over:
+            summary = await run._whatever_dies()
+            assert summary.steps == STEPS and summary.after is None
+        else:
+            with pytest.raises(ActorLost, match="the 4th death"):
+                await run._whatever_dies()
+            assert run._step == saved
+
+    playing(scenario)
+
+
+def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is evaluated; what fails is to write it, and that is said."""
+
+    async def scenario() -> None:
+        run = going_back_to(STEPS, monkeypatch)
+
+        async def trained(**_: Any) -> None:
+            run._step, run._is_trained = STEPS, True
+
+        async def hangs() -> None:
+            raise DeadlineExceeded("lines of the last steps -> the run folder's disk: not done in 1800 s")
+
+        async def who(*_: Any) -> list[str]:
+            return []
+
+        def allow(lost: list[str], error: BaseException, **_: Any) -> None:
+            raise error
+
+        run._steps, run._returns.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
+        monkeypatch.setattr(run, "_until_trained", trained)
+        monkeypatch.setattr(run, "_evaluate_last", nothing)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        with pytest.raises(DeadlineExceeded, match="the run folder's disk"):
+            await run._whatever_dies()
+        assert not [text for text in run._observer.events if "left out" in text]  # type: ignore[attr-defined]
+
+    playing(scenario)
+
+
+def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no evaluation to leave out, and nobody would hear of the signal before the parts are up again."""
+    told: list[str] = []
+
+    async def scenario() -> None:
+        run = going_back_to(STEPS, monkeypatch)
+        run._observer.events = told  # type: ignore[attr-defined]
+        run._ending.is_training, run._is_trained = False, True
+
+        async def dies(*_: Any) -> None:
+            raise ActorLost("in the evaluation")
+
+        async def start_again() -> None:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(60.0)
+
+        async def who(*_: Any) -> list[str]:
+            return ["learner rank 0"]
+
+        starts = iter([nothing, start_again])
+        monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
+        monkeypatch.setattr(run, "_until_trained", nothing)
+        monkeypatch.setattr(run._evaluations, "whole", dies)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        with run._ending.handled():
+            await run._whatever_dies()
+
+    with pytest.raises(asyncio.CancelledError):
+        playing(scenario)
+    assert told[-1] == "interrupted (SIGTERM): ending at once; a resume goes on from step 10"
+
+
+@pytest.mark.parametrize("comes", ["as it goes back", "before, in the step"])
+def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monkeypatch: pytest.MonkeyPatch, comes: str) -> None:
+    """A start may take minutes, and whoever sends SIGTERM kills in seconds: what a resume takes is on disk already."""
+    told: list[str] = []
+
+    async def scenario() -> None:
+        run = going_back_to(2, monkeypatch)
+        run._observer.events = told  # type: ignore[attr-defined]
+        run._checkpoints.saved_step = 2
+
+        async def trains(**_: Any) -> None:
+            run._ending.is_training = True
+            if comes == "before, in the step":
+                signal.raise_signal(signal.SIGTERM)
+                await asyncio.sleep(0.05)
+            raise ActorLost("the queue is gone")
+
+        async def start_again() -> None:
+            assert comes == "as it goes back", "all parts are started for a step that is on disk"
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(60.0)
+
+        async def who(*_: Any) -> list[str]:
+            return ["trajectory queue"]
+
+        starts = iter([nothing, start_again])
+        monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
+        monkeypatch.setattr("actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
+        monkeypatch.setattr(run, "_until_trained", trains)
+        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        with run._ending.handled():
+            await run._whatever_dies()
+
+    with pytest.raises(asyncio.CancelledError):
+        playing(scenario)
+    last = "interrupted (SIGTERM): ending at once" if comes == "as it goes back" else "not saved: the queue is gone"
+    assert told[-1] == f"{last}; a resume goes on from step 2"

@@ -1,0 +1,173 @@
+"""The catalogue refuses what it doesn't list, and its views write what they were given."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from actors.config import MetricsConfig
+from actors.metrics.catalogue import CATALOGUE, LOSS_PLACES
+from actors.metrics.kinds import Kind
+from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, shown
+from actors.record.metric_views import TensorBoardView, open_views
+from actors.record.report import summary_rows
+from actors.record.run_folder import RunFolder, _parse_event
+from actors.record.step_report import _placed, diagnostic_metrics
+from actors.record.terminal import step_line
+from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
+from correction.errors import ConfigError
+from tests.correction.fixtures import random_batch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("reward/meen", "reward/mean"),
+        ("learner/gradnorm", "learner/grad_norm"),
+        ("reward/component/", "reward/component/"),    # a family is no metric
+        ("staleness_max", "staleness/max"),
+    ],
+)
+def test_an_unlisted_name_is_an_error_that_names_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(MetricError) as caught:
+        StepMetrics(1, {name: 1.0})
+    assert f"{name!r} is not in the catalogue" in str(caught.value) and f"nearest one is {nearest!r}" in str(caught.value)
+
+
+def test_families_are_open_at_the_end() -> None:
+    assert lookup("reward/component/format").name == "reward/component/" and member("reward/component/format") == "format"
+    assert member("reward/mean") == ""
+    assert member("correction/rejected_by_k3_token_rho") == "k3_token_rho" and not is_listed("correction/rejected_by_")
+    assert is_listed("correction/staleness_share_3") and not is_listed("correction/staleness_share_3/4")
+
+
+def test_numbers_of_the_correction_are_listed_one_by_one() -> None:
+    """Every number that a batch may have finds its entry, and one that its source doesn't list is refused."""
+    batch, target = random_batch(1)
+    for preset in ("mis-full", "icepop", "bypass"):
+        config = CorrectionConfig(preset=preset, kl={"coefficient": 0.1})  # type: ignore[arg-type]
+        corrected = correct(batch, config)
+        trained = policy_loss(corrected, target, config, target.abs())
+        numbers = diagnose(batch, corrected, target, decided=trained.decided, entropy=target.abs(), detailed=True)
+        metrics = StepMetrics(1, diagnostic_metrics(numbers))
+        metrics.update(_placed("loss/", loss_metrics(trained.partials, config), LOSS_PLACES))
+        assert metrics["correction/kept_share"] == numbers["kept_share"]
+    with pytest.raises(MetricError, match=r"nearest one is 'correction/kept_share'"):
+        StepMetrics(1, diagnostic_metrics({"kept_shares": 1.0}))
+    assert lookup("correction/k2_kl").unit == "nats" and lookup("correction/staleness_in_flight_mean").unit == "versions"
+
+
+def test_shares_of_an_earlier_run_are_read_by_their_names_of_today() -> None:
+    """They were called fractions; what a reward function names is left alone."""
+    record = {"step": 1, "correction/kept_fraction": 0.5, "correction/rejected_fraction_positive": 0.25, "reward/component/a_fraction": 1}
+    read = {"step": 1, "correction/kept_share": 0.5, "correction/rejected_positive_share": 0.25, "reward/component/a_fraction": 1}
+    assert dict(StepMetrics.of_record(record)) == read
+    event = _parse_event({"step": 3, "name": "bad_update_fraction", "state": "watch", "value": 1, "growth": 2, "message": "m"})
+    assert event.name == "bad_update_share"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("mismatch/max_abs_log_ratio", 4.6, "4.6 nats"),
+        ("time/pause_s", 0.004, "0.004 s"),
+        ("staleness/mixed_version_share", 0.004, "0.4%"),
+        ("mismatch/k3", 3e-13, "3e-13 nats"),
+        ("time/step_s", 2.0, "2.00 s"),
+        ("wait/learner_share", 0.34, "34%"),
+        ("rejection/rejected_share", 0.01, "1.00%"),
+        ("throughput/rollout_tokens_per_s", 1234.4, "1,234 tokens/s"),
+        ("groups/trained_total", 1234.0, "1,234"),
+        ("held_out/accuracy", 0.5, "0.500"),
+        ("held_out/pass_at/8", 0.7, "0.700"),
+        ("staleness/max", 3.0, "3"),
+    ],
+)
+def test_a_value_is_written_alike_in_a_log_line_and_in_the_report(name: str, value: float, text: str) -> None:
+    """Both take it from the catalogue, which has digits for each unit and for single metrics."""
+    assert shown({name: value}, name) == text and shown({}, name) == "-"
+    metrics = StepMetrics(1, {name: value})
+    assert {part.partition(" ")[2] for part in step_line(metrics, 1).split("  ")[1:]} <= {text, f"waits {text}", f"k3 {text}", ""}
+    assert {shown_there for label, shown_there in summary_rows([metrics], [], {})} <= {text, "1"}
+
+
+def test_absent_is_absent() -> None:
+    metrics = StepMetrics(3, {"reward/mean": None, "learner/loss": 0.0})
+    assert dict(metrics) == {"step": 3, "learner/loss": 0.0}
+
+
+def test_a_metric_has_one_source() -> None:
+    metrics = StepMetrics(3, {"reward/mean": 0.5})
+    metrics.set("reward/mean", 0.5)
+    with pytest.raises(MetricError, match=r"recorded twice in step 3: 0\.5 and 0\.6"):
+        metrics.set("reward/mean", 0.6)
+
+
+def test_a_line_is_strict_json_and_comes_back_as_it_was() -> None:
+    metrics = StepMetrics(3, {"reward/mean": 0.1, "groups/trained_total": 96, "learner/grad_norm": math.inf, "learner/loss": math.nan})
+    line = json.dumps(metrics.record())
+    record = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert record == {
+        "step": 3, "reward/mean": 0.1, "groups/trained_total": 96, "non_finite": {"learner/grad_norm": "inf", "learner/loss": "nan"},
+    }
+    back = StepMetrics.of_record(json.loads(line))
+    assert back["learner/grad_norm"] == math.inf and math.isnan(back["learner/loss"])
+    assert {k: back[k] for k in back.finite()} == {"step": 3, "reward/mean": 0.1, "groups/trained_total": 96}
+
+
+def test_a_line_of_another_catalogue_is_read_without_what_is_unknown() -> None:
+    assert dict(StepMetrics.of_record({"step": 1, "reward/mean": 1, "gone/metric": 2})) == {"step": 1, "reward/mean": 1}
+
+
+def test_names_say_what_they_are() -> None:
+    for metric in CATALOGUE.values():
+        assert metric.name.rstrip("/").endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert metric.help.endswith(".") and metric.label, metric.name
+
+
+def test_the_page_of_metrics_is_current() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == markdown(), "run: python -m actors.metrics > docs/metrics.md"
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, round(event.value, 6)) for event in events.Scalars(name)]
+
+
+def test_tensorboard_gets_scalars_by_step_and_forgets_what_a_resume_took_back(tmp_path: Path) -> None:
+    first = TensorBoardView(tmp_path)
+    for step in (1, 2, 3):
+        first.write(StepMetrics(step, {"reward/mean": step / 10, "staleness/tokens/0": 5.0, "learner/loss": math.nan}))
+    first.close()
+    resumed = TensorBoardView(tmp_path, resumed_from=1)
+    resumed.write(StepMetrics(2, {"reward/mean": 0.9}))
+    resumed.close()
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.9)]
+
+
+def test_the_views_of_a_run_take_up_where_the_folder_stands(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "x")
+    folder.append_metrics(StepMetrics(1, {"reward/mean": 0.1}))
+    (view,) = open_views(folder, MetricsConfig(), print)
+    view.write(StepMetrics(2, {"reward/mean": 0.2}))
+    view.write(StepMetrics(2, {"held_out/accuracy": 0.75}))
+    view.close()
+    folder.close()
+    assert scalars(folder.tensorboard_path, "held_out/accuracy") == [(2, 0.75)]
+
+
+def test_wandb_is_off_by_default_and_asked_for_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MetricsConfig().wandb_project is None
+    monkeypatch.setitem(sys.modules, "wandb", None)    # as if not installed
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_text("config.yaml", "name: x\n")
+        with pytest.raises(ConfigError, match=r"pip install 'evenkeel\[wandb\]'"):
+            open_views(folder, MetricsConfig(wandb_project="p"), print)

@@ -1,0 +1,228 @@
+"""SIGTERM and Ctrl-C end a process within the grace wherever its main thread is, with the exit code of shells and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.driver.run_summary import RunSummary
+from actors.processes import interrupts
+
+ROOT = Path(__file__).parents[3]
+BEGIN = """
+import ctypes, os, subprocess, sys, time
+from actors.processes import interrupts
+with interrupts.guarded(grace_s=0.5):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+"""
+PATIENT = BEGIN.replace("grace_s=0.5", "grace_s=60")
+"""For programs that unwind: on a busy machine that may take more than half a second."""
+ORDERLY = """
+    try:
+        print(child.pid, flush=True)
+        time.sleep(300)
+    finally:
+        child.kill()
+        child.wait()
+        print("unwound", flush=True)
+"""
+LOST = ORDERLY + """
+        print("to nobody", file=sys.stderr, flush=True)
+        open(sys.argv[1], "w").write("unwound")
+"""
+SWALLOWED = """
+    class Finalizer:
+        def __del__(self):
+            print(child.pid, flush=True)
+            time.sleep(300)    # the exception is raised in here, and Python ignores it
+    finalizer = Finalizer()
+    del finalizer
+    while True:
+        time.sleep(1)
+"""
+IN_C = """
+    mutex = ctypes.create_string_buffer(128)
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    print(child.pid, flush=True)
+    libc.pthread_mutex_lock(mutex)    # no signal ends this wait
+"""
+CHECKED = """
+    class Finalizer:
+        def __del__(self):
+            print(child.pid, flush=True)
+            time.sleep(300)
+    finalizer = Finalizer()
+    del finalizer
+    try:
+        interrupts.check()
+    finally:
+        child.kill()
+        child.wait()
+        print("unwound", flush=True)
+"""
+TAKEN_OVER = """
+    import asyncio, signal
+    async def run():
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)    # whoever handles signals itself ...
+        loop.remove_signal_handler(signal.SIGTERM)
+    asyncio.run(run())
+    interrupts.rearm()                                           # ... hands them back
+""" + IN_C
+
+
+def ended(
+    program: str, *numbers: int, begin: str = BEGIN, hangup: signal.Handlers = signal.SIG_DFL
+) -> tuple[subprocess.CompletedProcess[str], int]:
+    """The program after it has got these signals, and the process id of its child. Args: hangup: what SIGHUP does to it as it starts."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", begin + program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),  # that of these tests may be inherited from nohup
+    )
+    assert process.stdout is not None
+    try:
+        child = int(process.stdout.readline())
+        time.sleep(0.5)  # for its next line: the wait that no signal ends
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.2)
+        out, err = process.communicate(timeout=60.0)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err), child
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_main_thread_unwinds(number: int) -> None:
+    process, child = ended(ORDERLY, number, begin=PATIENT)
+    assert process.returncode == 128 + number
+    assert process.stdout == "unwound\n" and process.stderr == ""
+    assert not psutil.pid_exists(child)
+
+
+def test_who_is_started_with_nohup_outlives_its_terminal() -> None:
+    process, child = ended(ORDERLY, signal.SIGHUP, signal.SIGTERM, begin=PATIENT, hangup=signal.SIG_IGN)
+    assert process.returncode == 128 + signal.SIGTERM, "not 129: the first signal is ignored, and stays so"
+    assert process.stdout == "unwound\n" and not psutil.pid_exists(child)
+
+
+def test_the_loss_of_the_terminal_is_a_signal_and_no_error_of_each_line_after_it(tmp_path: Path) -> None:
+    """The terminal's window is closed: the kernel tells whoever leads its session, and every write to it fails from then on."""
+    mine, its = pty.openpty()
+
+    def lead_a_session_there() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.setsid()
+        fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+
+    script, written = PATIENT + LOST, tmp_path / "written"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(written)], cwd=ROOT, stdin=its, stdout=its, stderr=its, preexec_fn=lead_a_session_there
+    )
+    os.close(its)
+    try:
+        while b"\n" not in os.read(mine, 100):
+            pass
+        os.close(mine)
+        assert process.wait(timeout=60.0) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+        process.wait()
+    assert written.read_text() == "unwound", "what was printed before it did not raise"
+
+
+@pytest.mark.parametrize("program", [SWALLOWED, IN_C, TAKEN_OVER], ids=["swallowed", "in a call of C", "after an event loop"])
+def test_a_main_thread_that_does_not_end_is_ended_with_its_children(program: str) -> None:
+    process, child = ended(program, signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert process.stderr.endswith("evenkeel: ended by SIGTERM (still busy after 0.5 s)\n")
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_swallowed_signal_is_found_at_the_next_check() -> None:
+    process, child = ended(CHECKED, signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert process.stdout == "unwound\n", "in order, not by the thread that ends it otherwise"
+    assert not psutil.pid_exists(child)
+
+
+def test_handlers_are_given_back() -> None:
+    from actors.processes import interrupts
+
+    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    with interrupts.guarded():
+        assert [signal.getsignal(number) for number in interrupts.SIGNALS] != before
+    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_same_sigterm_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray job stop` tells every process of a job: one whose parent passes the signal on gets it twice, and must not end at once."""
+    assert signals_seen([signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT]) == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+    monkeypatch.setattr(interrupts, "SAME_S", 0.0)
+    assert signals_seen([signal.SIGTERM, signal.SIGTERM]) == [signal.SIGTERM, signal.SIGTERM], "later ones count"
+
+
+def signals_seen(sent: list[int]) -> list[int]:
+    """Those that an event loop is told of, each sent when the loop has seen to the one before."""
+    seen: list[int] = []
+
+    async def send() -> None:
+        with interrupts.handled_in(asyncio.get_running_loop(), seen.append):
+            for number in sent:
+                signal.raise_signal(number)
+                await asyncio.sleep(0.05)
+
+    asyncio.run(send())
+    return seen
+
+
+NEVER_ENDS = """
+import atexit, time
+from actors.processes import interrupts
+atexit.register(time.sleep, 1000)    # as a package does whose service doesn't answer
+interrupts.end_within(0.2, 3, lambda: True)
+"""
+
+
+def test_a_process_whose_own_end_hangs_is_ended_with_its_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", NEVER_ENDS], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (3, "evenkeel: something still hangs 0.2 s after the run's end, and is left\n")
+
+
+def test_a_process_goes_on_when_what_hung_has_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that has more to do than this run."""
+    ended = list[int]()
+    monkeypatch.setattr(interrupts, "end_all", lambda text, code: ended.append(code))
+    for code, hangs in ((3, True), (4, False)):
+        before = set(threading.enumerate())
+        interrupts.end_within(0.01, code, lambda hangs=hangs: hangs)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10.0)
+    assert ended == [3]
+
+
+@pytest.mark.parametrize(
+    ("alarm", "number", "code"),
+    [("", None, 0), ("", signal.SIGINT, 0), ("", signal.SIGTERM, 143), ("", signal.SIGHUP, 129), ("reward fell", None, 3)],
+)
+def test_exit_code_of_a_run(alarm: str, number: int | None, code: int) -> None:
+    """One rule for the command line and for the end of a process that hangs: a scheduler resumes on 143."""
+    assert RunSummary(3, None, None, 1.0, stopped_early=True, alarm=alarm, ended_by=number).exit_code == code

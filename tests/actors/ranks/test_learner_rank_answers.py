@@ -1,0 +1,122 @@
+"""What leaves a learner rank, and from where: rank 0 alone answers, and a broadcast takes tensors as they lie on the rank's device."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from actors.carriers import ExportPlan
+from actors.ranks.learner_rank_actor import LearnerRankActor
+from correction.correct import correct
+from correction.engines.checksum import tensor_checksum
+from correction.engines.float8 import in_float8
+from correction.engines.rendezvous import rendezvous_store
+from correction.errors import SyncError
+from learner.broadcast import WeightBroadcaster
+from learner.config import LearnerConfig
+from learner.kept_weights import KeptWeights
+from tests.actors.weights.test_weight_sync import Pieces, rank_with
+from tests.learner.learner_cases import TIS, learner_on, random_batch, save_model
+
+
+class Silent:
+    """Where metrics would go."""
+
+    def set(self, *_: Any) -> None: ...
+
+
+def tokens_in(answer: Any) -> int:
+    """Elements of all tensors that an answer holds."""
+    if isinstance(answer, Tensor):
+        return answer.numel()
+    parts = answer if isinstance(answer, tuple) else [getattr(answer, name) for name in getattr(answer, "__slots__", ())]
+    return sum(tokens_in(part) for part in parts)
+
+
+def test_rank_zero_alone_answers_of_a_batch(tmp_path: Path) -> None:
+    """Every rank computes all numbers of all tokens; from each of them they would cross the network and fill the store."""
+    batch = random_batch(0, groups=2)
+    held: dict[int, list[int]] = {}
+    with learner_on(save_model(tmp_path / "m")) as learner:
+        corrected = correct(replace(batch, proximal_logprobs=learner.logprobs(batch)), TIS)
+        for rank in (0, 1):
+            actor = LearnerRankActor(LearnerConfig(), rank, bind="")
+            actor._learner, actor._kept, actor._endpoint = learner, KeptWeights(learner), Silent()  # type: ignore[assignment]
+            actor.load_reference(1, tmp_path / "m")
+            answers = [
+                actor.proximal(2, batch, 0),
+                actor.reference_logprobs(3, batch, 0),
+                actor.at_sampling(4, batch, 0, 0),
+                actor.step(5, corrected, TIS, 0),
+            ]
+            held[rank] = [tokens_in(answer) for answer in answers]
+    n = batch.num_tokens
+    assert held[0][:3] == [n, n, 2 * n] and held[0][3] >= 3 * n
+    assert held[1] == [0, 0, 0, 0]
+
+
+def test_float8_leaves_the_learner_s_own_weights_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the engines get, with checksums of that, is made of the bfloat16 weights; those are the same afterwards."""
+    stored: dict[str, Tensor] = {}
+    monkeypatch.setattr(ray, "put", lambda bucket: stored.update({name: one.clone() for name, one in bucket.tensors().items()}))
+    with learner_on(save_model(tmp_path / "m"), dtype="bfloat16") as learner:
+        before = {name: one.clone() for piece in learner.weights() for name, one in piece.items()}
+        actor = LearnerRankActor(LearnerConfig(dtype="bfloat16"), 0, bind="")
+        actor._learner = learner
+        snapshot = actor.export(1, 0, ExportPlan(8_000, checksums=True, float8=True))
+        after = {name: one for piece in learner.weights() for name, one in piece.items()}
+        assert before.keys() == after.keys() and all(torch.equal(one, after[name]) for name, one in before.items())
+    expected = in_float8(before)
+    assert len(expected) > len(before) and {one.dtype for one in before.values()} == {torch.bfloat16}
+    assert {name: tensor_checksum(one) for name, one in expected.items()} == {name: tensor_checksum(one) for name, one in stored.items()}
+    assert snapshot is not None and snapshot.checksums == {name: tensor_checksum(one) for name, one in expected.items()}
+    assert {spec.name for bucket in snapshot.specs for spec in bucket} == expected.keys()
+
+
+def test_what_is_broadcast_are_the_learner_s_own_tensors() -> None:
+    """Not copies: those would lie on the host, and NCCL takes nothing from there."""
+    sent: dict[str, Tensor] = {}
+
+    class Broadcaster:
+        def send(self, tensors: dict[str, Tensor]) -> None:
+            sent.update(tensors)
+
+    pieces = Pieces(is_contiguous=False)
+    actor = rank_with(pieces)
+    actor._broadcaster = Broadcaster()  # type: ignore[assignment]
+    snapshot = actor.export(1, 0, ExportPlan(8, stores=False, broadcasts=True))
+    assert snapshot is not None and snapshot.broadcast_error == ""
+    assert list(sent) == ["w0", "w1", "w2"] and all(sent[f"w{i}"] is tensor for i, tensor in enumerate(pieces.tensors))
+
+
+def test_a_tensor_on_another_device_than_the_group_s_is_refused_before_anything_is_sent() -> None:
+    """gloo would take it, and so hide what NCCL refuses; torch's meta device stands for the other one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    broadcaster = WeightBroadcaster("127.0.0.1", port, 1, "weights-0", 20.0, torch.device("cpu"))
+    try:
+        broadcaster.send({"a": torch.zeros(2)})
+        with pytest.raises(SyncError, match=r"weights-0: b lies on device meta, .* takes tensors on cpu alone. Set .*: object_store"):
+            broadcaster.send({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
+    finally:
+        broadcaster.close()
+
+
+def test_the_port_where_rank_zero_will_listen_is_nobody_elses_until_then() -> None:
+    """Seconds lie between, in which the ranks import Megatron: whoever was given the port meanwhile ended the start."""
+    rank = LearnerRankActor(LearnerConfig(), 0, bind="")
+    host, port = rank.address()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, port))
+    store = rendezvous_store(host, port, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    store.set("here", "it is")
+    assert store.get("here") == b"it is" and rank.address() != (host, port)

@@ -1,0 +1,78 @@
+"""An observer with all that it writes to, and steps for it to write."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from actors.carriers import Observation
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.metrics.exporter import MetricsEndpoint
+from actors.metrics.step_metrics import StepMetrics
+from actors.record.observer import Observer
+from actors.record.run_folder import RunFolder
+from actors.record.terminal import TerminalView
+from correction.monitor import Event, State
+
+RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
+WATCH = Event(2, "k3_kl", State.WATCH, 2e-3, 2.0, "k3_kl = 0.002, 2.0 times the level")
+ALARM = Event(3, "k3_kl", State.ALARM, 8e-3, 8.0, "k3_kl = 0.008, 8.0 times the level")
+BROKEN = Event(3, "broken_tokens", State.ALARM, math.inf, math.nan, "broken_tokens = inf")
+OVER = Event(4, "k3_kl", State.OK, 1e-3, 1.0, "k3_kl = 0.001 is back where it was")
+
+
+@dataclass
+class Seen:
+    """An observer and what it writes to."""
+
+    observer: Observer
+    folder: RunFolder
+    screen: io.StringIO
+
+    def settle(self) -> None:
+        """Until all is written."""
+        asyncio.run(self.observer.disk.done())
+
+    def line(self, step: int) -> dict[str, float]:
+        return dict(next(metrics for metrics in self.folder.read_metrics() if metrics.step == step))
+
+
+def observe(folder: RunFolder, totals: dict[str, float] | None = None) -> Seen:
+    screen = io.StringIO()
+    view = TerminalView(10, "a run", console=Console(file=screen, width=200))
+    observer = Observer(load_config(RunConfig, RECIPE), folder, view, totals)
+    observer._endpoint = MetricsEndpoint("controller", "0")
+    return Seen(observer, folder, screen)
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Iterator[Seen]:
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_text("config.yaml", "name: x\nsteps: 10\n")
+        seen = observe(folder)
+        yield seen
+        seen.observer.close()
+
+
+def diagnosed(*events: Event, state: State) -> Observation:
+    return Observation({"k3_kl": 1e-3}, events, state, 0.01)
+
+
+async def write(observer: Observer, *steps: tuple[int, Observation | None]) -> None:
+    """Finished steps, whose observations come last first."""
+    waits = [asyncio.get_running_loop().create_future() for _ in steps]
+    for (step, _), wait in zip(steps, waits, strict=True):
+        metrics, loads = StepMetrics(step, {"time/step_s": 1.0}), asyncio.sleep(0, {})
+        observer._writing = asyncio.create_task(observer._write_when_known(metrics, [], loads, wait, observer._writing))
+    for (_, observation), wait in reversed(list(zip(steps, waits, strict=True))):
+        await asyncio.sleep(0.01)
+        wait.set_result(observation)
+    await observer.flush()

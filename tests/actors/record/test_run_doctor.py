@@ -1,0 +1,116 @@
+"""Run folders as runs leave them, and what the doctor makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import filelock
+import pytest
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.metrics.step_metrics import StepMetrics
+from actors.record.run_doctor import RunDiagnosis, RunState, diagnose, page
+from actors.record.run_folder import RunFolder
+
+RECIPE = Path(__file__).parents[3] / "recipes/nano_spell_backward.yaml"
+
+
+def run_folder(path: Path, *, steps: int = 4, done: int = 2, saved: int | None = None) -> RunFolder:
+    folder = RunFolder.create(path, "x")
+    folder.write_config(load_config(RunConfig, RECIPE, [f"steps={steps}"]))
+    lines = []
+    for step in range(1, done + 1):
+        folder.append_metrics(StepMetrics(step, {"time/step_s": 2.0, "wait/learner_share": 0.6, "groups/trained_total": 2 * step}))
+        lines += [{"step": step, "prompt_id": f"train/0/{2 * step + k}", "outcome": "trained"} for k in range(2)]
+    (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if saved is not None:
+        with folder.checkpoint(saved) as checkpoint:
+            (checkpoint.state / "part.json").write_text("{}")
+        folder.event("info", f"checkpoint {folder.checkpoints()[-1].path} in 0.1 s")
+    return folder
+
+
+def after(folder: RunFolder) -> RunDiagnosis:
+    folder.close()
+    return diagnose(RunFolder.view(folder.path))
+
+
+def test_a_run_that_was_killed_says_so_and_what_a_resume_does_again(tmp_path: Path) -> None:
+    found = after(run_folder(tmp_path / "run", saved=1))
+    assert found.state is RunState.VANISHED and found.reason.startswith("its last event is of ")
+    assert found.advice[0] == f"evenkeel train --resume {tmp_path / 'run'} goes on from step 1 and does 1 of its steps again."
+    assert any("The learner waits 60% of a step" in sentence for sentence in found.advice)
+    assert found.books == "balanced: 4 trained, each prompt once"
+
+
+def test_a_checkpoint_that_is_cut_does_not_count(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", saved=1)
+    with folder.checkpoint(2) as checkpoint:
+        (checkpoint.state / "part.json").write_text("{}")
+    (folder.checkpoints()[-1].state / "part.json").write_text("")
+    found = after(folder)
+    assert found.saved_step == 1 and len(found.damaged) == 1 and "part.json" in found.damaged[0]
+
+
+def test_running_complete_failed_and_stopped(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "a")
+    assert diagnose(RunFolder.view(folder.path)).state is RunState.RUNNING, "this process holds its lock"
+    assert after(run_folder(tmp_path / "b", steps=2)).state is RunState.COMPLETE
+    failed = run_folder(tmp_path / "c", steps=2)
+    failed.event("error", "weight sync v2 -> rollout 0: not done in 120 s")
+    found = after(failed)
+    assert found.state is RunState.FAILED and found.reason == "weight sync v2 -> rollout 0: not done in 120 s"
+    stopped = run_folder(tmp_path / "d")
+    stopped.event("warning", "interrupted (SIGTERM): ending after this step with a checkpoint (once more: at once)")
+    stopped.event("info", "checkpoint x in 0.1 s")
+    assert after(stopped).state is RunState.STOPPED
+
+
+def test_waits_by_what_was_waited_for_and_warnings_by_kind(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    for seconds in (30, 60, 90):
+        folder.event("warning", f"waiting {seconds} s for batch of version 5 <- correction service (2 of 8 groups)")
+    folder.event("warning", "waiting 30 s for weight sync v5 -> rollout 1")
+    for step in (3, 4):
+        folder.event("warning", f"step {step}: 7 answers could not be scored")
+    found = after(folder)
+    assert [(wait.what, wait.seconds, wait.notices, wait.detail) for wait in found.waits] == [
+        ("batch of version 5 <- correction service", 90, 3, "2 of 8 groups"),
+        ("weight sync v5 -> rollout 1", 30, 1, ""),
+    ]
+    assert [(trouble.count, trouble.last.text) for trouble in found.troubles] == [(2, "step 4: 7 answers could not be scored")]
+    assert "It waited 90 s for batch of version 5 <- correction service: look at that part first." in found.advice
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"step": 2, "prompt_id": "train/0/2", "outcome": "trained"}, "1 prompts stand in the ledger twice, train/0/2 among them"),
+        ({"step": 2, "prompt_id": "train/0/9", "outcome": "trained"}, "the last step says 4 groups trained, the ledger has 5"),
+    ],
+)
+def test_books_that_don_t_balance(tmp_path: Path, line: dict[str, object], says: str) -> None:
+    folder = run_folder(tmp_path / "run")
+    with (folder.path / "ledger.jsonl").open("a") as ledger:
+        ledger.write(json.dumps(line) + "\n" + '{"step": 2, "prom')
+    found = after(folder)
+    assert says in found.books and any("The ledger is the proof" in sentence for sentence in found.advice)
+
+
+def test_the_page_begins_with_how_it_ended_and_has_a_section_for_what_there_is(tmp_path: Path) -> None:
+    text = page(after(run_folder(tmp_path / "run")))
+    assert text.splitlines()[0] == f"{tmp_path / 'run'} ended without a word, after step 2 of 4 (no checkpoint)"
+    assert "\nWhat to do\n" in text and "\nBooks\n" in text and "Longest waits" not in text and "Last events" not in text
+
+
+def test_looking_changes_nothing_and_takes_no_lock(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", saved=2)
+    folder.close()
+    before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*") if path.is_file()}
+    diagnose(RunFolder.view(folder.path))
+    assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*") if path.is_file()} == before
+    lock = filelock.FileLock(folder.path / ".owner.lock")
+    lock.acquire(timeout=0)
+    lock.release()

@@ -1,0 +1,267 @@
+"""One owner at a time, whole files, and a resume that takes back what came after its checkpoint without losing it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.metrics.step_metrics import StepMetrics
+from actors.record.run_folder import RunFolder
+from correction.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[3]
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from actors.record.run_folder import RunFolder
+folder = RunFolder.create(Path(sys.argv[1]), "held")
+folder.write_text("config.yaml", "name: held\\n")
+if sys.argv[2] == "fork" and os.fork() > 0:
+    time.sleep(60)    # the owner; its child, which is past the fork, speaks
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder.create(tmp_path / "run", "x")
+    folder.write_text("config.yaml", "name: x\nsteps: 10\n")
+    return folder
+
+
+def steps_of(folder: RunFolder) -> list[int]:
+    return [metrics.step for metrics in folder.read_metrics()]
+
+
+def test_a_folder_of_its_own_for_every_run(tmp_path: Path) -> None:
+    first, second = (RunFolder.create(None, "nano chain/sum", root=tmp_path) for _ in range(2))
+    assert first.path != second.path and first.path.parent == tmp_path
+    assert first.path.name.startswith("nano-chain-sum-2")
+
+
+def test_a_second_owner_is_told_who_has_it(folder: RunFolder) -> None:
+    for take in (lambda: RunFolder.create(folder.path, "y"), lambda: RunFolder.open(folder.path)):
+        with pytest.raises(ConfigError) as caught:
+            take()
+        message = str(caught.value)
+        assert message.startswith(f"run_dir = {folder.path}: in use by process {os.getpid()} on ") and "\n" not in message
+    RunFolder.view(folder.path)    # readers need no lock
+    folder.close()
+    RunFolder.open(folder.path).close()
+
+
+@pytest.mark.parametrize("children", ["fork", "alone"])
+def test_a_killed_owner_leaves_the_folder_free(tmp_path: Path, children: str) -> None:
+    """kill -9: nothing of ours runs any more, and a forked child that lives on must not keep the lock."""
+    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run"), children], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    with pytest.raises(ConfigError, match=f"in use by process {owner.pid}"):
+        RunFolder.open(tmp_path / "run")
+    owner.kill()
+    owner.wait()
+    try:
+        RunFolder.open(tmp_path / "run").close()
+    finally:
+        if children == "fork":
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_new_run_does_not_mix_with_what_is_there(folder: RunFolder, tmp_path: Path) -> None:
+    folder.append_metrics(StepMetrics(1))
+    folder.close()
+    with pytest.raises(ConfigError, match=rf"holds a run already.*--resume {folder.path}"):
+        RunFolder.create(folder.path, "x")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"holds other files \(chapter.tex"):
+        RunFolder.create(tmp_path / "thesis", "x")
+    RunFolder.open(folder.path).close()    # the refusal has given the lock back
+
+
+def test_what_a_failed_start_has_left_is_cleared_but_for_its_events(folder: RunFolder) -> None:
+    """Killed while it wrote its first file, or any later: the same."""
+    folder.event("error", "Ray did not start")
+    (folder.path / "tensorboard" / "events.out").write_text("")
+    (folder.path / "checkpoints" / "step_000001.partial").mkdir()
+    (folder.path / f".{os.getpid()}.config.yaml").write_text("name: x")
+    source = folder.path.parent / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    folder.keep_model_files(source)  # before any engine is started from them
+    folder.close()
+    with RunFolder.create(folder.path, "x") as again:
+        assert again.is_reused
+        present = sorted(path.name for path in again.path.rglob("*") if not path.name.startswith(".owner"))
+        assert present == ["checkpoints", "events.log", "tensorboard", "trajectories"]
+        assert [event.text for event in again.read_events()] == ["Ray did not start"]
+    (folder.path / "trajectories").rmdir()    # killed in between: the folders are made one by one
+    with RunFolder.create(folder.path, "x") as again:
+        assert (again.path / "trajectories").is_dir()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step_000001/hf/x", "trajectories/step_000001.txt", "evaluations.jsonl"])
+def test_what_has_a_number_is_no_failed_start(folder: RunFolder, name: str) -> None:
+    folder.write_text(name, "{}\n")
+    folder.close()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        RunFolder.create(folder.path, "x")
+    assert (folder.path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "events.log", "checkpoints/notes.txt"])
+def test_files_of_somebody_else_are_never_cleared(tmp_path: Path, name: str) -> None:
+    """Under names that a run uses, too; nor after an earlier refusal, which has left a lock in the folder."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="holds"):
+            RunFolder.create(tmp_path, "x")
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_what_is_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="doesn't exist"):
+        RunFolder.view(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"has no config\.yaml"):
+        RunFolder.open(tmp_path)
+
+
+def test_a_torn_line_is_overlooked_by_readers_and_cut_by_the_next_owner(folder: RunFolder) -> None:
+    for step in (1, 2):
+        folder.append_metrics(StepMetrics(step, {"reward/mean": 0.5}))
+    folder.close()
+    with folder.metrics_path.open("a") as file:
+        file.write('{"step": 3, "reward/me')    # a crash in the middle of a write
+    assert steps_of(RunFolder.view(folder.path)) == [1, 2]
+    with RunFolder.open(folder.path) as again:
+        again.append_metrics(StepMetrics(3))
+        assert steps_of(again) == [1, 2, 3]
+        assert [json.loads(line)["step"] for line in again.metrics_path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_rewind_moves_later_lines_and_loses_none(folder: RunFolder) -> None:
+    for step in range(1, 8):
+        folder.append_metrics(StepMetrics(step))
+    for step in (0, 5, 7):
+        folder.append_evaluation(StepMetrics(step, {"held_out/accuracy": 0.5}))
+    assert folder.rewind(5) == 3    # steps 6 and 7, and the evaluation after 7
+    assert steps_of(folder) == [1, 2, 3, 4, 5] and [m.step for m in folder.read_evaluations()] == [0, 5]
+    moved = [json.loads(line) for line in (folder.path / "rewound.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in moved] == [6, 7, 7]
+    assert folder.rewind(5) == 0
+
+
+def test_files_are_replaced_whole(folder: RunFolder) -> None:
+    folder.write_text("report.html", "old")
+    with pytest.raises(RuntimeError):
+        folder.write_file("report.html", lambda path: (path.write_text("ne"), (_ for _ in ()).throw(RuntimeError("disk"))))
+    assert folder.report_path.read_text() == "old"
+    assert [path.name for path in folder.path.iterdir() if "report" in path.name] == ["report.html"]
+
+
+def test_events_come_back_as_they_were(folder: RunFolder) -> None:
+    folder.event("warning", "reward raised\nValueError: no number")
+    folder.event("info", "engines up")
+    assert [(event.level, event.text) for event in folder.read_events()] == [
+        ("warning", "reward raised ValueError: no number"), ("info", "engines up"),
+    ]
+    with pytest.raises(ValueError, match="use one of info, watch, warning, alarm, error"):
+        folder.event("loud", "x")
+
+
+def write_checkpoint(folder: RunFolder, step: int) -> None:
+    with folder.checkpoint(step) as checkpoint:
+        (checkpoint.hf / "model.safetensors").write_text(str(step))
+        (checkpoint.state / "counters.json").write_text("{}")
+
+
+def test_the_latest_complete_checkpoint_counts(folder: RunFolder) -> None:
+    with pytest.raises(DataError, match="nothing to resume from"):
+        folder.latest_checkpoint()
+    for step in (50, 100, 150):
+        write_checkpoint(folder, step)
+    with pytest.raises(OSError, match="no space"), folder.checkpoint(200) as checkpoint:
+        (checkpoint.hf / "model.safetensors").write_text("half")
+        raise OSError("no space")
+    latest = folder.latest_checkpoint()
+    assert (latest.step, latest.path.name, (latest.hf / "model.safetensors").read_text()) == (150, "step_000150", "150")
+    assert [c.step for c in folder.prune_checkpoints(2)] == [50] and [c.step for c in folder.checkpoints()] == [100, 150]
+    assert folder.prune_checkpoints(0) and [c.step for c in folder.checkpoints()] == [150]    # the last one is never removed
+
+
+def test_the_best_checkpoint_stays(folder: RunFolder) -> None:
+    """By held-out accuracy, the later of equals, among steps that have a checkpoint; it goes when a better one has come."""
+    assert folder.best_checkpoint() is None
+    accuracies = {10: 0.9, 20: 0.7, 30: 0.7, 40: 0.2, 50: 0.1}
+    kept = {}
+    for step, accuracy in accuracies.items():
+        if step != 10:
+            write_checkpoint(folder, step)
+        folder.append_evaluation(StepMetrics(step, {"held_out/wilson_low": accuracy}))
+        folder.prune_checkpoints(1)
+        kept[step] = [checkpoint.step for checkpoint in folder.checkpoints()]
+    assert kept == {10: [], 20: [20], 30: [30], 40: [30, 40], 50: [30, 50]}
+    write_checkpoint(folder, 60)
+    folder.append_evaluation(StepMetrics(60, {"held_out/wilson_low": 0.8}))
+    assert [checkpoint.step for checkpoint in folder.prune_checkpoints(1)] == [30, 50]
+
+
+def test_a_checkpoint_that_a_crash_left_half_written_is_cleared(folder: RunFolder) -> None:
+    write_checkpoint(folder, 50)
+    (folder.path / "checkpoints" / "step_000100.partial" / "hf").mkdir(parents=True)
+    folder.close()
+    with RunFolder.open(folder.path) as again:
+        assert again.latest_checkpoint().step == 50
+        assert [path.name for path in (again.path / "checkpoints").iterdir()] == ["step_000050"]
+
+
+def test_who_writes_late_to_a_checkpoint_that_was_given_up_does_no_harm(folder: RunFolder) -> None:
+    """A rank behind a network that is cut may still be at it when the resumed run writes the same step to the same shared disk."""
+    with pytest.raises(KeyboardInterrupt), folder.checkpoint(50) as given_up:
+        raise KeyboardInterrupt
+    with folder.checkpoint(50) as checkpoint:
+        given_up.hf.mkdir(parents=True)
+        for place, text in ((checkpoint, "new"), (given_up, "old")):
+            (place.hf / "model.safetensors").write_text(text)
+    assert (folder.latest_checkpoint().hf / "model.safetensors").read_text() == "new"
+    write_checkpoint(folder, 60)
+    assert [path.name for path in sorted((folder.path / "checkpoints").iterdir())] == ["step_000050", "step_000060"]
+
+
+def test_a_resumed_run_may_write_a_step_again(folder: RunFolder) -> None:
+    write_checkpoint(folder, 50)
+    with folder.checkpoint(50) as checkpoint:
+        (checkpoint.hf / "model.safetensors").write_text("again")
+    assert (folder.latest_checkpoint().hf / "model.safetensors").read_text() == "again"
+    assert len(list((folder.path / "checkpoints").iterdir())) == 1
+
+
+def test_samples_as_text_do_not_pile_up(tmp_path: Path) -> None:
+    """A run of any length keeps those of its newest thousand steps, and a hundredth of the others."""
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        for step in range(1, 1251):
+            folder.write_trajectories(step, "an answer")
+        folder.write_trajectories(1250, "a held-out answer", "held_out")
+        kept = [int(path.stem.removeprefix("step_")) for path in folder.trajectory_files()]
+    assert kept == [100, 200, *range(251, 1251)]
+
+
+def test_an_event_that_can_not_be_written_is_on_the_error_output_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk, which may be what there is to say; and it is no error of whoever says it."""
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.events_path.symlink_to("/dev/full")
+        folder.event("warning", "the disk is\nfull")
+        told = capsys.readouterr().err
+        assert told.startswith(f"{folder.events_path} can't be written ([Errno 28] No space left on device")
+        assert told.endswith(" warning the disk is full\n")
+        folder.events_path.unlink()
+        folder.event("info", "there is room")
+        assert [event.text for event in folder.read_events()] == ["there is room"]

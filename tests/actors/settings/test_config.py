@@ -1,0 +1,201 @@
+"""Every recipe loads; what two packages must agree on is checked where they are composed; batch arithmetic in words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError, model_validator
+
+from actors.commands.config_explain import inner_models
+from actors.commands.init_model import read_record
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.settings.true_on_policy import resolved
+from correction.errors import ConfigError
+from learner.config import LearnerConfig
+from rollout.engine_config import EngineConfig
+
+ROOT = Path(__file__).parents[3]
+RECIPES = [*sorted(ROOT.glob("recipes/*.yaml")), ROOT / "tests/e2e/small.yaml"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads(recipe: Path) -> None:
+    config = load_config(RunConfig, recipe)
+    assert config.steps >= 1 and config.groups_per_step % config.learner.optimizer_steps_per_batch == 0
+
+
+def small(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, ROOT / "tests/e2e/small.yaml", overrides)
+
+
+def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A model and all those inside it, the variants of unions too."""
+    yield model
+    for field in model.model_fields.values():
+        for _, inner in inner_models(field.annotation, ""):
+            yield from sections(inner)
+
+
+def numbers(model: type[BaseModel]) -> Iterator[tuple[str, bool]]:
+    """Fields that take numbers, and whether they come in a list."""
+    for name, field in model.model_fields.items():
+        if re.search(r"\b(int|float)\b", str(field.annotation)) and "dict" not in str(field.annotation):
+            yield name, "tuple" in str(field.annotation)
+
+
+def test_no_number_of_any_section_may_be_infinite_or_beyond_all_measure() -> None:
+    """Whatever else is missing of its section, the field itself is complained of."""
+    seen = set()
+    for model in set(sections(RunConfig)):
+        for name, is_list in numbers(model):
+            seen.add(f"{model.__module__.split('.')[0]}: {name}")
+            for value in (math.inf, -math.inf, math.nan, 10**20, -(10**20)):
+                with pytest.raises(ValidationError) as caught:
+                    model.model_validate({name: [value] * 2 if is_list else value})
+                assert name in {error["loc"][0] for error in caught.value.errors() if error["loc"]}, f"{model.__name__}.{name} = {value}"
+    assert {"actors: steps", "learner: learning_rate", "learner: betas", "correction: upper_by_staleness", "rollout: start_s"} <= seen
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.learning_rate=2", "learner.learning_rate = 2: input should be less than or equal to 1"),
+        ("learner.betas=[0.9,1.0]", r"learner.betas: \(0.9, 1.0\): an average needs factors of at least 0 and below 1"),
+        ("steps=1000000001", "steps = 1000000001: input should be less than or equal to 1000000000"),
+        ("max_staleness=1 weight_sync.every_steps=3", "engines' is 2 steps old.*Set max_staleness to 2 or more"),
+        ("weight_sync.deltas=true weight_sync.transport=broadcast", "deltas = True with .*Set weight_sync.transport: object_store, or"),
+        ("max_staleness=1001", "max_staleness = 1001: input should be less than or equal to 1000"),
+        ("rollout.sampling.temperature=101", "temperature = 101: input should be less than or equal to 100"),
+        ("name=" + "n" * 300, "name = 'nnn.*: string should have at most 100 characters"),
+        ('name=""', "name = '': string should have at least 1 character"),
+        ("correction.objective.kind=score correction.objective.clip_low=0.1", "clip_low belongs to kind: clip, but .* is score"),
+    ],
+)
+def test_sizes_and_rates_that_make_no_sense(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(*override.split())
+
+
+def test_minibatches_have_to_be_of_equal_size() -> None:
+    assert small("learner.optimizer_steps_per_batch=2").learner.optimizer_steps_per_batch == 2
+    with pytest.raises(ConfigError, match=r"groups_per_step = 10 is not a multiple of .*= 4: .* Use 8 groups"):
+        small("groups_per_step=10", "learner.optimizer_steps_per_batch=4")
+    with pytest.raises(ConfigError, match="Use 4 groups"):
+        small("groups_per_step=3", "learner.optimizer_steps_per_batch=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            "steps=7 groups_per_step=6 max_staleness=2 learner.optimizer_steps_per_batch=3 rollout.sampling.samples_per_group=5",
+            "Each of 7 steps trains on 6 prompts x 5 samples = 30 trajectories of up to 48 tokens in 3 optimizer steps of 10; "
+            "at most 18 prompts are under way, so no token is more than 2 versions old.",
+        ),
+        (
+            "steps=1 max_staleness=1 learner.epochs_per_batch=2",
+            "Each of 1 steps trains on 4 prompts x 4 samples = 16 trajectories of up to 48 tokens in 2 optimizer steps of 16 (2 passes "
+            "over the batch); at most 8 prompts are under way, so no token is more than 1 version old.",
+        ),
+        (
+            "steps=1 max_staleness=1",
+            "Each of 1 steps trains on 4 prompts x 4 samples = 16 trajectories of up to 48 tokens in one optimizer step; "
+            "at most 8 prompts are under way, so no token is more than 1 version old.",
+        ),
+    ],
+)
+def test_batch_arithmetic(overrides: str, sentence: str) -> None:
+    assert small(*overrides.split()).batch_arithmetic() == sentence
+
+
+def test_a_run_config_survives_its_own_file(tmp_path: Path) -> None:
+    """What a run writes down, a resume reads: equal to the last field, presets and unions included."""
+    from actors.record.run_folder import RunFolder
+
+    config = small("correction.preset=icepop", "run_dir=" + str(tmp_path / "run"))
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_config(config)
+    assert load_config(RunConfig, tmp_path / "run" / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("monitor.on_alarm=switch_preset", r"monitor.on_alarm = switch_preset needs a preset\. Set monitor.preset"),
+        ("monitor.preset=icepop", "monitor.on_alarm = none: nothing would switch to it"),
+        ("monitor.on_alarm=switch_preset monitor.preset=icepopp", "monitor.preset = icepopp: .*no such preset. Did you mean icepop"),
+        ("monitor.on_alarm=switch_preset monitor.preset=dppo-topk-tv", "dppo-topk-tv: it needs the engines' top-K logprobs"),
+        ("monitor.on_alarm=tighten correction.preset=pg", "monitor.on_alarm = tighten: correction has no bound"),
+        ("monitor.on_alarm=panic", r"monitor.on_alarm = 'panic': .*'none', 'switch_preset', 'tighten' or 'stop'"),
+        ("monitor.thresholds.alarm_grwth=3", "the nearest is monitor.thresholds.alarm_growth"),
+    ],
+)
+def test_an_alarm_action_that_could_not_be_done_is_refused_at_the_start(overrides: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(*overrides.split())
+
+
+def test_a_replacement_has_to_fit_the_run_as_if_it_had_begun_with_it() -> None:
+    """Whatever RunConfig refuses of `correction` it refuses of the replacement: here a validator that dislikes icepop."""
+
+    def no_icepop(self: RunConfig) -> RunConfig:
+        if self.correction.preset == "icepop":
+            raise ConfigError("no icepop on Sundays")
+        return self
+
+    class Strict(RunConfig):
+        sunday = model_validator(mode="after")(no_icepop)
+
+    recipe = ROOT / "tests/e2e/small.yaml"
+    load_config(Strict, recipe, ["monitor.on_alarm=switch_preset", "monitor.preset=mis-token"])
+    with pytest.raises(ConfigError, match=r"monitor.preset = icepop: no icepop on Sundays"):
+        load_config(Strict, recipe, ["monitor.on_alarm=switch_preset", "monitor.preset=icepop"])
+
+
+def test_what_an_alarm_goes_on_with() -> None:
+    assert small().correction_after_alarm() is None and small("monitor.on_alarm=stop").correction_after_alarm() is None
+    switched = small("monitor.on_alarm=switch_preset", "monitor.preset=mis-full").correction_after_alarm()
+    assert switched is not None and switched.preset == "mis-full" and switched.veto is not None
+    tightened = small("monitor.on_alarm=tighten", "monitor.tighten_factor=0.25").correction_after_alarm()    # tis-token: at most 2
+    assert tightened is not None and tightened.importance.upper == pytest.approx(2**0.25)
+
+
+def test_replaying_the_proximal_forwards_routing_needs_that_forward() -> None:
+    """With one optimizer step a batch it is skipped, and in bypass there is none."""
+    assert small("learner.routing_replay=recompute", "learner.optimizer_steps_per_batch=2").learner.routing_replay == "recompute"
+    for other in (["learner.optimizer_steps_per_batch=1"], ["learner.optimizer_steps_per_batch=2", "correction.preset=bypass"]):
+        with pytest.raises(ConfigError, match=r"routing_replay = recompute with . optimizer steps? per batch.*no proximal forward"):
+            small("learner.routing_replay=recompute", *other)
+
+
+def test_the_engines_tell_their_routing_where_it_is_replayed() -> None:
+    assert resolved(small("learner.routing_replay=rollout")).rollout.engine.return_routed_experts
+    assert not resolved(small()).rollout.engine.return_routed_experts
+
+
+def test_a_balancing_loss_beside_a_late_factor_is_refused() -> None:
+    """Where importance weights are known before training it is fine, for that the forward runs first; interpolated ones are not."""
+    normalised = ["learner.moe_aux_loss_coefficient=0.01", "correction.normalize.population=all"]
+    assert small(*normalised).learner.moe_aux_loss_coefficient == 0.01
+    with pytest.raises(ConfigError, match=r"moe_aux_loss_coefficient = 0\.01 with this correction: normaliser.*scale"):
+        small(*normalised, "correction.proximal=interpolate")
+
+
+def test_former_names_of_keys_are_read() -> None:
+    """Of recipes and model folders that earlier versions have written; both names together are a mistake."""
+    assert LearnerConfig.model_validate({"fixed_order": True}).batch_invariant
+    assert EngineConfig.model_validate_json('{"fixed_order": true, "device": "cpu"}').batch_invariant
+    assert "fixed_order" not in LearnerConfig.model_validate({"fixed_order": True}).model_dump()
+    with pytest.raises(ValidationError, match="batch_invariant and fixed_order"):
+        LearnerConfig.model_validate({"fixed_order": True, "batch_invariant": False})
+
+
+def test_a_record_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "evenkeel_init.json").write_text('{"init": {"sequences": 3}}')
+    with pytest.raises(ConfigError, match=r"evenkeel_init.json: not what this version writes .* Make the model anew"):
+        read_record(tmp_path)

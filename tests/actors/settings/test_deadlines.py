@@ -1,0 +1,96 @@
+"""Deadlines follow from answers and bytes, in an order in which nobody stops waiting before what is waited for may be late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.settings.deadlines import as_text, bytes_of, group_s, inversions, table, with_deadlines
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_config(**rollout: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": "model",
+            "steps": 1,
+            "groups_per_step": 64,
+            "rollout": {
+                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+                "reward": {"kind": "reasoning_gym"},
+                "engine": {"device": "cpu"},
+                **rollout,
+            },
+        }
+    )
+
+
+SCALES = [(16, 10**6), (256, 10**9), (32_768, 10**9), (256, 60 * 10**9), (32_768, 60 * 10**9)]
+
+
+@pytest.mark.parametrize(("tokens", "size"), SCALES)
+def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size: int) -> None:
+    config = with_deadlines(run_config(sampling={"max_tokens": tokens}), size)
+    run, engine = config.deadlines, config.rollout.engine.deadlines
+    assert engine.heartbeat_s < engine.generate_s, "a dead engine is known before its answers are late"
+    assert 2 * engine.heartbeat_s < run.part_heartbeat_s < run.batch_s, "a frozen part is known long before its batch is late"
+    assert engine.generate_s < group_s(config.rollout) < 2 * group_s(config.rollout) < run.batch_s
+    assert group_s(config.rollout) <= run.evaluation_s
+    assert engine.control_s + engine.update_s < run.sync_s < 3 * run.sync_s < run.receipts_s < run.batch_s
+    assert 2 * engine.start_s <= run.start_s < run.batch_s, "a batch outlives the start of a worker's replacement"
+    assert inversions(config) == []
+
+
+def test_long_answers_and_many_bytes_need_no_setting() -> None:
+    """32,768 tokens at 5 a second are 6,554 s, three of them one after the other; 60 GB at 100 MB/s are 600 s on their way."""
+    config = with_deadlines(run_config(sampling={"max_tokens": 32_768}), 60 * 10**9)
+    run, engine = config.deadlines, config.rollout.engine.deadlines
+    assert engine.generate_s == pytest.approx(3 * 32_768 / 5)
+    assert engine.update_s == 720 and run.sync_s == pytest.approx(600 + 720 + 2 * 180)
+    assert run.checkpoint_s == pytest.approx(8 * 600)
+    small = with_deadlines(run_config(), 10**6)
+    assert small.rollout.engine.deadlines.generate_s == pytest.approx(3 * 256 / 5) and small.deadlines.checkpoint_s == 600
+
+
+def test_what_a_recipe_sets_stays_and_is_all_that_is_written_down() -> None:
+    """So that a resume with longer answers has longer deadlines; deriving twice gives the same."""
+    config = run_config(engine={"device": "cpu", "deadlines": {"update_s": 50.0}})
+    config = config.model_copy(update={"deadlines": type(config.deadlines)(batch_s=100.0)})
+    whole = with_deadlines(config, 10**10)
+    assert (whole.deadlines.batch_s, whole.rollout.engine.deadlines.update_s) == (100.0, 50.0)
+    assert whole.deadlines.sync_s == pytest.approx(100 + 50 + 2 * 80)
+    assert with_deadlines(whole, 10**10) == whole
+    written = yaml.safe_load(yaml.safe_dump(whole.model_dump(mode="json")))
+    assert written["deadlines"]["batch_s"] == 100.0 and "sync_s" not in written["deadlines"]
+    assert "generate_s" not in written["rollout"]["engine"]["deadlines"]
+    longer = RunConfig.model_validate(written | {"rollout": written["rollout"] | {"sampling": {"max_tokens": 10_000}}})
+    assert with_deadlines(longer, 10**10).rollout.engine.deadlines.generate_s == pytest.approx(3 * 10_000 / 5)
+    assert [sentence.partition(" = ")[0] for sentence in inversions(whole)] == ["deadlines.batch_s"]
+
+
+def test_the_table_has_every_key_and_says_what_is_set() -> None:
+    config = run_config()
+    lines = table(config, 10**9)
+    keys = {line.key for line in lines}
+    for section, prefix in ((config.deadlines, "deadlines"), (config.rollout.engine.deadlines, "rollout.engine.deadlines")):
+        assert {f"{prefix}.{name}" for name in section.DERIVED} <= keys
+    assert not any(line.is_set for line in lines)
+    shown = as_text(table(config.model_copy(update={"deadlines": type(config.deadlines)(sync_s=77.0)}), 10**9)).splitlines()
+    assert [line.split()[:3] for line in shown if line.endswith("(set)")] == [["77", "s", "deadlines.sync_s"]]
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_recipe_turns_an_order_around(recipe: Path) -> None:
+    assert inversions(with_deadlines(load_config(RunConfig, recipe), 10**9)) == []
+
+
+def test_bytes_are_those_of_the_weights(tmp_path: Path) -> None:
+    for name, size in (("model-1.safetensors", 70), ("model-2.safetensors", 30), ("tokenizer.json", 1000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert bytes_of(tmp_path) == 100 and bytes_of(tmp_path / "none") == 0

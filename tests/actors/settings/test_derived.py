@@ -1,0 +1,123 @@
+"""What a recipe leaves open is decided once, for both sides, before anything starts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from actors.commands.recipe import load_config
+from actors.commands.train import decide_devices
+from actors.config import RunConfig
+from actors.settings.derived import derived
+from actors.settings.devices import check_types
+from correction.errors import ConfigError
+from learner.config import LearnerConfig
+from rollout.engine_config import EngineConfig
+
+RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
+
+
+def config(overrides: str = "") -> RunConfig:
+    return load_config(RunConfig, RECIPE, overrides.split())
+
+
+def test_a_cpu_keeps_what_it_always_had() -> None:
+    plain = config()
+    found = derived(plain, has_gpu=False)
+    assert (found.learner.device, found.learner.dtype) == ("cpu", "float32")
+    assert (found.rollout.engine.device, found.rollout.engine.dtype) == ("cpu", "float32")
+    decided = {"device", "dtype"}
+    assert found.learner.model_dump(exclude=decided) == plain.learner.model_dump(exclude=decided)
+    assert found.rollout.engine.model_dump(exclude=decided) == plain.rollout.engine.model_dump(exclude=decided)
+
+
+def test_a_gpu_gets_bfloat16_on_both_sides_and_sizes_that_suit_it() -> None:
+    """Nothing is handed on as auto: SGLang would make float16 of a float32 folder."""
+    recipe = RunConfig.model_validate(config("learner.data_parallel=2").model_dump(exclude={"learner", "rollout"}) | {
+        "learner": {"data_parallel": 2}, "rollout": config().rollout.model_dump(exclude={"engine"}),
+    })  # fmt: skip
+    found = derived(recipe, has_gpu=True)
+    learner, engine = found.learner, found.rollout.engine
+    assert (learner.device, learner.dtype, engine.device, engine.dtype) == ("cuda", "bfloat16", "cuda", "bfloat16")
+    assert (learner.distributed_optimizer, learner.tokens_per_microbatch, engine.max_running_requests) == (True, 8192, 256)
+    assert engine.sglang_arguments("m", 4096, 0)["dtype"] == "bfloat16"
+    assert derived(config("learner.data_parallel=1"), has_gpu=True).learner.distributed_optimizer is False
+
+
+def test_what_the_recipe_says_stays_also_where_it_is_the_default() -> None:
+    given = "learner.data_parallel=2 learner.distributed_optimizer=false learner.tokens_per_microbatch=2048 learner.dtype=float16"
+    found = derived(config(f"{given} rollout.engine.max_running_requests=64"), has_gpu=True)
+    assert (found.learner.distributed_optimizer, found.learner.tokens_per_microbatch) == (False, 2048)
+    assert (found.rollout.engine.max_running_requests, found.rollout.engine.dtype) == (64, "float16")
+
+
+def test_once_decided_nothing_changes_any_more() -> None:
+    """A resumed run has its values from config.yaml, where all of them are written down."""
+    once = derived(config("learner.data_parallel=2"), has_gpu=True)
+    assert derived(once, has_gpu=False) == once
+    assert derived(RunConfig.model_validate(once.model_dump()), has_gpu=False) == once
+
+
+def test_a_worker_with_a_part_of_a_gpu_has_an_engine_with_that_part_of_its_memory() -> None:
+    """Sized on its node (correction/engines/gpu_share.py); a fraction that is given stays."""
+    shared = derived(config("rollout.gpus_per_worker=0.4"), has_gpu=True).rollout.engine
+    assert (shared.gpu_share, shared.memory_fraction) == (0.4, None)
+    assert derived(config(), has_gpu=True).rollout.engine.gpu_share == 1
+    given = config("rollout.gpus_per_worker=0.4 rollout.engine.memory_fraction=0.2")
+    assert derived(given, has_gpu=True).rollout.engine.memory_fraction == 0.2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("learner.dtype=float32", "rollout.engine.dtype = float32 with device = cuda: SGLang's attention kernels"),
+        ("rollout.engine.dtype=float32", "rollout.engine.dtype = float32 with device = cuda"),
+        ("learner.layers=transformer_engine learner.dtype=float32", r"learner: layers = transformer_engine: dtype = float32"),
+    ],
+)
+def test_a_gpu_refuses_what_its_kernels_cant_do(overrides: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        derived(config(overrides), has_gpu=True)
+
+
+def test_layers_for_gpus_wait_for_the_device_to_be_known() -> None:
+    """A driver without a GPU may start a run on a cluster that has them."""
+    wanted = config("learner.layers=transformer_engine")
+    assert derived(wanted, has_gpu=True).learner.layers == "transformer_engine"
+    with pytest.raises(ConfigError, match="learner: layers = transformer_engine: dtype = float32"):
+        derived(wanted, has_gpu=False)
+
+
+def test_a_float32_learner_on_a_cpu_feeds_no_engine_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="float32 with device = cuda"):
+        derived(config("learner.device=cpu rollout.engine.device=cuda"), has_gpu=True)
+    mixed = derived(config("learner.device=cpu learner.dtype=bfloat16 rollout.engine.device=cuda"), has_gpu=True)
+    check_types(mixed)
+    assert mixed.rollout.engine.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("offered", "device"), [({"CPU": 16.0, "GPU": 8.0}, "cuda"), ({"CPU": 16.0}, "cpu")])
+def test_auto_is_what_the_cluster_has_not_what_the_driver_sees(
+    monkeypatch: pytest.MonkeyPatch, offered: dict[str, float], device: str
+) -> None:
+    """The head of a cluster has no GPU; ranks that asked for none would all take the first one of their node."""
+    joined: list[str | None] = []
+    monkeypatch.setattr("actors.cluster.cluster.Cluster", lambda config: joined.append(config.ray.address) or nullcontext())
+    monkeypatch.setattr("ray.cluster_resources", lambda: offered)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found, notes = decide_devices(config("ray.address=10.0.0.1:6379"))
+    assert (found.learner.device, found.rollout.engine.device, joined) == (device, device, ["10.0.0.1:6379"])
+    assert [("no node of the cluster" in note) for note in notes] == [True] * (device == "cpu")
+    decide_devices(config("ray.address=10.0.0.1:6379 learner.device=cuda rollout.engine.device=cuda"))
+    assert len(joined) == 1, "what is said need not be asked"
+
+
+def test_without_a_run_each_side_decides_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for has_gpu, dtype in ((False, "float32"), (True, "bfloat16")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has=has_gpu: has)
+        assert LearnerConfig().resolved_dtype == EngineConfig().resolved_dtype == dtype
+        assert EngineConfig().sglang_arguments("m", 64, 0)["dtype"] == dtype

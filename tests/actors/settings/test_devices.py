@@ -1,0 +1,254 @@
+"""GPUs that are asked for and aren't there are said before anything waits for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from actors.cluster.placement import in_order
+from actors.commands.recipe import load_config
+from actors.config import RunConfig
+from actors.pool import workers
+from actors.pool.rollout_worker import WorkerSettings
+from actors.settings.devices import check_devices, check_engine_device, check_received, check_rollout_resource, check_types, whole_gpus
+from actors.settings.environment import OF_BATCHES, learner_environment, worker_environment
+from correction.engines.device_choice import KEPT_KERNELS
+from correction.errors import ConfigError
+from tests.actors.cases import prompt
+
+RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
+TWO_RANKS = "rollout.gpus_per_worker=0.5 rollout.engine.tensor_parallel=2"
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, RECIPE, overrides)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("there", "overrides", "said"),
+    [
+        (0, "rollout.engine.device=cuda", "rollout.engine.device = cuda with 1 worker: 1 GPU is needed.* torch sees none here"),
+        (0, "learner.device=cuda learner.data_parallel=2", "learner.device = cuda with 2 ranks: 2 GPUs are needed"),
+        (1, "rollout.engine.device=cuda learner.device=cuda", "and learner.device = cuda with 1 rank: 2 GPUs are needed.*sees 1"),
+        (1, "", "rollout.engine.device = auto with 1 worker and learner.device = auto with 1 rank: 2 GPUs"),
+        (3, "rollout.min_workers=1 rollout.max_workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
+        (3, "rollout.workers=3", "rollout.engine.device = auto with 3 workers and .*: 4 GPUs"),
+        (4, "rollout.workers=2 rollout.engine.tensor_parallel=2", "device = auto with 2 workers of 2 GPUs and .*: 5 GPUs are needed"),
+    ],
+)
+def test_too_few_gpus_on_this_machine(monkeypatch: pytest.MonkeyPatch, there: int, overrides: str, said: str) -> None:
+    gpus(monkeypatch, there)
+    with pytest.raises(ConfigError, match=said):
+        check_devices(config(*overrides.split()))
+
+
+@pytest.mark.parametrize(
+    ("there", "overrides"),
+    [
+        (0, ""),
+        (0, "rollout.engine.device=cpu learner.device=cpu"),
+        (1, "learner.device=cpu"),
+        (2, ""),
+        (1, f"{TWO_RANKS} rollout.engine.device=cpu"),  # whose ranks are processes
+        (0, "learner.device=cuda ray.address=auto"),
+    ],
+)
+def test_enough_gpus_or_another_machines(monkeypatch: pytest.MonkeyPatch, there: int, overrides: str) -> None:
+    """auto without a GPU is the CPU; what a joined cluster has is known after joining."""
+    gpus(monkeypatch, there)
+    check_devices(config(*overrides.split()))
+
+
+def test_an_engine_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    check_engine_device(config())
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.device = cuda, but torch sees no GPU here"):
+        check_engine_device(config("rollout.engine.device=cuda"))
+    gpus(monkeypatch, 2)
+    check_engine_device(config("rollout.engine.tensor_parallel=2"))
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.tensor_parallel = 4, but torch sees 2 GPUs here"):
+        check_engine_device(config("rollout.engine.tensor_parallel=4"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("rollout.engine.dtype=bfloat16", r"engine.dtype = bfloat16 with learner.dtype = auto \(float32\).*Set learner.dtype: bfloat16"),
+        ("learner.dtype=float16 rollout.engine.dtype=bfloat16", "rollout.engine.dtype = bfloat16 with learner.dtype = float16"),
+    ],
+)
+def test_an_engine_of_another_type_than_the_learners_is_refused(monkeypatch: pytest.MonkeyPatch, overrides: str, said: str) -> None:
+    """It would refuse the first weights, after the start of everything."""
+    gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=said):
+        check_types(config(*overrides.split()))
+
+
+@pytest.mark.parametrize("overrides", ["", "learner.dtype=float16", "learner.dtype=float16 rollout.engine.dtype=float16"])
+def test_equal_types_and_those_that_follow_the_learner_are_not(monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
+    gpus(monkeypatch, 0)
+    check_types(config(*overrides.split()))
+
+
+def test_float32_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=r"engine\.dtype = float32 on a GPU"):
+        check_types(config("learner.dtype=float32"))
+
+
+@pytest.mark.parametrize(
+    ("shares", "gpus_needed"),
+    [([], 0), ([1.0, 1.0], 2), ([0.5, 0.4], 1), ([0.5, 0.6], 2), ([0.4] * 5, 3), ([0.3, 0.7, 0.3, 0.7], 2), ([0.1] * 10, 1)],
+)
+def test_shares_of_gpus_lie_on_one_each(shares: list[float], gpus_needed: int) -> None:
+    """0.4 five times is two GPUs' worth, but no GPU holds three of them."""
+    assert whole_gpus(shares) == gpus_needed
+
+
+def test_one_gpu_holds_learner_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    check_devices(config("learner.gpus_per_rank=0.5", "rollout.gpus_per_worker=0.4"))
+    with pytest.raises(ConfigError, match=r"1 rank of 0.7 GPU: 2 GPUs are needed, but torch sees 1.*rollout.gpus_per_worker"):
+        check_devices(config("learner.gpus_per_rank=0.7", "rollout.gpus_per_worker=0.4"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("learner.gpus_per_rank=0.5 learner.data_parallel=2", "learner.gpus_per_rank = 0.5 with 2 ranks: two of them would fit on one GPU"),
+        ("learner.gpus_per_rank=0.6 learner.tensor_parallel=2", "learner.gpus_per_rank = 0.6 with tensor_parallel = 2"),
+        (TWO_RANKS, "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
+        (f"{TWO_RANKS} learner.device=cpu", "gpus_per_worker = 0.5 with engine.tensor_parallel = 2"),
+        ("rollout.gpus_per_worker=0.5 weight_sync.transport=broadcast", "transport = broadcast where a rank or a worker has a share"),
+    ],
+)
+def test_what_nccl_cant_connect_is_refused(monkeypatch: pytest.MonkeyPatch, overrides: str, said: str) -> None:
+    gpus(monkeypatch, 8)
+    with pytest.raises(ConfigError, match=said):
+        check_devices(config(*overrides.split()))
+
+
+@pytest.mark.parametrize("name", ["enable_nccl_nvls", "enable_symm_mem"])
+def test_one_group_has_one_nccl(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """SGLang overwrites the variable that both sides have alike for the broadcast."""
+    gpus(monkeypatch, 8)
+    option = f"rollout.engine.engine_args.{name}=true"
+    with pytest.raises(ConfigError, match=rf"engine_args\.{name} = True with weight_sync.transport = broadcast.*object_store"):
+        check_devices(config(option, "weight_sync.transport=broadcast"))
+    check_devices(config(option))
+    check_devices(config(option, "weight_sync.transport=broadcast", "rollout.engine.device=cpu", "learner.device=cpu"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("rollout.engine.device=cpu", r"learner, on cuda, .* by nccl, and engines, on cpu, by gloo: .*\. Set weight_sync.transport: ob"),
+        ("learner.device=cpu", "the learner, on cpu, joins the weight group by gloo, and engines, on cuda, by nccl"),
+        ("rollout.engine.weight_group_backend=gloo", r"by nccl, and engines, on cuda, by gloo: .* Set rollout.*_backend: auto, or weight"),
+        ("rollout.engine.device=cpu rollout.engine.weight_group_backend=nccl", "by nccl, and engines, on cpu, by nccl"),
+        ("rollout.engine.device=cpu learner.device=cpu rollout.engine.weight_group_backend=nccl", "on cpu, joins .* on cpu, by nccl"),
+    ],
+)
+def test_a_broadcast_is_refused_where_learner_and_engines_make_no_group(monkeypatch: pytest.MonkeyPatch, overrides: str, said: str) -> None:
+    gpus(monkeypatch, 8)
+    with pytest.raises(ConfigError, match=said):
+        check_devices(config("weight_sync.transport=broadcast", *overrides.split()))
+    check_devices(config(*overrides.split()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_broadcast_among_equal_devices_is_not(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    gpus(monkeypatch, 8)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    both = (f"rollout.engine.device={device}", f"learner.device={device}", "weight_sync.transport=broadcast")
+    check_devices(config(*both))
+    check_devices(config(*both, f"rollout.engine.weight_group_backend={backend}"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "seen", "said"),
+    [
+        ([3], 1, None),
+        ([], 8, "learner rank 2: asked Ray for 1 of a GPU and got none"),
+        ([3], 8, "learner rank 2: Ray gave it GPU 3, but torch sees 8 there"),
+        ([3], 0, "Ray gave it GPU 3, but torch sees 0 there"),
+    ],
+)
+def test_an_actor_has_what_it_asked_for(monkeypatch: pytest.MonkeyPatch, ids: list[int], seen: int, said: str | None) -> None:
+    """Of eight GPUs that it sees it would take the first, as would all others."""
+    gpus(monkeypatch, seen)
+    if said is None:
+        check_received("learner rank 2", 1.0, ids)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            check_received("learner rank 2", 1.0, ids)
+
+
+def test_an_engine_of_several_ranks_asks_for_as_many_gpus_and_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    asked: dict[str, object] = {}
+
+    def options(**given: object) -> SimpleNamespace:
+        asked.update(given)
+        return SimpleNamespace(remote=lambda *_: None)
+
+    monkeypatch.setattr(workers, "ray", SimpleNamespace(remote=lambda _: SimpleNamespace(options=options)))
+    monkeypatch.setattr(workers, "lower_priority", lambda _: None)
+    workers.create("0", WorkerSettings.of(config("rollout.engine.tensor_parallel=2"), Path("model"), prompt(0)), None)
+    assert (asked["num_gpus"], asked["num_cpus"]) == (2, 2)
+    check_received("rollout worker 0", 2.0, [1, 3])
+    with pytest.raises(ConfigError, match=r"rollout worker 0: asked Ray for 2 GPUs and got \[1\]"):
+        check_received("rollout worker 0", 2.0, [1])
+    gpus(monkeypatch, 8)
+    with pytest.raises(ConfigError, match="Ray gave it GPU 1, 3, but torch sees 8 there"):
+        check_received("rollout worker 0", 2.0, [1, 3])
+
+
+def test_the_environment_of_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 8)
+    on_gpu = config("weight_sync.transport=broadcast", "ray.env.NCCL_DEBUG=INFO", "ray.env.NCCL_NVLS_ENABLE='1'")
+    learner, worker = learner_environment(on_gpu), worker_environment(on_gpu)
+    assert learner["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "CUDA_DEVICE_MAX_CONNECTIONS" not in worker
+    assert learner.items() >= OF_BATCHES.items(), "ranks read batches where they lie"
+    assert not worker.keys() & OF_BATCHES.keys(), "a worker's groups have no tensors"
+    assert worker_environment(config("correction.preset=dppo-topk-tv")).items() >= OF_BATCHES.items(), "but for wide fields"
+    for one in (learner, worker):
+        assert one["NCCL_CUMEM_ENABLE"] == "0" and one["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert (one["NCCL_DEBUG"], one["NCCL_NVLS_ENABLE"]) == ("INFO", "1"), "the user's own win"
+    assert not {name for name in learner_environment(config()) if name.startswith(("NCCL", "TORCH_NCCL"))}
+    on_cpu = learner_environment(config("learner.device=cpu"))
+    assert on_cpu["CUDA_VISIBLE_DEVICES"] == "", "torch must see none where the CPU computes"
+    assert on_cpu.items() >= KEPT_KERNELS.items(), "or kernels for each shape stay in memory"
+
+
+def test_neighbouring_ranks_are_on_one_node_and_on_neighbouring_gpus() -> None:
+    nodes = {0: "b", 1: "a", 2: "b", 3: "a"}
+    assert in_order(nodes, {"a": "10.0.0.2", "b": "10.0.0.1"}, {0: 4, 1: 2, 2: 0, 3: 0}) == (2, 0, 3, 1)
+
+
+JOINED = ("ray.address=10.0.0.1:6379", "rollout.min_workers=1", "rollout.max_workers=4")
+
+
+def test_a_resource_that_no_node_can_offer_is_refused() -> None:
+    said = r"rollout.max_workers = 4 with ray.rollout_resource = .rollout.: no node .* Give a node type"
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_rollout_resource(config(*JOINED), 0, 0)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"rollout\.workers = 1 with"):
+        check_rollout_resource(config("ray.address=10.0.0.1:6379"), 0, 0)
+
+
+def test_fewer_nodes_than_the_pool_may_want_are_told_of() -> None:
+    note = check_rollout_resource(config(*JOINED), 1, 3)
+    assert note is not None and "rollout.max_workers = 4" in note and "3 times at most" in note
+    assert check_rollout_resource(config(*JOINED), 1, 4) is None
+    assert check_rollout_resource(config(*JOINED), 4, 0) is None, "nodes that somebody started by hand"
+    assert check_rollout_resource(config(*JOINED), 0, None) is None, "nodes may come that nobody knows of yet"

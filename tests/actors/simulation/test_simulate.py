@@ -1,0 +1,167 @@
+"""evenkeel simulate: what it takes from a run's folder, what it prints and draws, and what it refuses in a sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from actors.commands.cli import app
+from actors.commands.measured_costs import MeasuredRun
+from actors.commands.simulate_views import cheapest, show_outcomes, verdict
+from actors.simulation.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
+from actors.simulation.outcome import Outcome
+from actors.simulation.run import simulate
+from correction.errors import ConfigError
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "nano_spell_backward.yaml"
+SPEEDS = ["--decode", "64:3200,512:6400", "--learner-speed", "5000", "--lengths", "5,9"]
+TRUE_COSTS = RunCosts(
+    DecodeSpeed(((64, 1200.0), (512, 2400.0))),
+    learner_token_s=1 / 4000,
+    prompt_token_s=1 / 12000,
+    handover_s=0.1,
+    publish_s=0.05,
+    sync_s=0.2,
+    pause_s=0.15,
+)
+LENGTHS = [3, 5, 5, 6, 6, 6, 7, 10]
+PROMPT = 14
+
+
+def record(folder: Path, max_staleness: int, *, steps: int = 40) -> Outcome:
+    """A run's folder as a run would write it whose engines and learner take exactly TRUE_COSTS."""
+    shape = RunShape(1, 64, max_staleness, 8, 128, 512)
+    found = simulate(shape, TRUE_COSTS, AnswerLengths.like(LENGTHS, "true"), prompt_tokens=PROMPT, steps=steps)
+    sequences = 64 * 8
+    mean = found.tokens / found.steps / sequences
+    tokens = sequences * (mean + PROMPT)
+    learner_waits_s = found.step_s - tokens / 4000 - 0.05
+    step = {
+        "time/step_s": found.step_s,
+        "time/train_s": tokens / 4000,
+        "wait/learner_s": learner_waits_s,
+        "wait/rollout_share": 1 - found.occupied_s / found.seconds,
+        "throughput/rollout_tokens_per_s": found.tokens_per_s,
+        "throughput/learner_tokens_per_s": 4000.0,
+        "length/trained_tokens": mean,
+        "staleness/mean": found.mean_staleness,
+        "time/sync_s": 0.2,
+        "time/pause_s": 0.15,
+    }
+    (folder / "trajectories").mkdir(parents=True)
+    recipe = yaml.safe_load(RECIPE.read_text()) | {"max_staleness": max_staleness}
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i + 1} | step) + "\n" for i in range(20)))
+    evaluation = {"step": 0, "held_out/problems": 64, "held_out/response_tokens": mean, "held_out/seconds": 64 * mean / 1200}
+    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    for i in range(20):
+        lines = [f"  sampled:  'a word'  (stop, {length} tokens, v{i}: 0-{length})" for length in LENGTHS]
+        (folder / "trajectories" / f"step_{i + 1:06d}.txt").write_text("\n".join(lines) + "\n")
+    return found
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_s_folder_says_what_its_engines_and_its_learner_took(tmp_path: Path, max_staleness: int) -> None:
+    """From numbers that a simulation wrote with known costs: the costs come out, and other shapes are predicted as those costs have it."""
+    record(tmp_path / "run", max_staleness)
+    measured = MeasuredRun.of(tmp_path / "run", cores=float("inf"))
+    assert measured.prompt_tokens == PROMPT
+    assert measured.costs.learner_token_s == pytest.approx(1 / 4000)
+    assert measured.costs.prompt_token_s == pytest.approx(1 / 12000), "a forward pass: a third of training"
+    assert (measured.costs.sync_s, measured.costs.pause_s) == pytest.approx((0.2, 0.15))
+    assert measured.costs.publish_s == pytest.approx(0.05)
+    assert measured.costs.handover_s == pytest.approx(0.1, abs=0.02)
+    assert sorted(set(measured.lengths.recorded)) == sorted(set(LENGTHS))
+    assert measured.costs.decode.points[0] == (64, pytest.approx(1200.0))
+    assert measured.costs.decode.points[1] == (512, pytest.approx(2400.0, rel=0.03))
+    for workers, bound in ((1, 0), (1, 1), (2, 0), (2, 1)):
+        shape = RunShape(workers, 64, bound, 8, 128, 512)
+        true = simulate(shape, TRUE_COSTS, AnswerLengths.like(LENGTHS, "true"), prompt_tokens=PROMPT, steps=40)
+        found = simulate(shape, measured.costs, measured.lengths.afresh(), prompt_tokens=measured.prompt_tokens, steps=40)
+        assert found.step_s == pytest.approx(true.step_s, rel=0.05)
+        assert found.mean_staleness == pytest.approx(true.mean_staleness, abs=0.1)
+
+
+def test_a_run_of_few_steps_says_too_little(tmp_path: Path) -> None:
+    record(tmp_path / "run", 1)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:9]))
+    with pytest.raises(ConfigError, match="4 steps to measure from"):
+        MeasuredRun.of(tmp_path / "run", cores=2.0)
+
+
+def test_a_run_whose_engines_sampled_nothing_says_so(tmp_path: Path) -> None:
+    record(tmp_path / "run", 1)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    idle = [json.loads(line) | {"throughput/rollout_tokens_per_s": 0.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in idle))
+    with pytest.raises(ConfigError, match="its engines sampled nothing"):
+        MeasuredRun.of(tmp_path / "run", cores=2.0)
+
+
+def test_the_command_prints_a_row_for_each_shape_and_draws_them(tmp_path: Path) -> None:
+    picture = tmp_path / "sizes.png"
+    words = ["simulate", str(RECIPE), *SPEEDS, "--workers", "2,1", "--max-staleness", "0,1", "--steps", "10", "--picture", str(picture)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["1"], ["2"]) and "%" in line]
+    assert [row[:2] for row in rows if row[1] in "01"] == [["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_s_lengths_can_be_replaced(tmp_path: Path) -> None:
+    record(tmp_path / "run", 1)
+    words = ["simulate", str(RECIPE), "--run", str(tmp_path / "run"), "--steps", "5", "--picture", str(tmp_path / "p.png")]
+    assert "120 answers" in " ".join(CliRunner().invoke(app, words).stdout.split())
+    assert "lognormal, p50 3, p99 9" in " ".join(CliRunner().invoke(app, [*words, "--lengths", "3,9"]).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "no --decode and no --learner-speed and no --lengths, and no --run RUN_DIR"),
+        (["--decode", "8:100", "--lengths", "5,9"], "no --learner-speed, and no --run"),
+        (["--lengths", "500,100"], "p50 500 and p99 100 tokens: the median has to be 1 or more, and not above p99"),
+        (["--lengths", "many"], "--lengths many: give two numbers"),
+        (["--workers", "0"], "--workers 0: give whole numbers from 1 on"),
+        (["--workers", "8-16"], "--workers 8-16: give whole numbers"),
+        (["--max-staleness", "-1"], "--max-staleness -1: give whole numbers from 0 on"),
+        (["--workers", ",".join(map(str, range(1, 51))), "--max-staleness", "0,1,2"], "more than 100 runs"),
+        (["--decode", "0:100", *SPEEDS[2:]], "0:100"),
+        (["--decode", "fast"], "--decode fast: give REQUESTS:TOKENS_PER_S"),
+        ([*SPEEDS[:2], "--learner-speed", "0"], "--learner-speed 0: a speed is above 0"),
+        (["rollout.slots=0", *SPEEDS], "rollout.slots = 0"),
+        (["--picture", "nowhere/p.png"], "--picture nowhere/p.png: name a .png file in a folder that exists"),
+        (["--run", "runs/none"], "runs/none: not a run folder"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(words: list[str], sentence: str) -> None:
+    done = CliRunner().invoke(app, ["simulate", str(RECIPE), *words])
+    assert isinstance(done.exception, ConfigError)
+    assert sentence in str(done.exception) and "\n" not in str(done.exception)
+
+
+def outcome(workers: int, max_staleness: int, rate: float) -> Outcome:
+    ages = Counter({max_staleness: int(rate)})
+    return Outcome(workers, max_staleness, steps=1, seconds=1.0, tokens=int(rate), train_s=0.5, tokens_by_staleness=ages)
+
+
+def test_the_cheapest_that_is_nearly_the_best() -> None:
+    """960 is within 5 % of 1000, 940 is not. Workers cost more than staleness."""
+    found = [outcome(8, 1, 500), outcome(8, 4, 960), outcome(16, 1, 970), outcome(16, 2, 1000), outcome(8, 2, 940)]
+    assert (cheapest(found).workers, cheapest(found).max_staleness) == (8, 4)
+    assert "No larger max_staleness was tried" in verdict(found), "8 is not the largest number of workers, 4 is the largest bound"
+
+
+def test_the_table_is_whole_on_a_narrow_terminal() -> None:
+    text = io.StringIO()
+    show_outcomes(Console(file=text, width=60), [outcome(8, 1, 500), outcome(16, 1, 900)])
+    assert any(line.split()[:5] == ["16", "1", "1", "900", "1.80"] for line in text.getvalue().splitlines())
